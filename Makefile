@@ -1,0 +1,86 @@
+# Every target sets up what it needs in .venv; nothing is asked of the machine but python3 (with
+# venv and pip), make and g++. Stamps say what is done; a set-up that was interrupted starts over.
+
+PYTHON ?= python3
+ARGS ?=
+DIST ?= dist
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEPS := $(VENV)/.stamp-deps
+PACKAGE := $(VENV)/.stamp-package
+EXT := $(VENV)/.stamp-ext
+UNFINISHED := $(VENV)/.unfinished
+
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Folders too: their times tell of files that were added or removed.
+CSRC := $(shell find csrc 2>/dev/null)
+CXX_FILES = $(shell find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \
+	-o -name '*.cu' -o -name '*.cuh' \))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint format sanitize bench wheel clean distclean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  ARGS=... is passed on by demo, test, test-slow, sanitize and bench'
+
+demo: $(EXT)  ## a tensor-parallel MLP on four processes: right, and how fast
+	@$(BIN)/tpkernels demo $(ARGS)
+
+test: $(EXT)  ## the tests that take seconds
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(EXT)  ## the tests that take minutes
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+sanitize: $(EXT)  ## the C++ under ThreadSanitizer and AddressSanitizer
+	@$(BIN)/python -m pytest -m '' tests/test_sanitizers.py $(ARGS)
+
+bench: $(EXT)  ## measure the ops beside the unfused way
+	@$(BIN)/tpkernels bench $(ARGS)
+
+lint: $(DEPS)  ## ruff, mypy and clang-format, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(DEPS)  ## put sources into the project's format
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+wheel: $(DEPS)  ## source archive and wheel, into $(DIST)
+	@$(BIN)/python -m build --no-isolation --outdir $(DIST)
+
+clean:  ## remove what was built, keep .venv
+	rm -rf build dist *.egg-info tpkernels/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f $(EXT)
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean  ## remove .venv as well
+	rm -rf $(VENV)
+
+# pip does not notice files that an interrupted install left out, hence the fresh start.
+$(DEPS): constraints.txt
+	@if [ -e $(UNFINISHED) ] || [ ! -e $@ ]; then \
+		echo 'Setting up $(VENV): PyTorch and tools, a minute or two the first time'; \
+		$(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@touch $(UNFINISHED)
+	@$(PIP_INSTALL) -r constraints.txt
+	@rm $(UNFINISHED)
+	@touch $@
+
+# Compiles the extension too; whatever pyproject.toml asks for that is not pinned comes here.
+$(PACKAGE): $(DEPS) pyproject.toml
+	@echo 'Installing tpkernels into $(VENV)'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(EXT): $(PACKAGE) setup.py $(CSRC)
+	@echo 'Building tpkernels._C'
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@

@@ -1,0 +1,266 @@
+#include "host/collectives.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace tpkernels::host {
+namespace {
+
+// AMD EPYC (Zen 3, 512 KiB L2, 32 MiB L3), 2 ranks x 1 thread, 2026-11-21; see
+// benchmarks/results/cpu-2core-zen3.md for the sweep.
+constexpr ChunkLimits kLimits{/*one_shot_bytes=*/16 << 10, /*chunk_bytes=*/512 << 10};
+// Beyond this a result leaves the caches before anybody reads it: write around them.
+constexpr std::size_t kStreamBytes = 8 << 20;
+
+std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+std::size_t align_down(std::size_t bytes) { return bytes / 64 * 64; }
+
+void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool stream) {
+  if (bytes == 0 || to == from) return;
+  if (stream) {
+    vector_unit().stream(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+// `outer` runs of `width` bytes, `pitch` apart: one rank's share of a larger tensor.
+struct Strided {
+  std::byte* base;
+  std::size_t width;
+  std::size_t pitch;
+
+  bool contiguous_at(std::size_t begin, std::size_t bytes) const {
+    return bytes == 0 || width == pitch || begin / width == (begin + bytes - 1) / width;
+  }
+  // Calls f(part of the run, offset from `begin`, bytes) for the flat range [begin, begin + bytes).
+  template <class F>
+  void for_range(std::size_t begin, std::size_t bytes, F&& f) const {
+    if (bytes == 0) return;
+    if (width == pitch) {
+      f(base + begin, std::size_t{0}, bytes);
+      return;
+    }
+    for (std::size_t done = 0; done < bytes;) {
+      const std::size_t run = (begin + done) / width;
+      const std::size_t at = (begin + done) % width;
+      const std::size_t n = std::min(bytes - done, width - at);
+      f(base + run * pitch + at, done, n);
+      done += n;
+    }
+  }
+};
+
+std::size_t rows(const Layout& layout, int first, int last) {
+  return std::accumulate(layout.sizes.begin() + first, layout.sizes.begin() + last, std::size_t{0});
+}
+
+// Bytes between the start of a block and rank's share of it.
+std::size_t share_offset(const Layout& layout, int rank, std::size_t element) {
+  return rows(layout, 0, rank) * layout.inner * element;
+}
+
+Strided share(std::byte* tensor, const Layout& layout, int rank, std::size_t element) {
+  const int world = static_cast<int>(layout.sizes.size());
+  const std::size_t row = layout.inner * element;
+  const std::size_t width = rows(layout, rank, rank + 1) * row;
+  const std::size_t pitch = layout.outer == 1 ? width : rows(layout, 0, world) * row;
+  return {tensor + share_offset(layout, rank, element), width, pitch};
+}
+
+std::size_t share_bytes(const Layout& layout, int rank, std::size_t element) {
+  return layout.outer * layout.sizes[static_cast<std::size_t>(rank)] * layout.inner * element;
+}
+
+std::size_t largest_share(const Layout& layout, std::size_t element) {
+  return layout.outer * *std::max_element(layout.sizes.begin(), layout.sizes.end()) * layout.inner *
+         element;
+}
+
+// The part of [0, total) that chunk [begin, begin + step) covers.
+std::size_t within(std::size_t total, std::size_t begin, std::size_t step) {
+  return begin >= total ? 0 : std::min(step, total - begin);
+}
+
+// Ranks after ours first, so that not all read the same peer at once.
+template <class F>
+void for_each_peer(const Channel& channel, F&& f) {
+  for (int i = 1; i < channel.world(); ++i) f((channel.rank() + i) % channel.world());
+}
+
+// The end of the last chunk: peers that read a symmetric tensor in place say so to its owner.
+void release_sources(Channel& channel, const Source& in) {
+  for_each_peer(channel, [&](int peer) {
+    if (channel.in_segment(peer)) channel.publish(Phase::kRead, peer);
+  });
+  if (in.segment == 0) return;
+  for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kRead, channel.rank()); });
+}
+
+}  // namespace
+
+ChunkLimits chunk_limits() { return kLimits; }
+
+void all_gather(Channel& channel, const Call& call, const Source& in, std::byte* out,
+                const Layout& layout, DType dtype) {
+  const std::size_t element = size_of(dtype);
+  const int rank = channel.rank();
+  const std::size_t mine = share_bytes(layout, rank, element);
+  const std::size_t largest = largest_share(layout, element);
+  const std::size_t step = align_down(std::min(kLimits.chunk_bytes, channel.capacity()));
+  const bool stream = largest * layout.sizes.size() >= kStreamBytes;
+  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
+  for (std::size_t c = 0; c < chunks; ++c) {
+    const std::size_t begin = c * step;
+    const std::size_t n = within(mine, begin, step);
+    channel.begin(call.signature, call.text);
+    if (in.segment != 0) {
+      channel.locate(in.segment, in.offset + begin);
+    } else {
+      copy(channel.buffer(rank), in.data + begin, n, false);
+    }
+    channel.publish(Phase::kData);
+    share(out, layout, rank, element).for_range(begin, n, [&](std::byte* to, std::size_t at, std::size_t m) {
+      copy(to, in.data + begin + at, m, stream);
+    });
+    for_each_peer(channel, [&](int peer) {
+      channel.wait(peer, Phase::kData);
+      const std::size_t theirs = within(share_bytes(layout, peer, element), begin, step);
+      const std::byte* from = channel.data(peer, theirs);
+      share(out, layout, peer, element)
+          .for_range(begin, theirs, [&](std::byte* to, std::size_t at, std::size_t m) {
+            copy(to, from + at, m, stream);
+          });
+    });
+    if (c + 1 == chunks) release_sources(channel, in);
+  }
+}
+
+void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::byte* out,
+                    const Layout& layout, DType wire, const Epilogue& epilogue) {
+  const std::size_t element = size_of(wire);
+  const int world = channel.world();
+  const int rank = channel.rank();
+  const std::size_t mine = share_bytes(layout, rank, element);
+  const std::size_t largest = largest_share(layout, element);
+  // Each rank's buffer holds one piece per destination.
+  const std::size_t step = std::max<std::size_t>(
+      64, align_down(std::min(kLimits.chunk_bytes, channel.capacity() / static_cast<unsigned>(world))));
+  // In a symmetric tensor the pieces are read where they are; that takes shares without gaps.
+  const bool in_place = in.segment != 0 && layout.outer == 1;
+  auto* input = const_cast<std::byte*>(in.data);
+  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
+  for (std::size_t c = 0; c < chunks; ++c) {
+    const std::size_t begin = c * step;
+    const auto pack = [&](int to_rank) {
+      std::byte* piece = channel.buffer(rank) + static_cast<unsigned>(to_rank) * step;
+      const std::size_t n = within(share_bytes(layout, to_rank, element), begin, step);
+      share(input, layout, to_rank, element)
+          .for_range(begin, n, [&](std::byte* from, std::size_t at, std::size_t m) {
+            copy(piece + at, from, m, false);
+          });
+    };
+    channel.begin(call.signature, call.text);
+    if (in_place) channel.locate(in.segment, in.offset);
+    for_each_peer(channel, [&](int peer) {
+      if (!in_place) pack(peer);
+      channel.publish(Phase::kData, peer);
+    });
+    const std::size_t n = within(mine, begin, step);
+    const Strided own = share(input, layout, rank, element);
+    const bool own_in_place = own.contiguous_at(begin, n);
+    if (!own_in_place) pack(rank);
+    std::vector<const std::byte*> partials(static_cast<std::size_t>(world));
+    for_each_peer(channel, [&](int peer) {
+      channel.wait(peer, Phase::kData, rank);
+      const bool theirs_in_place = channel.in_segment(peer);
+      const std::size_t at = theirs_in_place ? share_offset(layout, rank, element) + begin
+                                             : static_cast<unsigned>(rank) * step;
+      partials[static_cast<std::size_t>(peer)] = channel.data(peer, at + n) + at;
+    });
+    partials[static_cast<std::size_t>(rank)] =
+        channel.buffer(rank) + static_cast<unsigned>(rank) * step;
+    if (own_in_place) {
+      own.for_range(begin, n, [&](std::byte* from, std::size_t, std::size_t) {
+        partials[static_cast<std::size_t>(rank)] = from;
+      });
+    }
+    const std::size_t first = begin / element;
+    Epilogue here = epilogue;
+    if (here.residual) {
+      here.residual = static_cast<const std::byte*>(here.residual) + first * size_of(here.residual_dtype);
+    }
+    sum_partials(out + first * size_of(here.out_dtype), partials, wire, first, n / element, here);
+    if (c + 1 == chunks) release_sources(channel, in_place ? in : Source{in.data});
+  }
+}
+
+void all_reduce(Channel& channel, const Call& call, const Source& in, std::byte* out,
+                std::size_t count, DType wire, const Epilogue& epilogue) {
+  const std::size_t element = size_of(wire);
+  const std::size_t out_element = size_of(epilogue.out_dtype);
+  const auto world = static_cast<std::size_t>(channel.world());
+  const auto rank = static_cast<std::size_t>(channel.rank());
+  const std::size_t bytes = count * element;
+  const bool one_shot = bytes <= kLimits.one_shot_bytes;
+  // A buffer holds a chunk of the input and, behind it, this rank's part of the result.
+  const std::size_t room = channel.capacity() * element / (element + out_element) - 128;
+  const std::size_t step = align_down(std::min(kLimits.chunk_bytes * world, room)) / element;
+  const bool stream = count * out_element >= kStreamBytes;
+  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(count, step));
+  std::vector<const std::byte*> partials(world);
+  for (std::size_t c = 0; c < chunks; ++c) {
+    const std::size_t begin = c * step;  // in elements, from here on
+    const std::size_t n = within(count, begin, step);
+    // Parts are whole cache lines of either dtype.
+    const std::size_t part = one_shot ? n : ceil_div(ceil_div(n, world), 64) * 64;
+    const auto part_begin = [&](std::size_t r) { return std::min(n, r * part); };
+    const auto part_count = [&](std::size_t r) { return part_begin(r + 1) - part_begin(r); };
+    channel.begin(call.signature, call.text);
+    const std::byte* source = in.data + begin * element;
+    std::byte* buffer = channel.buffer(channel.rank());
+    const std::size_t result_at = ceil_div(step * element, 64) * 64;
+    if (in.segment != 0) {
+      channel.locate(in.segment, in.offset + begin * element);
+    } else if (one_shot) {
+      copy(buffer, source, n * element, false);
+    } else {  // all but the part that only we read
+      const std::size_t after = part_begin(rank + 1);
+      copy(buffer, source, part_begin(rank) * element, false);
+      copy(buffer + after * element, source + after * element, (n - after) * element, false);
+    }
+    channel.publish(Phase::kData);
+
+    const std::size_t first = one_shot ? 0 : part_begin(rank);
+    const std::size_t length = one_shot ? n : part_count(rank);
+    for_each_peer(channel, [&](int peer) {
+      channel.wait(peer, Phase::kData);
+      partials[static_cast<std::size_t>(peer)] = channel.data(peer, n * element) + first * element;
+    });
+    partials[rank] = source + first * element;
+    Epilogue here = epilogue;
+    if (here.residual) {
+      here.residual = static_cast<const std::byte*>(here.residual) +
+                      (begin + first) * size_of(here.residual_dtype);
+    }
+    std::byte* to = out + begin * out_element;
+    if (one_shot) {
+      sum_partials(to, partials, wire, begin, n, here);
+    } else {
+      std::byte* result = buffer + result_at;
+      sum_partials(result, partials, wire, begin + first, length, here);
+      channel.publish(Phase::kResult);
+      copy(to + first * out_element, result, length * out_element, stream);
+      for_each_peer(channel, [&](int peer) {
+        channel.wait(peer, Phase::kResult);
+        const auto theirs = static_cast<std::size_t>(peer);
+        copy(to + part_begin(theirs) * out_element, channel.buffer(peer) + result_at,
+             part_count(theirs) * out_element, stream);
+      });
+    }
+    if (c + 1 == chunks) release_sources(channel, in);
+  }
+}
+
+}  // namespace tpkernels::host

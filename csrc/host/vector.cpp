@@ -1,0 +1,107 @@
+#include "host/vector.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+namespace tpkernels::host {
+namespace {
+
+std::atomic<const VectorUnit*> chosen{nullptr};
+
+// Accumulators of one block: 8 KiB, a quarter of an L1 cache.
+constexpr std::size_t kBlock = 2048;
+
+template <class Add>
+void add_bias(std::size_t begin, std::size_t count, std::size_t cols, Add&& add) {
+  for (std::size_t i = 0; i < count;) {
+    const std::size_t col = (begin + i) % cols;
+    const std::size_t n = std::min(count - i, cols - col);
+    add(i, col, n);
+    i += n;
+  }
+}
+
+// fp64 serves gradient checks; it is right before it is fast.
+void sum_double(void* out, const std::vector<const std::byte*>& partials, std::size_t begin,
+                std::size_t count, const Epilogue& epilogue) {
+  auto* to = static_cast<double*>(out);
+  const auto at = [](const void* base, std::size_t i) { return static_cast<const double*>(base)[i]; };
+  for (std::size_t i = 0; i < count; ++i) {
+    double sum = at(partials[0], i);
+    for (std::size_t r = 1; r < partials.size(); ++r) sum += at(partials[r], i);
+    if (epilogue.bias) sum += at(epilogue.bias, (begin + i) % epilogue.cols);
+    if (epilogue.residual) sum += at(epilogue.residual, i);
+    to[i] = sum;
+  }
+}
+
+}  // namespace
+
+std::vector<const VectorUnit*> available_units() {
+  std::vector<const VectorUnit*> units{&plain_unit()};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    units.push_back(&avx2_unit());
+  }
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    units.push_back(&avx512_unit());
+  }
+#endif
+  return units;
+}
+
+const VectorUnit& vector_unit() {
+  const VectorUnit* unit = chosen.load(std::memory_order_acquire);
+  if (unit == nullptr) {
+    unit = available_units().back();
+    chosen.store(unit, std::memory_order_release);
+  }
+  return *unit;
+}
+
+void use_unit(const std::string& name) {
+  std::string names;
+  for (const VectorUnit* unit : available_units()) {
+    if (name == unit->name) {
+      chosen.store(unit, std::memory_order_release);
+      return;
+    }
+    names += std::string(names.empty() ? "" : ", ") + unit->name;
+  }
+  throw std::invalid_argument("no vector unit '" + name + "' on this processor; it has " + names);
+}
+
+void sum_partials(void* out, const std::vector<const std::byte*>& partials, DType wire,
+                  std::size_t begin, std::size_t count, const Epilogue& epilogue) {
+  if (wire == DType::kF64) {
+    sum_double(out, partials, begin, count, epilogue);
+    return;
+  }
+  const VectorUnit& unit = vector_unit();
+  const auto load = unit.load[static_cast<int>(wire)];
+  const auto add = unit.add[static_cast<int>(wire)];
+  const auto store = unit.store[static_cast<int>(epilogue.out_dtype)];
+  alignas(64) float acc[kBlock];
+  auto* to = static_cast<std::byte*>(out);
+  for (std::size_t i = 0; i < count; i += kBlock) {
+    const std::size_t n = std::min(kBlock, count - i);
+    load(acc, partials[0] + i * size_of(wire), n);
+    for (std::size_t r = 1; r < partials.size(); ++r) add(acc, partials[r] + i * size_of(wire), n);
+    if (epilogue.bias) {
+      add_bias(begin + i, n, epilogue.cols, [&](std::size_t at, std::size_t col, std::size_t len) {
+        unit.add[0](acc + at, static_cast<const float*>(epilogue.bias) + col, len);
+      });
+    }
+    if (epilogue.residual) {
+      const auto* residual = static_cast<const std::byte*>(epilogue.residual);
+      unit.add[static_cast<int>(epilogue.residual_dtype)](
+          acc, residual + i * size_of(epilogue.residual_dtype), n);
+    }
+    store(to + i * size_of(epilogue.out_dtype), acc, n);
+  }
+}
+
+}  // namespace tpkernels::host

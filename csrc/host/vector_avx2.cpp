@@ -1,0 +1,104 @@
+// AVX2 + F16C: 8 floats per vector.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "host/vector_scalar.h"
+
+// Only what stands between here and the end is compiled for AVX2, so that no inline function of a
+// shared header is, which another translation unit could then pick up.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+
+namespace tpkernels::host {
+namespace avx2 {
+
+constexpr std::size_t kLanes = 8;
+using Vec = __m256;
+
+inline __m128i load_halves(const void* from) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(from));
+}
+
+template <DType D>
+inline Vec load_vec(const void* from) {
+  if constexpr (D == DType::kF32) {
+    return _mm256_loadu_ps(static_cast<const float*>(from));
+  } else if constexpr (D == DType::kF16) {
+    return _mm256_cvtph_ps(load_halves(from));
+  } else {
+    const __m256i wide = _mm256_cvtepu16_epi32(load_halves(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+}
+
+// scalar::bf16_of on eight lanes.
+inline __m128i to_bf16(Vec value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  const __m256i packed = _mm256_packus_epi32(high, high);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+
+template <DType D>
+inline void store_vec(void* to, Vec value) {
+  if constexpr (D == DType::kF32) {
+    _mm256_storeu_ps(static_cast<float*>(to), value);
+  } else {
+    const __m128i halves = D == DType::kF16
+                               ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
+                               : to_bf16(value);
+    _mm_storeu_si128(static_cast<__m128i*>(to), halves);
+  }
+}
+
+inline Vec add_vec(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec load_acc(const float* from) { return _mm256_loadu_ps(from); }
+inline void store_acc(float* to, Vec value) { _mm256_storeu_ps(to, value); }
+
+#include "host/vector_loops.inc"
+
+void stream(void* dst, const void* src, std::size_t bytes) {
+  auto* to = static_cast<char*>(dst);
+  const auto* from = static_cast<const char*>(src);
+  const std::size_t head = (32 - reinterpret_cast<std::uintptr_t>(to) % 32) % 32;
+  if (bytes < head + 32) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  std::memcpy(to, from, head);
+  std::size_t i = head;
+  for (; i + 32 <= bytes; i += 32) {
+    const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), value);
+  }
+  _mm_sfence();
+  std::memcpy(to + i, from + i, bytes - i);
+}
+
+constexpr VectorUnit kUnit = make_unit("avx2", stream);
+
+}  // namespace avx2
+
+const VectorUnit& avx2_unit() { return avx2::kUnit; }
+
+}  // namespace tpkernels::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // __x86_64__

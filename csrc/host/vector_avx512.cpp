@@ -1,0 +1,102 @@
+// AVX-512 (F, BW, VL, DQ): 16 floats per vector. Conversions to bf16 are done by integer rounding,
+// not by AVX512_BF16, whose instruction flushes subnormals.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "host/vector_scalar.h"
+
+// See vector_avx2.cpp.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))), \
+                             apply_to = function)
+#else
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own header (PR 105593)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+#endif
+
+namespace tpkernels::host {
+namespace avx512 {
+
+constexpr std::size_t kLanes = 16;
+using Vec = __m512;
+
+inline __m256i load_halves(const void* from) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+
+template <DType D>
+inline Vec load_vec(const void* from) {
+  if constexpr (D == DType::kF32) {
+    return _mm512_loadu_ps(from);
+  } else if constexpr (D == DType::kF16) {
+    return _mm512_cvtph_ps(load_halves(from));
+  } else {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(from)), 16));
+  }
+}
+
+// scalar::bf16_of on sixteen lanes.
+inline __m256i to_bf16(Vec value) {
+  const __m512i bits = _mm512_castps_si512(value);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded =
+      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16));
+}
+
+template <DType D>
+inline void store_vec(void* to, Vec value) {
+  if constexpr (D == DType::kF32) {
+    _mm512_storeu_ps(to, value);
+  } else {
+    const __m256i halves = D == DType::kF16
+                               ? _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
+                               : to_bf16(value);
+    _mm256_storeu_si256(static_cast<__m256i*>(to), halves);
+  }
+}
+
+inline Vec add_vec(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec load_acc(const float* from) { return _mm512_loadu_ps(from); }
+inline void store_acc(float* to, Vec value) { _mm512_storeu_ps(to, value); }
+
+#include "host/vector_loops.inc"
+
+void stream(void* dst, const void* src, std::size_t bytes) {
+  auto* to = static_cast<char*>(dst);
+  const auto* from = static_cast<const char*>(src);
+  const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(to) % 64) % 64;
+  if (bytes < head + 64) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  std::memcpy(to, from, head);
+  std::size_t i = head;
+  for (; i + 64 <= bytes; i += 64) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+  }
+  _mm_sfence();
+  std::memcpy(to + i, from + i, bytes - i);
+}
+
+constexpr VectorUnit kUnit = make_unit("avx512", stream);
+
+}  // namespace avx512
+
+const VectorUnit& avx512_unit() { return avx512::kUnit; }
+
+}  // namespace tpkernels::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // __x86_64__

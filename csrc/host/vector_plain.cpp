@@ -1,0 +1,34 @@
+// The vector unit of last resort: scalar conversions, vectorised as far as the compiler can.
+#include <cstring>
+
+#include "host/vector_scalar.h"
+
+namespace tpkernels::host {
+namespace plain {
+
+constexpr std::size_t kLanes = 1;
+using Vec = float;
+
+template <DType D>
+Vec load_vec(const void* from) {
+  return scalar::to_float<D>(from);
+}
+template <DType D>
+void store_vec(void* to, Vec value) {
+  scalar::from_float<D>(to, value);
+}
+inline Vec add_vec(Vec a, Vec b) { return a + b; }
+inline Vec load_acc(const float* from) { return *from; }
+inline void store_acc(float* to, Vec value) { *to = value; }
+
+#include "host/vector_loops.inc"
+
+void stream(void* dst, const void* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
+
+constexpr VectorUnit kUnit = make_unit("plain", stream);
+
+}  // namespace plain
+
+const VectorUnit& plain_unit() { return plain::kUnit; }
+
+}  // namespace tpkernels::host

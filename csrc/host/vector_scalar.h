@@ -1,0 +1,81 @@
+// Scalar conversions between fp32 and the 16-bit formats, rounding to nearest even. Bit for bit what
+// F16C, AVX-512 and torch do; NaN keeps its sign and turns quiet.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "host/vector.h"
+
+namespace tpkernels::host::scalar {
+
+inline std::uint32_t bits_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float float_of(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline std::uint16_t bf16_of(float value) {
+  const std::uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline float float_of_f16(std::uint16_t half) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
+  const std::uint32_t magnitude = half & 0x7fffu;
+  if (magnitude >= 0x7c00u) {  // infinity or NaN (made quiet)
+    const std::uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
+    return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13) | quiet);
+  }
+  // Shift into place and rescale by 2^112: exact for normal and subnormal halves alike.
+  return float_of(sign | bits_of(float_of(magnitude << 13) * float_of(0x77800000u)));
+}
+
+inline std::uint16_t f16_of(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000u);
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) {
+    return static_cast<std::uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
+  }
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to infinity
+  if (magnitude < 0x38800000u) {                        // subnormal half: let the adder round
+    const float rounded = float_of(magnitude) + 0.5f;
+    return static_cast<std::uint16_t>(sign | (bits_of(rounded) - 0x3f000000u));
+  }
+  const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+template <DType D>
+float to_float(const void* from) {
+  if constexpr (D == DType::kF32) {
+    float value;
+    std::memcpy(&value, from, 4);
+    return value;
+  } else {
+    std::uint16_t half;
+    std::memcpy(&half, from, 2);
+    if constexpr (D == DType::kF16) return float_of_f16(half);
+    return float_of(static_cast<std::uint32_t>(half) << 16);
+  }
+}
+
+template <DType D>
+void from_float(void* to, float value) {
+  if constexpr (D == DType::kF32) {
+    std::memcpy(to, &value, 4);
+  } else {
+    const std::uint16_t half = D == DType::kF16 ? f16_of(value) : bf16_of(value);
+    std::memcpy(to, &half, 2);
+  }
+}
+
+}  // namespace tpkernels::host::scalar

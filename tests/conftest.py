@@ -1,0 +1,51 @@
+"""Fixtures and markers that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tpkernels.launch import Ranks
+
+# An example may run a job on several processes: its time says nothing about the code under test.
+settings.register_profile("tpkernels", deadline=None)
+settings.load_profile("tpkernels")
+
+
+class RankPools:
+    """``ranks(world)``: open ranks, kept from test to test, one set per world size."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Ranks] = {}
+
+    def __call__(self, world: int) -> Ranks:
+        # Ranks that a test left at work, or with a member dead, would disturb the next test.
+        for size in [size for size, pool in self._pools.items() if not pool.healthy]:
+            self._pools.pop(size).close()
+        if world not in self._pools:
+            self._pools[world] = Ranks(world)
+        return self._pools[world]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """Rank processes for a test: ``ranks(4).run(function, ...)``."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("gpu"):
+        needed = marker.args[0] if marker.args else 1
+        present = torch.cuda.device_count()
+        if present < needed:
+            pytest.skip(f"needs {needed} GPU{'s' * (needed > 1)}, this machine has {present}")

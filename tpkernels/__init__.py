@@ -1,0 +1,45 @@
+"""Fused communication and compute for tensor parallelism in PyTorch.
+
+The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take a process group, a
+mesh dimension or a group's name.
+"""
+
+from tpkernels.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    PeerLostError,
+    TpkernelsError,
+)
+from tpkernels.groups import empty, finalize, init
+from tpkernels.ops import (
+    all_gather,
+    all_gather_matmul,
+    all_reduce,
+    all_reduce_,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    reduce_scatter,
+)
+from tpkernels.shards import shard_sizes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "GroupBrokenError",
+    "PeerLostError",
+    "TpkernelsError",
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "all_reduce_",
+    "empty",
+    "finalize",
+    "init",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+    "shard_sizes",
+]

@@ -1,0 +1,1 @@
+"""How a planned call is carried out. One file per algorithm, one function per op in it."""

@@ -1,0 +1,111 @@
+"""One matmul, and a collective on shared memory that reads all peers' buffers at once.
+
+The matmul is not split, so this is the fastest way where it has few rows. The collectives, their
+chunks and their synchronisation are in csrc/host/collectives.h.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpkernels import _C, dtypes
+from tpkernels.algorithms.common import Reduction, as_rows, matmul_partial
+from tpkernels.algorithms.product import product
+
+if TYPE_CHECKING:
+    from tpkernels.backends import Call
+
+
+def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
+    x = x.contiguous()
+    segment, offset = call.workspace.locate(x)
+    _C.all_gather(
+        call.workspace.channel,
+        call.plan.signature,
+        call.plan.text,
+        x.data_ptr(),
+        segment,
+        offset,
+        out.data_ptr(),
+        call.layout,
+        dtypes.CODES[x.dtype],
+    )
+
+
+def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(call.problem.shape)
+    _gather_into(call, x, out)
+    return out
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    whole = x.new_empty(call.problem.shape) if gathered is None else gathered
+    _gather_into(call, x, whole)
+    for w, bias, out in zip(weights, biases, outs, strict=True):
+        product(as_rows(whole), w, as_rows(out), bias)
+
+
+def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    problem = call.problem
+    assert problem.dim is not None  # a reduce-scatter has one
+    x = x.contiguous()
+    shape = list(problem.shape)
+    shape[problem.dim] = problem.sizes[call.group.rank]
+    out = x.new_empty(shape, dtype=reduction.out_dtype)
+    segment, offset = call.workspace.locate(x)
+    _C.reduce_scatter(
+        call.workspace.channel,
+        call.plan.signature,
+        call.plan.text,
+        x.data_ptr(),
+        segment,
+        offset,
+        out.data_ptr(),
+        call.layout,
+        dtypes.CODES[x.dtype],
+        reduction.epilogue(),
+    )
+    return out
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    return reduce_scatter(call, matmul_partial(call, x, w), reduction)
+
+
+def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """``out`` may be ``x``, which peers then cannot read in place: it is overwritten meanwhile."""
+    x = x.contiguous()
+    in_place = x.data_ptr() == out.data_ptr()
+    segment, offset = (0, 0) if in_place else call.workspace.locate(x)
+    _C.all_reduce(
+        call.workspace.channel,
+        call.plan.signature,
+        call.plan.text,
+        x.data_ptr(),
+        segment,
+        offset,
+        out.data_ptr(),
+        x.numel(),
+        dtypes.CODES[x.dtype],
+        reduction.epilogue(),
+    )
+
+
+def matmul_all_reduce(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    partial = matmul_partial(call, x, w)
+    out = torch.empty_like(partial, dtype=reduction.out_dtype)
+    all_reduce(call, partial, out, reduction)
+    return out

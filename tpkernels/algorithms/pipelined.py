@@ -1,0 +1,184 @@
+"""One matmul per peer, overlapped with the peers' own work; the matmul itself moves the data.
+
+all_gather_matmul      each rank publishes its rows, multiplies them, then multiplies the peers' rows
+                       where they lie, in the order in which they arrive, into the output's rows.
+matmul_reduce_scatter  each rank multiplies the rows of rank+1, rank+2, ..., straight into shared memory,
+                       publishing each part as it is done, its own rows last; then it sums its part.
+matmul_all_reduce      the same, and each rank publishes its sum, which the others copy.
+
+Sync: every step of `rows` rows is one call of the channel, so its proof holds (csrc/host/channel.h);
+each rank waits for a word of every peer in every step, also for parts without rows. Steps bound the
+workspace; they are so large that splitting the matmul costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpkernels._C import Phase
+from tpkernels.algorithms.common import (
+    Reduction,
+    after,
+    as_rows,
+    reduce_into,
+    runs,
+    share_rows,
+)
+from tpkernels.algorithms.product import product
+
+if TYPE_CHECKING:
+    from tpkernels.backends import Call
+
+# A step has at least this many rows for each rank, if need be in a larger workspace.
+_MIN_STEP_ROWS = 256
+_LINE = 64
+
+
+def _steps(call: Call, rows: int, row_bytes: int) -> tuple[int, Iterator[int]]:
+    """Rows of one step, the same on all ranks and in every call, and where the steps begin.
+    ``row_bytes``: what one row of a step takes in the workspace."""
+    fitting = call.workspace.workspace_bytes // max(row_bytes, 1)
+    step = max(1, min(rows, max(fitting, _MIN_STEP_ROWS)))
+    call.workspace.require(step * row_bytes + 2 * call.group.world * _LINE, call.plan.text)
+    return step, iter(range(0, max(rows, 1), step))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    problem, workspace, rank = call.problem, call.workspace, call.group.rank
+    x = x.contiguous()
+    segment, offset = workspace.locate(x)
+    flat, width = as_rows(x), x.shape[-1]
+    row_bytes = width * x.element_size()
+    rows = [share_rows(problem, r) for r in range(problem.world)]
+    matrices = [as_rows(out) for out in outs]
+    whole = None if gathered is None else as_rows(gathered)
+
+    def multiply(share: torch.Tensor, owner: int, begin: int) -> None:
+        for at, row, count in runs(problem, owner, begin, begin + share.shape[0]):
+            part = share[at - begin : at - begin + count]
+            for w, bias, out in zip(weights, biases, matrices, strict=True):
+                product(part, w, out[row : row + count], bias)
+            if whole is not None:
+                whole[row : row + count].copy_(part)
+
+    step, begins = _steps(call, max(rows), row_bytes)
+    channel = workspace.channel
+    for begin in begins:
+        mine = flat[begin : begin + step]
+        channel.begin(call.plan.signature, call.plan.text)
+        if segment:
+            channel.locate(segment, offset + begin * row_bytes)
+        else:
+            workspace.view(rank, x.dtype, tuple(mine.shape)).copy_(mine)
+        channel.publish(Phase.DATA)
+        multiply(mine, rank, begin)
+        waiting = after(call)
+        while waiting:
+            peer = channel.wait_any(waiting, Phase.DATA)
+            waiting.remove(peer)
+            count = max(0, min(step, rows[peer] - begin))
+            multiply(workspace.peer_data(peer, x.dtype, (count, width)), peer, begin)
+            if channel.in_segment(peer):
+                channel.publish(Phase.READ, peer)
+        if segment:  # the memory is the user's again when we return
+            for peer in after(call):
+                channel.wait(peer, Phase.READ, rank)
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    problem, workspace, rank = call.problem, call.workspace, call.group.rank
+    assert problem.dim is not None  # a reduce-scatter has one
+    flat, wire = as_rows(x), problem.dtype
+    by_columns = problem.dim == len(problem.shape) - 1
+    world = range(problem.world)
+    first = [sum(problem.sizes[:r]) for r in world]
+    if by_columns:
+        rows, columns = [problem.rows for _ in world], list(problem.sizes)
+    else:
+        rows, columns = [share_rows(problem, r) for r in world], [w.shape[1] for _ in world]
+
+    def multiply(owner: int, begin: int, to: torch.Tensor) -> None:
+        if by_columns:
+            part = w[:, first[owner] : first[owner] + columns[owner]]
+            product(flat[begin : begin + to.shape[0]], part, to)
+            return
+        for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
+            product(flat[row : row + count], w, to[at - begin : at - begin + count])
+
+    shape = list(problem.shape)
+    shape[problem.dim] = problem.sizes[rank]
+    out = x.new_empty(shape, dtype=reduction.out_dtype)
+    result = as_rows(out)
+    row_bytes = max(columns) * wire.itemsize
+    step, begins = _steps(call, max(rows), row_bytes * problem.world)
+    slot = _aligned(step * row_bytes)
+    channel = workspace.channel
+    for begin in begins:
+        counts = [max(0, min(step, rows[r] - begin)) for r in world]
+        channel.begin(call.plan.signature, call.plan.text)
+        for owner in [*after(call), rank]:
+            to = workspace.view(rank, wire, (counts[owner], columns[owner]), owner * slot)
+            multiply(owner, begin, to)
+            channel.publish(Phase.DATA, owner)
+        for peer in after(call):
+            channel.wait(peer, Phase.DATA, rank)
+        mine = (counts[rank], columns[rank])
+        partials = [workspace.view(r, wire, mine, rank * slot) for r in world]
+        to = result[begin : begin + counts[rank]]
+        reduce_into(to, partials, reduction, begin * columns[rank])
+    return out
+
+
+def matmul_all_reduce(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    problem, workspace, rank = call.problem, call.workspace, call.group.rank
+    flat, wire, columns = as_rows(x), problem.dtype, w.shape[1]
+    out = x.new_empty(problem.shape, dtype=reduction.out_dtype)
+    result = as_rows(out)
+    row_bytes = columns * (wire.itemsize + reduction.out_dtype.itemsize)
+    step, begins = _steps(call, problem.rows, row_bytes)
+    results_at = _aligned(step * columns * wire.itemsize)
+    channel = workspace.channel
+    for begin in begins:
+        count = min(step, problem.rows - begin)
+        part = -(-count // problem.world)
+        edges = [min(count, r * part) for r in range(problem.world + 1)]
+        channel.begin(call.plan.signature, call.plan.text)
+
+        def partial(of: int, owner: int, edges: list[int] = edges) -> torch.Tensor:
+            shape = (edges[owner + 1] - edges[owner], columns)
+            return workspace.view(of, wire, shape, edges[owner] * columns * wire.itemsize)
+
+        def total(owner: int, edges: list[int] = edges) -> torch.Tensor:
+            shape = (edges[owner + 1] - edges[owner], columns)
+            return workspace.view(owner, reduction.out_dtype, shape, results_at)
+
+        for owner in [*after(call), rank]:
+            product(flat[begin + edges[owner] : begin + edges[owner + 1]], w, partial(rank, owner))
+            channel.publish(Phase.DATA, owner)
+        for peer in after(call):
+            channel.wait(peer, Phase.DATA, rank)
+        partials = [partial(r, rank) for r in range(problem.world)]
+        reduce_into(total(rank), partials, reduction, (begin + edges[rank]) * columns)
+        channel.publish(Phase.RESULT)
+        for owner in [rank, *after(call)]:
+            channel.wait(owner, Phase.RESULT)
+            result[begin + edges[owner] : begin + edges[owner + 1]].copy_(total(owner))
+    return out

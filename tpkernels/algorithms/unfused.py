@@ -1,0 +1,169 @@
+"""The plain way: a ``torch.distributed`` collective, then the matmul, or the other way round.
+
+It runs on any process group, and is what ``auto`` chooses where ranks share no memory. Reductions move
+the partials with an all-to-all and sum them here, in fp32 and in rank order: the same bytes travel as
+in a reduce-scatter, and the bits are those of every other algorithm.
+
+Where there is a workspace its barrier comes first, so that a rank in another call is found before
+anything is sent.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from tpkernels.algorithms.common import Reduction, as_rows, matmul_partial, reduce_into
+from tpkernels.algorithms.product import product
+from tpkernels.errors import CollectiveTimeoutError, PeerLostError
+
+if TYPE_CHECKING:
+    from tpkernels.backends import Call
+
+
+def _enter(call: Call) -> None:
+    workspace = call.group.workspace
+    if workspace is not None and call.group.world > 1:
+        workspace.channel.begin(call.plan.signature, call.plan.text)
+        workspace.channel.barrier()
+
+
+def _finish(call: Call, work: Any) -> None:
+    group = call.group
+    try:
+        work.wait()
+    except RuntimeError as error:
+        where = f"{call.plan.text}: rank {group.rank} waited for torch.distributed: {error}"
+        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        kind = CollectiveTimeoutError if timed_out else PeerLostError
+        raise kind(f"{where}. The group is broken: make a new one.") from error
+
+
+def _options(cls: Any, call: Call) -> Any:
+    options = cls()
+    options.timeout = timedelta(seconds=call.group.timeout)
+    return options
+
+
+def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """x of all ranks along the problem's dim, contiguous."""
+    group, problem = call.group, call.problem
+    if group.world == 1:
+        return x.contiguous()
+    dim, sizes = problem.dim, problem.sizes
+    assert dim is not None  # an all-gather has one
+    largest = max(sizes)
+    if x.shape[dim] < largest:  # the collective takes equal shards only
+        padded = x.new_zeros((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
+        padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+        x = padded
+    flat = x.new_empty(group.world * x.numel())
+    options = _options(AllgatherOptions, call)
+    _finish(call, group.pg._allgather_base(flat, x.reshape(-1), options))
+    stacked = flat.view(group.world, *x.shape)
+    if dim == 0 and all(size == largest for size in sizes):
+        return stacked.flatten(0, 1)
+    return torch.cat([stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
+
+
+def _scatter(call: Call, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Sends piece r to rank r; returns what the ranks sent here, in rank order."""
+    group = call.group
+    mine = pieces[group.rank]
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    received = sent.new_empty(mine.numel() * group.world)
+    options = _options(AllToAllOptions, call)
+    splits = [piece.numel() for piece in pieces]
+    work = group.pg.alltoall_base(received, sent, [mine.numel()] * group.world, splits, options)
+    _finish(call, work)
+    return list(received.view(group.world, -1).unbind(0))
+
+
+def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
+    _enter(call)
+    gathered = _gather(call, x)
+    return gathered.clone() if call.group.world == 1 else gathered
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    _enter(call)
+    whole = _gather(call, x)
+    if gathered is not None:
+        gathered.copy_(whole)
+    for w, bias, out in zip(weights, biases, outs, strict=True):
+        product(as_rows(whole), w, as_rows(out), bias)
+
+
+def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    problem = call.problem
+    assert problem.dim is not None  # a reduce-scatter has one
+    if call.group.world == 1:
+        received = [partial.contiguous()]
+    else:
+        received = _scatter(call, list(partial.split(list(problem.sizes), problem.dim)))
+    shape = list(partial.shape)
+    shape[problem.dim] = problem.sizes[call.group.rank]
+    out = partial.new_empty(shape, dtype=reduction.out_dtype)
+    reduce_into(out, received, reduction)
+    return out
+
+
+def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    _enter(call)
+    return _reduce_scatter(call, x, reduction)
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    _enter(call)
+    return _reduce_scatter(call, matmul_partial(call, x, w), reduction)
+
+
+def _all_reduce(call: Call, partial: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """Each rank reduces its part of the flat tensor, then the parts are gathered."""
+    group = call.group
+    flat = partial.reshape(-1)
+    if group.world == 1:
+        reduce_into(out, [flat], reduction)
+        return
+    count = flat.numel()
+    part = -(-count // group.world)
+    begins = [min(count, r * part) for r in range(group.world + 1)]
+    sizes = [end - begin for begin, end in zip(begins, begins[1:], strict=False)]
+    received = _scatter(call, list(flat.split(sizes)))
+    own = flat.new_zeros(part, dtype=reduction.out_dtype)
+    begin, end = begins[group.rank], begins[group.rank + 1]
+    reduce_into(own[: end - begin], received, reduction, begin)
+    everything = own.new_empty(part * group.world)
+    options = _options(AllgatherOptions, call)
+    _finish(call, group.pg._allgather_base(everything, own, options))
+    out.view(-1).copy_(everything[:count])
+
+
+def all_reduce(
+    call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction
+) -> None:
+    _enter(call)
+    _all_reduce(call, x, out, reduction)
+
+
+def matmul_all_reduce(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    _enter(call)
+    partial = matmul_partial(call, x, w)
+    out = torch.empty_like(partial, dtype=reduction.out_dtype)
+    _all_reduce(call, partial, out, reduction)
+    return out
+

@@ -1,0 +1,74 @@
+"""Where a planned call runs: one table (op, algorithm) -> function for each device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tpkernels import _C
+from tpkernels.algorithms import direct, pipelined, unfused
+from tpkernels.groups import Group
+from tpkernels.plan import Plan, Problem
+from tpkernels.symm.host import HostWorkspace
+
+_ALGORITHMS: dict[str, ModuleType] = {
+    "unfused": unfused,
+    "direct": direct,
+    "pipelined": pipelined,
+}
+OPS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+)
+
+TABLES: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
+    "cpu": {
+        (op, name): getattr(module, op)
+        for name, module in _ALGORITHMS.items()
+        for op in OPS
+        if hasattr(module, op)
+    }
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A checked and planned call on a group, ready to run any number of times."""
+
+    group: Group
+    problem: Problem
+    plan: Plan
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        return TABLES[self.problem.device][self.problem.op, self.plan.algorithm]
+
+    @property
+    def workspace(self) -> HostWorkspace:
+        assert self.group.workspace is not None  # `choose` asks for it only where there is one
+        return self.group.workspace
+
+    @functools.cached_property
+    def layout(self) -> _C.Layout:
+        """The gathered or scattered tensor, as the extension sees it."""
+        return _C.Layout(self.problem.outer, self.problem.inner, self.problem.sizes)
+
+
+def run(call: Call, *args: Any) -> Any:
+    """Runs the call; calls on one group run one after the other. An error on the way breaks the group,
+    and peers that wait for this rank are told."""
+    group = call.group
+    with group.lock:
+        group.check_usable()
+        try:
+            return call.function(call, *args)
+        except BaseException as error:
+            group.leave(error)
+            raise

@@ -1,0 +1,218 @@
+"""Process groups as the ops see them: who is in them, and the workspace they share.
+
+The registry below is the package's only mutable module state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from tpkernels.errors import GroupBrokenError
+from tpkernels.symm.host import HostWorkspace
+from tpkernels.symm.rendezvous import Member, exchange, host_identity
+
+GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
+
+DEFAULT_TIMEOUT = 30.0
+DEFAULT_WORKSPACE_BYTES = 32 << 20
+
+
+class Group:
+    """A process group with its workspace. Calls on it are ordered by ``lock``."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self.pg = pg
+        self.name: str = pg.group_name
+        self.rank: int = pg.rank()
+        self.world: int = pg.size()
+        self.timeout = DEFAULT_TIMEOUT
+        self.workspace: HostWorkspace | None = None
+        self.calls: dict[Hashable, Any] = {}  # checked and planned calls, by their arguments
+        self.lock = threading.RLock()
+        self._ready = False
+        self._broken: str | None = None
+
+    def ready(self) -> Group:
+        """Makes the workspace at the first call; collective then."""
+        if not self._ready:
+            self.init(DEFAULT_TIMEOUT, DEFAULT_WORKSPACE_BYTES)
+        return self
+
+    @property
+    def shared_memory(self) -> bool:
+        """Whether all ranks map each other's memory."""
+        return self.workspace is not None
+
+    def init(self, timeout: float, workspace_bytes: int) -> None:
+        """See ``tpkernels.init``."""
+        with self.lock:
+            if self._ready:
+                if (timeout, workspace_bytes) == (self.timeout, self._workspace_bytes):
+                    return
+                raise ValueError(
+                    f"group '{self.name}' is in use with timeout={self.timeout:g}, "
+                    f"workspace_bytes={self._workspace_bytes}; it cannot change to {timeout:g}, "
+                    f"{workspace_bytes}"
+                )
+            member = Member(self.pg.get_group_store(), self.name, self.rank, self.world, timeout)
+            if self.world == 1 or self._one_host(member, workspace_bytes):
+                self.workspace = HostWorkspace(member, workspace_bytes)
+            self.timeout, self._workspace_bytes = timeout, workspace_bytes
+            self._ready = True
+
+    def _one_host(self, member: Member, workspace_bytes: int) -> bool:
+        """Agrees with the other ranks on the options, and on whether all are on one host."""
+        options = {"timeout": member.timeout, "workspace_bytes": workspace_bytes}
+        said = exchange(member, "init", {"host": host_identity(), "options": options})
+        for rank, other in enumerate(said):
+            if other["options"] != options:
+                raise ValueError(
+                    f"tpkernels.init of group '{self.name}': rank {self.rank} gives {options}, "
+                    f"rank {rank} gives {other['options']}; all ranks must give the same"
+                )
+        return all(other["host"] == said[0]["host"] for other in said)
+
+    def leave(self, error: BaseException) -> None:
+        """This rank left a call with ``error``: peers that wait for it are told, and no further call
+        can run."""
+        self._broken = f"{type(error).__name__}: {error}"
+        if self.workspace is not None:
+            self.workspace.channel.abandon(self._broken)
+
+    def check_usable(self) -> None:
+        """Raises ``GroupBrokenError`` after a failure."""
+        if self._broken is not None:
+            raise GroupBrokenError(
+                f"group '{self.name}' is broken and can run no more calls; make a new group. "
+                f"It broke with: {self._broken}"
+            )
+
+    def close(self) -> None:
+        """Gives the workspace back."""
+        if self.workspace is not None:
+            self.workspace.close()
+            self.workspace = None
+
+
+_groups: dict[str, Group] = {}
+_registry_lock = threading.Lock()
+
+
+def name_of(group: GroupLike) -> str:
+    """The name of a process group, given as one, as a mesh dimension, or by name.
+
+    Raises:
+        TypeError: ``group`` is none of these.
+        ValueError: this rank is not in it, or a mesh has several dims and none was named.
+    """
+    if isinstance(group, str):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a mesh of {group.ndim} dims {group.mesh_dim_names or ''} names no single group; "
+                "pass (mesh, dim)"
+            )
+        return group.get_group().group_name
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        return group[0].get_group(group[1]).group_name
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} of the world is not in this group")
+    raise TypeError(
+        "group must be a ProcessGroup, a DeviceMesh, (DeviceMesh, dim) or a group's name, "
+        f"not {type(group).__name__}"
+    )
+
+
+def get(name: str) -> Group:
+    """The group of that name.
+
+    Raises:
+        ValueError: there is none on this rank.
+    """
+    try:
+        pg = _resolve_process_group(name)
+    except Exception as error:
+        raise ValueError(
+            f"no process group '{name}' on this rank; it was not made, was destroyed, or this rank "
+            "is not in it"
+        ) from error
+    group = _groups.get(name)
+    if group is None or group.pg is not pg:
+        with _registry_lock:
+            group = _groups.get(name)
+            if group is None or group.pg is not pg:
+                if group is not None:
+                    group.close()
+                group = _groups[name] = Group(pg)
+    return group
+
+
+def init(
+    group: GroupLike | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    workspace_bytes: int | None = None,
+) -> None:
+    """Sets a group up for the ops. Optional: the first op does it with the defaults. Collective.
+
+    Args:
+        group: the process group; None for the default one.
+        timeout: seconds that one wait for a peer may take before ``CollectiveTimeoutError``.
+        workspace_bytes: size of one of the two data buffers that each rank shares; default 32 MiB.
+            Larger calls run in several steps.
+
+    Raises:
+        ValueError: an argument is out of range, differs between ranks, or the group is in use with
+            others.
+        MemoryError: the shared memory does not fit.
+    """
+    if not 0 < timeout <= 86400:
+        raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
+    nbytes = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    if nbytes < 1 << 16:
+        raise ValueError(f"workspace_bytes must be at least 65536, not {nbytes}")
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("no default process group: call torch.distributed.init_process_group")
+        group = dist.group.WORLD
+        assert group is not None  # for the type checker: initialised above
+    get(name_of(group)).init(float(timeout), int(nbytes))
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> torch.Tensor:
+    """A symmetric tensor: like ``torch.empty`` (zero-filled here), but in memory that all ranks of
+    ``group`` map. An op that finds its input in one skips the copy into its workspace: peers read it
+    in place, and the op returns when they have. Collective: all ranks give the same shape and dtype,
+    and keep the tensor while any rank passes its own to an op.
+
+    Raises:
+        NotImplementedError: the ranks share no memory.
+        CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, MemoryError.
+    """
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape {list(shape)} has a negative size")
+    own = get(name_of(group)).ready()
+    with own.lock:
+        own.check_usable()
+        if own.workspace is None:
+            raise NotImplementedError(
+                f"symmetric tensors need memory shared by all ranks; group '{own.name}' spans hosts"
+            )
+        return own.workspace.make_symmetric(tuple(shape), dtype)
+
+
+def finalize() -> None:
+    """Gives back the workspaces of all groups. Also happens when the process ends."""
+    with _registry_lock:
+        for group in _groups.values():
+            group.close()
+        _groups.clear()

@@ -1,0 +1,18 @@
+"""The ops: their schemas, checks, fake kernels and Python faces, one file each."""
+
+from tpkernels.ops.all_gather import all_gather
+from tpkernels.ops.all_gather_matmul import all_gather_matmul
+from tpkernels.ops.all_reduce import all_reduce, all_reduce_
+from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
+from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.ops.reduce_scatter import reduce_scatter
+
+__all__ = [
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "all_reduce_",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+]

@@ -1,0 +1,129 @@
+"""Checks of arguments, before anything is sent. Messages give the value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tpkernels import dtypes
+from tpkernels.shards import check_sizes
+
+
+def dim(value: int, ndim: int, what: str) -> int:
+    """A dim of a tensor of ``ndim`` dims; negative ones are refused."""
+    if not 0 <= value < ndim:
+        raise ValueError(f"{what} is {value}; a tensor of {ndim} dims allows 0 to {ndim - 1}")
+    return value
+
+
+def matrix_input(x: torch.Tensor) -> None:
+    """x [..., K] of a dtype that can be multiplied, K >= 1."""
+    dtypes.check_supported(x.dtype, "x")
+    if x.dim() < 2:
+        raise ValueError(f"x must have at least 2 dims [..., K], not shape {list(x.shape)}")
+    if x.shape[-1] < 1:
+        raise ValueError(f"x has shape {list(x.shape)}: K must be at least 1")
+
+
+def weight(w: torch.Tensor, x: torch.Tensor, k: int, what: str) -> None:
+    """w [k, N] of x's dtype and device."""
+    if w.dim() != 2 or w.shape[0] != k:
+        raise ValueError(
+            f"{what} has shape {list(w.shape)}, but x of shape {list(x.shape)} needs [{k}, N]"
+        )
+    if w.shape[1] < 1:
+        raise ValueError(f"{what} has shape {list(w.shape)}: N must be at least 1")
+    if w.dtype != x.dtype:
+        raise TypeError(
+            f"{what} is {dtypes.name(w.dtype)} but x is {dtypes.name(x.dtype)}; they must be equal"
+        )
+    same_device(w, x, what)
+
+
+def bias(value: torch.Tensor | None, x: torch.Tensor, columns: int, what: str = "bias") -> None:
+    """bias [columns], of x's dtype or the accumulator's."""
+    if value is None:
+        return
+    if tuple(value.shape) != (columns,):
+        raise ValueError(f"{what} has shape {list(value.shape)}, expected [{columns}]")
+    _dtype_among(value, (x.dtype, dtypes.accumulator(x.dtype)), what)
+    same_device(value, x, what)
+
+
+def residual(
+    value: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype
+) -> None:
+    """residual of the output's shape, of x's dtype or the output's."""
+    if value is None:
+        return
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"residual has shape {list(value.shape)}, the output {list(shape)}")
+    _dtype_among(value, (x.dtype, out_dtype), "residual")
+    same_device(value, x, "residual")
+
+
+def out_dtype(value: torch.dtype | None, x: torch.Tensor, what: str = "out_dtype") -> torch.dtype:
+    """The dtype asked for, or x's."""
+    if value is None or value == x.dtype:
+        return x.dtype
+    dtypes.check_supported(value, what)
+    if (value == torch.float64) != (x.dtype == torch.float64):
+        raise NotImplementedError(
+            f"{what} {dtypes.name(value)} of {dtypes.name(x.dtype)} input; float64 mixes with no "
+            "other dtype"
+        )
+    return value
+
+
+def wire_dtype(value: torch.dtype | None, x: torch.Tensor) -> torch.dtype:
+    """The dtype that partials travel in: x's, or float32."""
+    if value not in (None, x.dtype, dtypes.accumulator(x.dtype)):
+        assert value is not None  # None is in the list
+        raise ValueError(
+            f"wire_dtype is {dtypes.name(value)}; it must be x's {dtypes.name(x.dtype)} or "
+            f"{dtypes.name(dtypes.accumulator(x.dtype))}"
+        )
+    return value or x.dtype
+
+
+def gather_sizes(sizes: Sequence[int] | None, size: int, rank: int, world: int) -> tuple[int, ...]:
+    """Rows per rank of a dim whose ``size`` rows are here. Without ``shard_sizes`` all have as many."""
+    if sizes is None:
+        return (size,) * world
+    checked = check_sizes(sizes, world)
+    if checked[rank] != size:
+        raise ValueError(
+            f"x has {size} rows in the gathered dim, but shard_sizes {list(checked)} gives rank "
+            f"{rank} {checked[rank]}"
+        )
+    return checked
+
+
+def scatter_sizes(sizes: Sequence[int] | None, total: int, world: int) -> tuple[int, ...]:
+    """Rows per rank of a dim of ``total`` rows that is to be scattered."""
+    if sizes is None:
+        if total % world:
+            raise ValueError(
+                f"{total} rows do not divide by {world} ranks; pass "
+                f"shard_sizes=tpkernels.shard_sizes({total}, {world})"
+            )
+        return (total // world,) * world
+    checked = check_sizes(sizes, world)
+    if sum(checked) != total:
+        raise ValueError(
+            f"shard_sizes {list(checked)} add up to {sum(checked)}, but the scattered dim has {total}"
+        )
+    return checked
+
+
+def same_device(tensor: torch.Tensor, x: torch.Tensor, what: str) -> None:
+    """Raises where two arguments are on different devices."""
+    if tensor.device != x.device:
+        raise ValueError(f"{what} is on {tensor.device} but x is on {x.device}")
+
+
+def _dtype_among(tensor: torch.Tensor, allowed: Sequence[torch.dtype], what: str) -> None:
+    if tensor.dtype not in allowed:
+        names = " or ".join(dict.fromkeys(dtypes.name(d) for d in allowed))
+        raise TypeError(f"{what} is {dtypes.name(tensor.dtype)}; it must be {names}")

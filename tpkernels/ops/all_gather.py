@@ -1,0 +1,109 @@
+"""``concat_r(x_r)`` along any dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpkernels import dtypes, groups
+from tpkernels.backends import Call, run
+from tpkernels.groups import Group, GroupLike
+from tpkernels.ops import _check
+from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.plan import Problem
+
+SCHEMA = (
+    "all_gather(Tensor x, str group, int gather_dim=0, *, SymInt[]? shard_sizes=None, "
+    "str algorithm='auto') -> Tensor"
+)
+
+
+def _prepare(
+    group: Group,
+    x: torch.Tensor,
+    gather_dim: int,
+    shard_sizes: Sequence[int] | None,
+    algorithm: str,
+) -> Call:
+    dtypes.check_supported(x.dtype, "x")
+    dim = _check.dim(gather_dim, x.dim(), "gather_dim")
+    sizes = _check.gather_sizes(shard_sizes, x.shape[dim], group.rank, group.world)
+    shape = list(x.shape)
+    shape[dim] = sum(sizes)
+    problem = Problem(
+        op="all_gather",
+        device=x.device.type,
+        world=group.world,
+        shape=tuple(shape),
+        dim=dim,
+        sizes=sizes,
+        dtype=x.dtype,
+    )
+    return plan_call(group, problem, algorithm)
+
+
+def _cpu(
+    x: torch.Tensor,
+    group: str,
+    gather_dim: int = 0,
+    *,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    forbid_grad("all_gather", (x,))
+    own = groups.get(group)
+    sizes = shard_sizes and tuple(shard_sizes)
+    key = ("all_gather", x.shape, x.dtype, gather_dim, sizes, algorithm)
+    call = own.calls.get(key)
+    if call is None:
+        call = remember(own, key, _prepare(own, x, gather_dim, shard_sizes, algorithm))
+    result: torch.Tensor = run(call, x)
+    return result
+
+
+def _fake(
+    x: torch.Tensor,
+    group: str,
+    gather_dim: int = 0,
+    *,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    own = groups.get(group)
+    shape = list(x.shape)
+    dim = _check.dim(gather_dim, x.dim(), "gather_dim")
+    shape[dim] = shape[dim] * own.world if shard_sizes is None else sum(shard_sizes)
+    return x.new_empty(shape)
+
+
+define(SCHEMA, cpu=_cpu, fake=_fake)
+
+
+def all_gather(
+    x: torch.Tensor,
+    group: GroupLike,
+    gather_dim: int = 0,
+    *,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """Concatenates the ranks' ``x`` along ``gather_dim``, on every rank.
+
+    Args:
+        x: this rank's shard, of any shape with at least one dim; any strides.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        gather_dim: the dim that is split over the ranks.
+        shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
+        algorithm: "auto", or one of "unfused", "direct".
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has been sent then.
+        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+    """
+    result: Any = torch.ops.tpkernels.all_gather.default(
+        x, groups.name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm
+    )
+    return result  # type: ignore[no-any-return]

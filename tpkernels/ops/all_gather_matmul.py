@@ -1,0 +1,191 @@
+"""``y_i = concat_r(x_r) @ w_i``: the column-parallel layer with sequence parallelism (QKV, gate/up)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+
+from tpkernels import dtypes, groups
+from tpkernels.backends import Call, run
+from tpkernels.groups import Group, GroupLike
+from tpkernels.ops import _check
+from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.plan import Problem
+
+SCHEMA = (
+    "all_gather_matmul(Tensor x, Tensor[] weights, str group, int gather_dim=0, *, "
+    "Tensor?[]? biases=None, ScalarType? out_dtype=None, bool return_gathered=False, "
+    "SymInt[]? shard_sizes=None, str algorithm='auto') -> (Tensor gathered, Tensor[] outs)"
+)
+
+
+def _prepare(
+    group: Group,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gather_dim: int,
+    biases: Sequence[torch.Tensor | None] | None,
+    out_dtype: torch.dtype | None,
+    return_gathered: bool,
+    shard_sizes: Sequence[int] | None,
+    algorithm: str,
+) -> Call:
+    _check.matrix_input(x)
+    dim = _check.dim(gather_dim, x.dim(), "gather_dim")
+    sizes = _check.gather_sizes(shard_sizes, x.shape[dim], group.rank, group.world)
+    shape = list(x.shape)
+    shape[dim] = sum(sizes)
+    if not weights:
+        raise ValueError("weights is empty; pass at least one weight")
+    if biases is not None and len(biases) != len(weights):
+        raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
+    for i, w in enumerate(weights):
+        _check.weight(w, x, shape[-1], f"weights[{i}]")
+        if biases is not None:
+            _check.bias(biases[i], x, w.shape[1], f"biases[{i}]")
+    out = _check.out_dtype(out_dtype, x)
+    options = [] if out == x.dtype else [f"out {dtypes.name(out)}"]
+    if return_gathered:
+        options.append("return_gathered")
+    problem = Problem(
+        op="all_gather_matmul",
+        device=x.device.type,
+        world=group.world,
+        shape=tuple(shape),
+        dim=dim,
+        sizes=sizes,
+        dtype=x.dtype,
+        options=tuple(options),
+    )
+    return plan_call(group, problem, algorithm)
+
+
+def _cpu(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: str,
+    gather_dim: int = 0,
+    *,
+    biases: Sequence[torch.Tensor | None] | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: bool = False,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    forbid_grad("all_gather_matmul", (x, *weights, *(biases or ())))
+    own = groups.get(group)
+    key = (
+        "all_gather_matmul",
+        x.shape,
+        x.dtype,
+        tuple((w.shape, w.dtype) for w in weights),
+        gather_dim,
+        biases and tuple(b if b is None else (b.shape, b.dtype) for b in biases),
+        out_dtype,
+        return_gathered,
+        shard_sizes and tuple(shard_sizes),
+        algorithm,
+    )
+    call = own.calls.get(key)
+    if call is None:
+        call = _prepare(
+            own, x, weights, gather_dim, biases, out_dtype, return_gathered, shard_sizes, algorithm
+        )
+        remember(own, key, call)
+    lead = call.problem.shape[:-1]
+    outs = [x.new_empty((*lead, w.shape[1]), dtype=out_dtype) for w in weights]
+    gathered = x.new_empty(call.problem.shape) if return_gathered else None
+    run(call, x, weights, biases or [None] * len(weights), outs, gathered)
+    return (x.new_empty(0) if gathered is None else gathered), outs
+
+
+def _fake(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: str,
+    gather_dim: int = 0,
+    *,
+    biases: Any = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: bool = False,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    own = groups.get(group)
+    shape = list(x.shape)
+    dim = _check.dim(gather_dim, x.dim(), "gather_dim")
+    shape[dim] = shape[dim] * own.world if shard_sizes is None else sum(shard_sizes)
+    outs = [x.new_empty((*shape[:-1], w.shape[1]), dtype=out_dtype) for w in weights]
+    return x.new_empty(shape if return_gathered else [0]), outs
+
+
+define(SCHEMA, cpu=_cpu, fake=_fake)
+
+
+@overload
+def all_gather_matmul(
+    x: torch.Tensor, weights: torch.Tensor, group: GroupLike, gather_dim: int = 0, **options: Any
+) -> torch.Tensor: ...
+@overload
+def all_gather_matmul(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: GroupLike,
+    gather_dim: int = 0,
+    **options: Any,
+) -> list[torch.Tensor]: ...
+def all_gather_matmul(  # type: ignore[misc]
+    x: torch.Tensor,
+    weights: torch.Tensor | Sequence[torch.Tensor],
+    group: GroupLike,
+    gather_dim: int = 0,
+    *,
+    biases: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: bool = False,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> Any:
+    """Gathers ``x`` over the ranks of ``group`` and multiplies it by each weight, as one operation.
+
+    Args:
+        x: [..., K], this rank's shard along ``gather_dim``; any strides.
+        weights: [K, N] or several [K, N_i] that share the gather; any strides
+            (``linear.weight.t()`` is the fast layout). N may differ by rank.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        gather_dim: the dim of ``x`` that is split over the ranks.
+        biases: [N] for each weight, or None.
+        out_dtype: dtype of the result; default ``x``'s. Products accumulate in fp32 either way.
+        return_gathered: also return the gathered ``x``.
+        shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
+        algorithm: "auto", or one of "unfused", "direct", "pipelined".
+
+    Returns:
+        y [..., M, ..., N] for one weight, a list for several; ``(gathered, y)`` with
+        ``return_gathered``.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has been sent then.
+        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+
+    The argument meanings are those of ``torch.ops.symm_mem.fused_all_gather_matmul``.
+    """
+    single = isinstance(weights, torch.Tensor)
+    each = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
+    gathered, outs = torch.ops.tpkernels.all_gather_matmul.default(
+        x,
+        each,
+        groups.name_of(group),
+        gather_dim,
+        biases=each_bias,
+        out_dtype=out_dtype,
+        return_gathered=return_gathered,
+        shard_sizes=shard_sizes,
+        algorithm=algorithm,
+    )
+    result = outs[0] if single else outs
+    return (gathered, result) if return_gathered else result

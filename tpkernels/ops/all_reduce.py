@@ -1,0 +1,125 @@
+"""``sum_r(x_r)`` on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tpkernels import dtypes, groups
+from tpkernels.backends import Call, run
+from tpkernels.groups import Group, GroupLike
+from tpkernels.ops import _check
+from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.ops._reduction import describe, reduction_of
+from tpkernels.plan import Problem
+
+SCHEMA = (
+    "all_reduce(Tensor x, str group, *, ScalarType? out_dtype=None, str algorithm='auto') -> Tensor"
+)
+SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto') -> ()"
+
+
+def _call(
+    x: torch.Tensor, group: str, out_dtype: torch.dtype | None, algorithm: str
+) -> Call:
+    forbid_grad("all_reduce", (x,))
+    own = groups.get(group)
+    key = ("all_reduce", x.shape, x.dtype, out_dtype, algorithm)
+    call = own.calls.get(key)
+    if call is None:
+        call = remember(own, key, _prepare(own, x, out_dtype, algorithm))
+    return call
+
+
+def _prepare(
+    group: Group, x: torch.Tensor, out_dtype: torch.dtype | None, algorithm: str
+) -> Call:
+    dtypes.check_supported(x.dtype, "x")
+    problem = Problem(
+        op="all_reduce",
+        device=x.device.type,
+        world=group.world,
+        shape=tuple(x.shape),
+        dim=None,
+        sizes=(),
+        dtype=x.dtype,
+        options=describe(x.dtype, _check.out_dtype(out_dtype, x)),
+    )
+    return plan_call(group, problem, algorithm)
+
+
+def _cpu(
+    x: torch.Tensor,
+    group: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    call = _call(x, group, out_dtype, algorithm)
+    out = x.new_empty(x.shape, dtype=out_dtype)
+    run(call, x, out, reduction_of(x, out_dtype))
+    return out
+
+
+def _cpu_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
+    call = _call(x, group, None, algorithm)
+    out = x if x.is_contiguous() else x.new_empty(x.shape)
+    run(call, x, out, reduction_of(x, None))
+    if out is not x:
+        x.copy_(out)
+
+
+def _fake(
+    x: torch.Tensor,
+    group: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    groups.get(group)
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+def _fake_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
+    groups.get(group)
+
+
+define(SCHEMA, cpu=_cpu, fake=_fake)
+define(SCHEMA_IN_PLACE, cpu=_cpu_in_place, fake=_fake_in_place)
+
+
+def all_reduce(
+    x: torch.Tensor,
+    group: GroupLike,
+    *,
+    out_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """Sums the ranks' ``x``, on every rank.
+
+    Args:
+        x: of the same shape on all ranks; any strides.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        out_dtype: dtype of the result; default ``x``'s.
+        algorithm: "auto", or one of "unfused", "direct".
+
+    Returns:
+        The sum, taken in fp32 in the order of the ranks and rounded once: the same bits on every rank
+        and in every run.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has been sent then.
+        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+    """
+    result: Any = torch.ops.tpkernels.all_reduce.default(
+        x, groups.name_of(group), out_dtype=out_dtype, algorithm=algorithm
+    )
+    return result  # type: ignore[no-any-return]
+
+
+def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:
+    """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does."""
+    torch.ops.tpkernels.all_reduce_.default(x, groups.name_of(group), algorithm=algorithm)
+    return x

@@ -1,0 +1,186 @@
+"""``y_r = rows_r(sum_r(x_r @ w_r))``: the row-parallel layer with sequence parallelism (attention out,
+down)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpkernels import groups
+from tpkernels.backends import Call, run
+from tpkernels.groups import Group, GroupLike
+from tpkernels.ops import _check
+from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.ops._reduction import describe, reduction_of
+from tpkernels.plan import Problem
+
+SCHEMA = (
+    "matmul_reduce_scatter(Tensor x, Tensor w, str group, int scatter_dim=0, *, Tensor? bias=None, "
+    "Tensor? residual=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None, "
+    "SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor"
+)
+
+
+def _prepare(
+    group: Group,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scatter_dim: int,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
+    shard_sizes: Sequence[int] | None,
+    algorithm: str,
+) -> Call:
+    _check.matrix_input(x)
+    dim = _check.dim(scatter_dim, x.dim(), "scatter_dim")
+    _check.weight(w, x, x.shape[-1], "w")
+    shape = [*x.shape[:-1], w.shape[1]]
+    sizes = _check.scatter_sizes(shard_sizes, shape[dim], group.world)
+    out = _check.out_dtype(out_dtype, x)
+    _check.bias(bias, x, w.shape[1])
+    shard = [*shape[:dim], sizes[group.rank], *shape[dim + 1 :]]
+    _check.residual(residual, x, shard, out)
+    wire = _check.wire_dtype(wire_dtype, x)
+    problem = Problem(
+        op="matmul_reduce_scatter",
+        device=x.device.type,
+        world=group.world,
+        shape=tuple(shape),
+        dim=dim,
+        sizes=sizes,
+        dtype=wire,
+        options=describe(x.dtype, out, bias, residual),
+    )
+    return plan_call(group, problem, algorithm)
+
+
+def _cpu(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: str,
+    scatter_dim: int = 0,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    forbid_grad("matmul_reduce_scatter", (x, w, bias, residual))
+    own = groups.get(group)
+    key = (
+        "matmul_reduce_scatter",
+        x.shape,
+        x.dtype,
+        w.shape,
+        w.dtype,
+        scatter_dim,
+        bias is not None and (bias.shape, bias.dtype),
+        residual is not None and (residual.shape, residual.dtype),
+        out_dtype,
+        wire_dtype,
+        shard_sizes and tuple(shard_sizes),
+        algorithm,
+    )
+    call = own.calls.get(key)
+    if call is None:
+        call = _prepare(
+            own,
+            x,
+            w,
+            scatter_dim,
+            bias,
+            residual,
+            out_dtype,
+            wire_dtype,
+            shard_sizes,
+            algorithm,
+        )
+        remember(own, key, call)
+    if bias is not None and scatter_dim == x.dim() - 1:
+        sizes = call.problem.sizes
+        bias = bias.narrow(0, sum(sizes[: own.rank]), sizes[own.rank])
+    result: torch.Tensor = run(call, x, w, reduction_of(x, out_dtype, bias, residual))
+    return result
+
+
+def _fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: str,
+    scatter_dim: int = 0,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    own = groups.get(group)
+    shape = [*x.shape[:-1], w.shape[1]]
+    dim = _check.dim(scatter_dim, x.dim(), "scatter_dim")
+    shape[dim] = shape[dim] // own.world if shard_sizes is None else shard_sizes[own.rank]
+    return x.new_empty(shape, dtype=out_dtype)
+
+
+define(SCHEMA, cpu=_cpu, fake=_fake)
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: GroupLike,
+    scatter_dim: int = 0,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """Multiplies, sums the products over the ranks of ``group`` and keeps this rank's share, as one
+    operation.
+
+    Args:
+        x: [..., K]; any strides. K may differ by rank.
+        w: [K, N]; any strides (``linear.weight.t()`` is the fast layout).
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        scatter_dim: the dim of the product [..., N] that is split over the ranks.
+        bias: [N], added once, after the sum; the whole bias also where N is scattered.
+        residual: of the result's shape, added after the bias.
+        out_dtype: dtype of the result; default ``x``'s.
+        wire_dtype: dtype that partial products travel in; ``x``'s (default) or float32.
+        shard_sizes: rows of each rank along ``scatter_dim`` where they are not all equal.
+        algorithm: "auto", or one of "unfused", "direct", "pipelined".
+
+    Returns:
+        This rank's share of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in the
+        order of the ranks and rounded once: the same bits in every run, for every algorithm.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; nothing has been sent then.
+        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+
+    The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
+    """
+    result: Any = torch.ops.tpkernels.matmul_reduce_scatter.default(
+        x,
+        w,
+        groups.name_of(group),
+        scatter_dim,
+        bias=bias,
+        residual=residual,
+        out_dtype=out_dtype,
+        wire_dtype=wire_dtype,
+        shard_sizes=shard_sizes,
+        algorithm=algorithm,
+    )
+    return result  # type: ignore[no-any-return]

@@ -1,0 +1,158 @@
+"""Which algorithm a call runs: Problem -> Plan. Pure: no device, no communication.
+
+A problem holds only what all ranks share, so that all choose alike; what may differ by rank (the
+columns of a column-parallel weight, the K of a row-parallel one) is not part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from tpkernels import dtypes
+
+ALGORITHMS = ("unfused", "direct", "pipelined")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call as all ranks see it.
+
+    ``shape`` is the global shape of what travels: the gathered ``x`` of an all-gather, the unreduced
+    sum of a reduction. ``dim`` is gathered or scattered (None for an all-reduce), rank ``r`` holding
+    ``sizes[r]`` rows of it. ``dtype`` is what travels; ``options`` is the rest that ranks must share.
+    """
+
+    op: str
+    device: str
+    world: int
+    shape: tuple[int, ...]
+    dim: int | None
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    options: tuple[str, ...] = ()
+
+    @property
+    def outer(self) -> int:
+        """Elements before ``dim``: how many blocks one rank's share consists of."""
+        return prod(self.shape[: self.dim]) if self.dim is not None else 1
+
+    @property
+    def inner(self) -> int:
+        """Elements after ``dim``."""
+        return prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix product: all dims but the last."""
+        return prod(self.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor that travels."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        parts = [f"{list(self.shape)} {dtypes.name(self.dtype)}"]
+        if self.dim is not None:
+            even = len(set(self.sizes)) == 1
+            split = f"{self.sizes[0]} a rank" if even else str(list(self.sizes))
+            parts.append(f"dim {self.dim} by {split}")
+        return f"{self.op}({', '.join([*parts, *self.options])})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice, its reason in words, and how the call is named to peers."""
+
+    algorithm: str
+    reason: str
+    text: str = field(repr=False)
+    signature: int = field(repr=False)
+
+
+# Rows that one rank contributes to an all-gather, or receives from a reduction, from which on the
+# matmul is split into one part per rank. Below, a GEMM of few rows streams the weights from memory and
+# splitting it streams them once per part.
+# AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21: `tpkernels bench` (benchmarks/results).
+PIPELINE_MIN_ROWS = 256
+
+
+def choose(problem: Problem, *, shared_memory: bool, requested: str = "auto") -> Plan:
+    """The plan for ``problem``.
+
+    Args:
+        shared_memory: whether all ranks of the group can map each other's memory.
+        requested: an algorithm's name, or "auto".
+
+    Raises:
+        ValueError: ``requested`` is no algorithm.
+        NotImplementedError: the algorithm asked for cannot run this problem; the message says what it
+            needs.
+    """
+    if requested != "auto":
+        check_algorithm(requested)
+        obstacle = _obstacle(problem, requested, shared_memory)
+        if obstacle is not None:
+            raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {obstacle}")
+        return _plan(problem, requested, "asked for")
+    if problem.world == 1:
+        return _plan(problem, "unfused", "one rank: nothing to communicate")
+    if not shared_memory:
+        return _plan(problem, "unfused", "the ranks share no memory")
+    rows = _rows_per_part(problem)
+    if _obstacle(problem, "pipelined", shared_memory) is None and rows >= PIPELINE_MIN_ROWS:
+        return _plan(problem, "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}")
+    reason = "no matmul to overlap with" if not _has_matmul(problem) else (
+        f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
+    )
+    return _plan(problem, "direct", reason)
+
+
+def check_algorithm(name: str) -> None:
+    """``ValueError`` for a name that is no algorithm of this package."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm '{name}'; there are auto, {', '.join(ALGORITHMS)}")
+
+
+def obstacles(problem: Problem, *, shared_memory: bool) -> dict[str, str | None]:
+    """For each algorithm, why it cannot run ``problem`` (None: it can)."""
+    return {name: _obstacle(problem, name, shared_memory) for name in ALGORITHMS}
+
+
+def _has_matmul(problem: Problem) -> bool:
+    return "matmul" in problem.op
+
+
+def _rows_per_part(problem: Problem) -> int:
+    """Rows of the smallest matmul that a split per rank makes (ranks without rows aside)."""
+    if problem.dim is None:
+        return problem.rows // problem.world
+    if problem.dim == len(problem.shape) - 1:
+        return problem.rows
+    return min((size for size in problem.sizes if size), default=0) * prod(
+        problem.shape[problem.dim + 1 : -1]
+    )
+
+
+def _obstacle(problem: Problem, algorithm: str, shared_memory: bool) -> str | None:
+    if algorithm == "unfused":
+        return None
+    if not shared_memory:
+        return "needs memory shared by all ranks, and this group's ranks are on several hosts"
+    if algorithm == "pipelined":
+        if not _has_matmul(problem):
+            return "overlaps a matmul, and this op has none"
+        if problem.op == "all_gather_matmul" and problem.dim == len(problem.shape) - 1:
+            return "cannot gather the dim that the matmul sums over (it would round each part)"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(problem: Problem, algorithm: str, reason: str) -> Plan:
+    text = f"{problem} [{algorithm}]"
+    return Plan(algorithm, reason, text, zlib.crc32(text.encode()) or 1)

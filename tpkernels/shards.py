@@ -1,0 +1,28 @@
+"""How a dimension is split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def shard_sizes(total: int, world: int) -> list[int]:
+    """The balanced split of ``total`` rows over ``world`` ranks: sizes differ by one at the most, the
+    larger ones first. Every rank gets the same list.
+
+    Raises:
+        ValueError: ``total`` is negative or ``world`` is not positive.
+    """
+    if total < 0 or world < 1:
+        raise ValueError(f"cannot split {total} rows over {world} ranks")
+    return [total // world + (rank < total % world) for rank in range(world)]
+
+
+def check_sizes(sizes: Sequence[int], world: int) -> tuple[int, ...]:
+    """``sizes`` as a tuple, if it can be a split over ``world`` ranks; ``ValueError`` otherwise."""
+    if len(sizes) != world:
+        raise ValueError(
+            f"shard_sizes has {len(sizes)} entries {list(sizes)} but the group has {world} ranks"
+        )
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"shard_sizes {list(sizes)} has a negative entry")
+    return tuple(int(size) for size in sizes)

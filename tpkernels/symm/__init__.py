@@ -1,0 +1,1 @@
+"""Symmetric memory: buffers that every rank of a group can reach, and the signals that order them."""

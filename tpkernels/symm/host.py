@@ -1,0 +1,162 @@
+"""The workspace of a group whose ranks are on one host: an arena in anonymous shared memory.
+
+The arena holds, for each rank, signal words and two data buffers (csrc/host/channel.h has the protocol
+and its proof). Symmetric tensors that users make are arenas of their own, called segments.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+import zlib
+from math import prod
+
+import torch
+
+from tpkernels import _C
+from tpkernels.symm.rendezvous import Link, Member, make_arena
+
+_HUGE_PAGE = 2 << 20
+# How long a waiter polls before it sleeps. With a core for each rank, polling is what makes small
+# collectives fast; with fewer, it only keeps the peer from running.
+_SPIN_US = 100.0
+
+
+class _Segment:
+    """A user's symmetric tensor: this rank's region while it lives, and views of the peers'."""
+
+    def __init__(self, identity: int, own: _C.Region) -> None:
+        self.identity = identity
+        self.region = weakref.ref(own)
+        self.address = own.address
+        self.nbytes = own.nbytes
+
+
+class HostWorkspace:
+    """Peers' buffers, signals and the epoch of one group on one host.
+
+    ``channel`` is the extension's face of it, which the algorithms drive.
+    """
+
+    def __init__(self, member: Member, workspace_bytes: int) -> None:
+        self.member = member
+        self.workspace_bytes = workspace_bytes
+        self._segments: list[_Segment] = []
+        self._segments_made = 0
+        self._chaos: dict[str, int | bool] | None = None
+        self._attach(workspace_bytes, epoch=0)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the last call; the ranks count alike."""
+        return self.channel.epoch
+
+    def _attach(self, capacity: int, epoch: int) -> None:
+        member = self.member
+        region = _C.Channel.region_bytes(member.world, capacity)
+        region = -(-region // _HUGE_PAGE) * _HUGE_PAGE
+        link: Link = make_arena(member, "workspace", region)
+        crowded = member.world > len(os.sched_getaffinity(0))
+        self.channel = _C.Channel(
+            link.arena,
+            member.rank,
+            link.pidfds,
+            link.pids,
+            timeout=member.timeout,
+            spin_us=0.0 if crowded else _SPIN_US,
+            epoch=epoch,
+        )
+        self._arena = link.arena
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        for segment in self._segments:
+            own = segment.region()
+            if own is not None:
+                self.channel.add_segment(segment.identity, own.arena)
+        if self._chaos is not None:
+            self.channel.set_chaos(**self._chaos)
+
+    def require(self, nbytes: int, text: str) -> None:
+        """Makes the data buffers hold ``nbytes`` each. All ranks ask for the same, so they grow
+        together, after a call that finds out whether they do."""
+        if nbytes <= self.channel.capacity:
+            return
+        text = f"growing the workspace to {nbytes} bytes for {text}"
+        self.channel.begin(zlib.crc32(text.encode()) or 1, text)
+        self.channel.barrier()
+        self._attach(nbytes, self.channel.epoch)
+
+    def view(
+        self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
+    ) -> torch.Tensor:
+        """The contiguous tensor at ``offset`` bytes of ``rank``'s buffer of this epoch. It must not
+        leave the call."""
+        nbytes = prod(shape) * dtype.itemsize
+        if offset < 0 or offset + nbytes > self.channel.capacity:
+            raise IndexError(
+                f"bytes [{offset}, +{nbytes}) of a workspace buffer of {self.channel.capacity}"
+            )
+        return self._at(rank, dtype, shape, self.channel.buffer_offset(self.epoch & 1) + offset)
+
+    def _at(
+        self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        base = self._bases.get((rank, dtype))
+        if base is None:
+            base = torch.frombuffer(self._arena.region(rank), dtype=dtype)
+            self._bases[rank, dtype] = base
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 1, 0, -1):
+            strides[i - 1] = strides[i] * max(shape[i], 1)
+        return torch.as_strided(base, shape, strides, offset // dtype.itemsize)
+
+    def peer_data(self, peer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """What ``peer`` published in this epoch, wherever it lies: its buffer or a segment."""
+        if not self.channel.in_segment(peer):
+            return self.view(peer, dtype, shape)
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        region = self.channel.segment_of(peer, nbytes)
+        return torch.frombuffer(region, dtype=dtype).view(shape)
+
+    def make_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of a new segment, as a tensor. Collective."""
+        nbytes = max(prod(shape) * dtype.itemsize, 1)
+        self._segments_made += 1
+        page = -(-nbytes // 4096) * 4096
+        link = make_arena(self.member, "empty", page)
+        for pidfd in link.pidfds:
+            os.close(pidfd)
+        region = link.arena.region(self.member.rank, 0, nbytes)
+        segment = _Segment(self._segments_made, region)
+        self._segments.append(segment)
+        self.channel.add_segment(segment.identity, link.arena)
+        segments = self._segments
+        weakref.finalize(region, lambda: segments.remove(segment))
+        if prod(shape) == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(region, dtype=dtype, count=prod(shape)).view(shape)
+
+    def locate(self, x: torch.Tensor) -> tuple[int, int]:
+        """(segment, offset in bytes) of a contiguous tensor that lies in symmetric memory; segment 0
+        where it does not."""
+        if not self._segments or not x.is_contiguous():
+            return 0, 0
+        address, nbytes = x.data_ptr(), x.numel() * x.element_size()
+        for segment in self._segments:
+            offset = address - segment.address
+            if 0 <= offset and offset + nbytes <= segment.nbytes:
+                return segment.identity, offset
+        return 0, 0
+
+    def set_chaos(self, **switches: int | bool) -> None:
+        """For tests: random delays at every publish and wait, and negative controls."""
+        self._chaos = switches
+        self.channel.set_chaos(**switches)
+
+    def close(self) -> None:
+        """Forgets the memory; it goes when the last view of it does. Peers that still wait for this
+        rank are told."""
+        self.channel.abandon("tpkernels.finalize")
+        self._bases.clear()
+        self._segments.clear()
