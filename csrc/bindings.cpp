@@ -106,10 +106,11 @@ void bind_channel(py::module_& m) {
 
   py::class_<Channel>(m, "Channel")
       .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds,
-                       std::vector<int> pids, double timeout, double spin_us, std::uint32_t epoch) {
+                       std::vector<int> pids, double timeout, double spin_us, double yield_us,
+                       std::uint32_t epoch) {
              auto channel =
                  std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds),
-                                           std::move(pids), ChannelOptions{timeout, spin_us}, epoch);
+                                           std::move(pids), ChannelOptions{timeout, spin_us, yield_us}, epoch);
              channel->set_poll([] {  // lets Ctrl-C interrupt a wait
                const py::gil_scoped_acquire gil;
                if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -117,7 +118,7 @@ void bind_channel(py::module_& m) {
              return channel;
            }),
            py::arg("arena"), py::arg("rank"), py::arg("pidfds"), py::arg("pids"),
-           py::arg("timeout"), py::arg("spin_us"), py::arg("epoch") = 0)
+           py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("epoch") = 0)
       .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("capacity"))
       .def_property_readonly("rank", &Channel::rank)
       .def_property_readonly("world", &Channel::world)
@@ -222,6 +223,9 @@ PYBIND11_MODULE(_C, m) {
   bind_memory(m);
   bind_channel(m);
   bind_collectives(m);
+  m.def("advise_huge_pages", [](std::uintptr_t address, std::size_t bytes) {
+    advise_huge_pages(pointer(address), bytes);
+  });
   m.def("vector_units", [] {
     std::vector<std::string> names;
     for (const VectorUnit* unit : available_units()) names.emplace_back(unit->name);

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -17,10 +18,14 @@ from tpkernels import _rank
 PRELOAD = ["torch", "torch.distributed", "tpkernels._rank"]
 
 
-def fork_context() -> ForkServerContext:
-    """The fork server's context, with the server running."""
+def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
+    """Starts the fork server, unless it runs already, and returns its context.
+
+    Args:
+        preload: modules for it to import besides its own, so that no rank has to.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, *preload])
     # OpenMP and BLAS size their pools as they load, and a forked child cannot shrink a pool that
     # has started; ranks raise the number through torch.set_num_threads.
     saved = os.environ.get("OMP_NUM_THREADS")

@@ -28,10 +28,10 @@ from typing import Any
 import torch.distributed as dist
 
 from tpkernels import _rank
-from tpkernels._member import Member, fork_context
+from tpkernels._member import Member, fork_server
 from tpkernels._rank import Outcome
 
-__all__ = ["Outcome", "RankError", "Ranks"]
+__all__ = ["Outcome", "RankError", "Ranks", "fork_server"]
 
 GRACE_SECONDS = 5.0  # after the first failure in `run`, for the other ranks to say something too
 REAP_SECONDS = 5.0  # from a rank's death to its exit code, through the fork server
@@ -91,7 +91,7 @@ class Ranks:
         setup = _rank.Setup(world, backend, threads, environ, store.port, start_timeout)
         atexit.register(self.close)
         try:
-            context = fork_context()
+            context = fork_server()
             for rank in range(world):
                 self._members.append(Member.start(context, rank, setup))
             self._pending = set(range(world))

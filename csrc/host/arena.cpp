@@ -73,4 +73,11 @@ void Arena::reserve(int fd, int rank) {
        error == EFAULT ? ENOMEM : error);
 }
 
+void advise_huge_pages(void* data, std::size_t bytes) {
+  constexpr std::uintptr_t kPage = 4096;
+  const auto begin = (reinterpret_cast<std::uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const auto end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 }  // namespace tpkernels::host

@@ -36,4 +36,8 @@ class Arena {
   int world_;
 };
 
+// Asks for huge pages for private memory that is about to be written; a hint, without effect where
+// the kernel does not grant them.
+void advise_huge_pages(void* data, std::size_t bytes);
+
 }  // namespace tpkernels::host

@@ -1,6 +1,7 @@
 #include "host/channel.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -155,15 +156,17 @@ bool Channel::arrived(int peer, const Signal& signal) const {
 bool Channel::spin(int peer, Phase phase, int index) {
   const Signal& theirs = signal(peer, phase, index);
   if (arrived(peer, theirs)) return true;
-  if (options_.spin_us <= 0) return false;
   const auto start = Clock::now();
-  do {
+  while (true) {
     for (int i = 0; i < 32; ++i) {
       cpu_relax();
       if (arrived(peer, theirs)) return true;
     }
-  } while (seconds_since(start) * 1e6 < options_.spin_us);
-  return false;
+    const double waited_us = seconds_since(start) * 1e6;
+    if (waited_us >= options_.spin_us) return false;
+    // The peer may be waiting for this very core.
+    if (waited_us >= options_.yield_us) sched_yield();
+  }
 }
 
 void Channel::sleep(Signal& signal, double seconds) {
@@ -202,7 +205,7 @@ int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
     }
     const double waited = seconds_since(start);
     if (waited * 1e6 < options_.spin_us) {
-      cpu_relax();
+      waited * 1e6 < options_.yield_us ? cpu_relax() : static_cast<void>(sched_yield());
       continue;
     }
     // Sleep on one word only, so briefly that another peer's arrival is not left lying.

@@ -53,7 +53,8 @@ enum class Phase : int { kData = 0, kResult = 1, kRead = 2 };
 
 struct ChannelOptions {
   double timeout_s = 30.0;  // the longest that one wait may take
-  double spin_us = 50.0;    // polling before the thread goes to sleep
+  double spin_us = 100.0;   // polling before the thread goes to sleep
+  double yield_us = 5.0;    // from here on each poll offers the core to others
 };
 
 // Switches for tests: random delays, and the two ways to break the protocol (negative controls).

@@ -81,6 +81,10 @@ void sum_partials(void* out, const std::vector<const std::byte*>& partials, DTyp
     return;
   }
   const VectorUnit& unit = vector_unit();
+  if (!epilogue.bias && !epilogue.residual && epilogue.out_dtype == wire) {
+    unit.sum[static_cast<int>(wire)](out, partials.data(), partials.size(), count);
+    return;
+  }
   const auto load = unit.load[static_cast<int>(wire)];
   const auto add = unit.add[static_cast<int>(wire)];
   const auto store = unit.store[static_cast<int>(epilogue.out_dtype)];

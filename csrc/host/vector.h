@@ -24,6 +24,8 @@ struct VectorUnit {
   void (*load[3])(float* acc, const void* src, std::size_t count);
   void (*add[3])(float* acc, const void* src, std::size_t count);
   void (*store[3])(void* dst, const float* acc, std::size_t count);
+  // The plain case, with the sum in registers: dst = round(sum of `world` sources in order).
+  void (*sum[3])(void* dst, const std::byte* const* sources, std::size_t world, std::size_t count);
   // Copy that leaves the destination out of the cache: for results that nobody reads soon.
   void (*stream)(void* dst, const void* src, std::size_t bytes);
 };

@@ -38,17 +38,20 @@ inline Vec load_vec(const void* from) {
   }
 }
 
-// scalar::bf16_of on eight lanes.
-inline __m128i to_bf16(Vec value) {
+// scalar::bf16_of on eight lanes; the result is the upper half of each.
+inline __m256i round_to_bf16(Vec value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded =
       _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
-  const __m256i packed = _mm256_packus_epi32(high, high);
-  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+  return _mm256_blendv_epi8(rounded, quiet, nan);
+}
+
+inline __m128i to_bf16(Vec value) {
+  const __m256i high = _mm256_srli_epi32(round_to_bf16(value), 16);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08));
 }
 
 template <DType D>
@@ -60,6 +63,36 @@ inline void store_vec(void* to, Vec value) {
                                ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
                                : to_bf16(value);
     _mm_storeu_si128(static_cast<__m128i*>(to), halves);
+  }
+}
+
+struct Pair {
+  Vec first;
+  Vec second;
+};
+
+// bf16 pairs are the even and the odd elements: a shift and a mask take them apart, without the
+// shuffles of the natural order.
+template <DType D>
+inline Pair load_pair(const std::byte* from) {
+  if constexpr (D == DType::kBF16) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(~0xffff)))};
+  } else {
+    return {load_vec<D>(from), load_vec<D>(from + kLanes * size_of(D))};
+  }
+}
+
+template <DType D>
+inline void store_pair(std::byte* to, Pair pair) {
+  if constexpr (D == DType::kBF16) {
+    const __m256i even = _mm256_srli_epi32(round_to_bf16(pair.first), 16);
+    const __m256i odd = _mm256_and_si256(round_to_bf16(pair.second), _mm256_set1_epi32(~0xffff));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_or_si256(even, odd));
+  } else {
+    store_vec<D>(to, pair.first);
+    store_vec<D>(to + kLanes * size_of(D), pair.second);
   }
 }
 

@@ -39,15 +39,18 @@ inline Vec load_vec(const void* from) {
   }
 }
 
-// scalar::bf16_of on sixteen lanes.
-inline __m256i to_bf16(Vec value) {
+// scalar::bf16_of on sixteen lanes; the result is the upper half of each.
+inline __m512i round_to_bf16(Vec value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded =
       _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
-  const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16));
+  return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), quiet);
+}
+
+inline __m256i to_bf16(Vec value) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bf16(value), 16));
 }
 
 template <DType D>
@@ -59,6 +62,36 @@ inline void store_vec(void* to, Vec value) {
                                ? _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
                                : to_bf16(value);
     _mm256_storeu_si256(static_cast<__m256i*>(to), halves);
+  }
+}
+
+struct Pair {
+  Vec first;
+  Vec second;
+};
+
+// bf16 pairs are the even and the odd elements: a shift and a mask take them apart, without the
+// shuffles of the natural order.
+template <DType D>
+inline Pair load_pair(const std::byte* from) {
+  if constexpr (D == DType::kBF16) {
+    const __m512i both = _mm512_loadu_si512(from);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(~0xffff)))};
+  } else {
+    return {load_vec<D>(from), load_vec<D>(from + kLanes * size_of(D))};
+  }
+}
+
+template <DType D>
+inline void store_pair(std::byte* to, Pair pair) {
+  if constexpr (D == DType::kBF16) {
+    const __m512i even = _mm512_srli_epi32(round_to_bf16(pair.first), 16);
+    const __m512i odd = _mm512_and_si512(round_to_bf16(pair.second), _mm512_set1_epi32(~0xffff));
+    _mm512_storeu_si512(to, _mm512_or_si512(even, odd));
+  } else {
+    store_vec<D>(to, pair.first);
+    store_vec<D>(to + kLanes * size_of(D), pair.second);
   }
 }
 

@@ -17,6 +17,20 @@ template <DType D>
 void store_vec(void* to, Vec value) {
   scalar::from_float<D>(to, value);
 }
+struct Pair {
+  Vec first;
+  Vec second;
+};
+
+template <DType D>
+Pair load_pair(const std::byte* from) {
+  return {load_vec<D>(from), load_vec<D>(from + size_of(D))};
+}
+template <DType D>
+void store_pair(std::byte* to, Pair pair) {
+  store_vec<D>(to, pair.first);
+  store_vec<D>(to + size_of(D), pair.second);
+}
 inline Vec add_vec(Vec a, Vec b) { return a + b; }
 inline Vec load_acc(const float* from) { return *from; }
 inline void store_acc(float* to, Vec value) { *to = value; }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels import _C, dtypes
+from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 from tpkernels.plan import Problem
 
@@ -40,6 +41,16 @@ class Reduction:
         )
 
 
+def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """The result where one rank's partial is the whole sum; ``partial`` itself if that is all."""
+    plain = reduction.bias is None and reduction.residual is None
+    if plain and reduction.out_dtype == partial.dtype:
+        return partial
+    out = empty(partial.shape, reduction.out_dtype)
+    reduce_into(out, [partial.contiguous()], reduction)
+    return out
+
+
 def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
@@ -57,13 +68,15 @@ def reduce_into(
 
 def matmul_partial(call: Call, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """``x @ w`` in the dtype that partials travel in. x [..., K], w [K, N] -> [..., N]."""
-    partial = x.new_empty((*x.shape[:-1], w.shape[1]), dtype=call.problem.dtype)
+    partial = empty((*x.shape[:-1], w.shape[1]), call.problem.dtype)
     product(as_rows(x), w, as_rows(partial))
     return partial
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] as a matrix [rows, K]."""
+    if x.dim() == 2:
+        return x
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 

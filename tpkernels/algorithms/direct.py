@@ -12,6 +12,7 @@ import torch
 
 from tpkernels import _C, dtypes
 from tpkernels.algorithms.common import Reduction, as_rows, matmul_partial
+from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-    out = x.new_empty(call.problem.shape)
+    out = empty(call.problem.shape, x.dtype)
     _gather_into(call, x, out)
     return out
 
@@ -48,7 +49,7 @@ def all_gather_matmul(
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    whole = x.new_empty(call.problem.shape) if gathered is None else gathered
+    whole = empty(call.problem.shape, x.dtype) if gathered is None else gathered
     _gather_into(call, x, whole)
     for w, bias, out in zip(weights, biases, outs, strict=True):
         product(as_rows(whole), w, as_rows(out), bias)
@@ -60,7 +61,7 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
     x = x.contiguous()
     shape = list(problem.shape)
     shape[problem.dim] = problem.sizes[call.group.rank]
-    out = x.new_empty(shape, dtype=reduction.out_dtype)
+    out = empty(shape, reduction.out_dtype)
     segment, offset = call.workspace.locate(x)
     _C.reduce_scatter(
         call.workspace.channel,
@@ -106,6 +107,6 @@ def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
     partial = matmul_partial(call, x, w)
-    out = torch.empty_like(partial, dtype=reduction.out_dtype)
+    out = empty(partial.shape, reduction.out_dtype)
     all_reduce(call, partial, out, reduction)
     return out

@@ -27,6 +27,7 @@ from tpkernels.algorithms.common import (
     runs,
     share_rows,
 )
+from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def matmul_reduce_scatter(
 
     shape = list(problem.shape)
     shape[problem.dim] = problem.sizes[rank]
-    out = x.new_empty(shape, dtype=reduction.out_dtype)
+    out = empty(shape, reduction.out_dtype)
     result = as_rows(out)
     row_bytes = max(columns) * wire.itemsize
     step, begins = _steps(call, max(rows), row_bytes * problem.world)
@@ -150,7 +151,7 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     problem, workspace, rank = call.problem, call.workspace, call.group.rank
     flat, wire, columns = as_rows(x), problem.dtype, w.shape[1]
-    out = x.new_empty(problem.shape, dtype=reduction.out_dtype)
+    out = empty(problem.shape, reduction.out_dtype)
     result = as_rows(out)
     row_bytes = columns * (wire.itemsize + reduction.out_dtype.itemsize)
     step, begins = _steps(call, problem.rows, row_bytes)

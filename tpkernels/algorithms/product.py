@@ -12,6 +12,8 @@ import functools
 
 import torch
 
+from tpkernels.algorithms.memory import empty
+
 # Columns of a converted panel, and the fewest rows for which converting pays.
 # AMD EPYC Zen 3 (AVX2), 1 thread, torch 2.13, 2026-11-21, (2048, 2048, 4096) bf16: torch.mm 3488 ms,
 # panels of 128/256/512/2048 columns 506/463/444/473 ms; 4 rows: torch.mm 6.9 ms, panels of 256 6.2 ms.
@@ -47,7 +49,7 @@ def product(
         return out
     if x.dtype == out.dtype and (native(x.dtype) or rows < _MIN_ROWS):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
-    wide = x.float()
+    wide = empty(x.shape, torch.float32).copy_(x)
     wide_bias = None if bias is None else bias.float()
     for begin in range(0, w.shape[1], _PANEL_COLUMNS):
         columns = slice(begin, begin + _PANEL_COLUMNS)

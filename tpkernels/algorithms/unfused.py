@@ -10,18 +10,30 @@ anything is sent.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from tpkernels.algorithms.common import Reduction, as_rows, matmul_partial, reduce_into
+from tpkernels.algorithms.common import (
+    Reduction,
+    as_rows,
+    matmul_partial,
+    reduce_into,
+    reduced,
+)
+from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
+
+# A reduction moves in steps whose buffers the allocator keeps, rather than taking fresh pages.
+_STEP_BYTES = 4 << 20
 
 
 def _enter(call: Call) -> None:
@@ -69,17 +81,17 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
 
 
-def _scatter(call: Call, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Sends piece r to rank r; returns what the ranks sent here, in rank order."""
     group = call.group
-    mine = pieces[group.rank]
+    count = pieces[group.rank].numel()
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
-    received = sent.new_empty(mine.numel() * group.world)
+    received = sent.new_empty(count * group.world)
     options = _options(AllToAllOptions, call)
     splits = [piece.numel() for piece in pieces]
-    work = group.pg.alltoall_base(received, sent, [mine.numel()] * group.world, splits, options)
+    work = group.pg.alltoall_base(received, sent, [count] * group.world, splits, options)
     _finish(call, work)
-    return list(received.view(group.world, -1).unbind(0))
+    return received.view(group.world, -1).unbind(0)
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -105,22 +117,26 @@ def all_gather_matmul(
 
 
 def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    problem = call.problem
+    problem, group = call.problem, call.group
+    if group.world == 1:
+        return reduced(partial, reduction)
     assert problem.dim is not None  # a reduce-scatter has one
-    if call.group.world == 1:
-        received = [partial.contiguous()]
-    else:
-        received = _scatter(call, list(partial.split(list(problem.sizes), problem.dim)))
     shape = list(partial.shape)
-    shape[problem.dim] = problem.sizes[call.group.rank]
-    out = partial.new_empty(shape, dtype=reduction.out_dtype)
-    reduce_into(out, received, reduction)
+    shape[problem.dim] = problem.sizes[group.rank]
+    out = empty(shape, reduction.out_dtype)
+    shares = [share.reshape(-1) for share in partial.split(list(problem.sizes), problem.dim)]
+    flat = out.view(-1)
+    step = _STEP_BYTES // partial.element_size()
+    for begin in range(0, max(share.numel() for share in shares), step):
+        received = _scatter(call, [share[begin : begin + step] for share in shares])
+        reduce_into(flat[begin : begin + step], received, reduction, begin)
     return out
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     _enter(call)
-    return _reduce_scatter(call, x, reduction)
+    out = _reduce_scatter(call, x, reduction)
+    return out.clone(memory_format=torch.contiguous_format) if out is x else out
 
 
 def matmul_reduce_scatter(
@@ -130,40 +146,36 @@ def matmul_reduce_scatter(
     return _reduce_scatter(call, matmul_partial(call, x, w), reduction)
 
 
-def _all_reduce(call: Call, partial: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
-    """Each rank reduces its part of the flat tensor, then the parts are gathered."""
-    group = call.group
-    flat = partial.reshape(-1)
-    if group.world == 1:
-        reduce_into(out, [flat], reduction)
-        return
-    count = flat.numel()
-    part = -(-count // group.world)
-    begins = [min(count, r * part) for r in range(group.world + 1)]
-    sizes = [end - begin for begin, end in zip(begins, begins[1:], strict=False)]
-    received = _scatter(call, list(flat.split(sizes)))
-    own = flat.new_zeros(part, dtype=reduction.out_dtype)
-    begin, end = begins[group.rank], begins[group.rank + 1]
-    reduce_into(own[: end - begin], received, reduction, begin)
-    everything = own.new_empty(part * group.world)
-    options = _options(AllgatherOptions, call)
-    _finish(call, group.pg._allgather_base(everything, own, options))
-    out.view(-1).copy_(everything[:count])
-
-
-def all_reduce(
-    call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction
-) -> None:
+def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """Each rank reduces its part of every step of the flat tensor, then the parts are gathered."""
     _enter(call)
-    _all_reduce(call, x, out, reduction)
+    group = call.group
+    flat, result = x.reshape(-1), out.view(-1)
+    if group.world == 1:
+        if x.data_ptr() != out.data_ptr():
+            result.copy_(reduced(flat, reduction))
+        return
+    step = _STEP_BYTES // x.element_size() * group.world
+    for first in range(0, flat.numel(), step):
+        count = min(step, flat.numel() - first)
+        part = -(-count // group.world)
+        edges = [first + min(count, r * part) for r in range(group.world + 1)]
+        received = _scatter(call, [flat[a:b] for a, b in itertools.pairwise(edges)])
+        own = result.new_empty(part)
+        begin, end = edges[group.rank], edges[group.rank + 1]
+        reduce_into(own[: end - begin], received, reduction, begin)
+        everything = own.new_empty(part * group.world)
+        options = _options(AllgatherOptions, call)
+        _finish(call, group.pg._allgather_base(everything, own, options))
+        result[first : first + count].copy_(everything[:count])
 
 
 def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
-    _enter(call)
     partial = matmul_partial(call, x, w)
-    out = torch.empty_like(partial, dtype=reduction.out_dtype)
-    _all_reduce(call, partial, out, reduction)
+    if call.group.world == 1:
+        return reduced(partial, reduction)
+    out = empty(partial.shape, reduction.out_dtype)
+    all_reduce(call, partial, out, reduction)
     return out
-

@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 
 from tpkernels import dtypes, groups
+from tpkernels.algorithms.memory import empty
 from tpkernels.backends import Call, run
 from tpkernels.groups import Group, GroupLike
 from tpkernels.ops import _check
@@ -95,8 +96,8 @@ def _cpu(
         )
         remember(own, key, call)
     lead = call.problem.shape[:-1]
-    outs = [x.new_empty((*lead, w.shape[1]), dtype=out_dtype) for w in weights]
-    gathered = x.new_empty(call.problem.shape) if return_gathered else None
+    outs = [empty((*lead, w.shape[1]), out_dtype or x.dtype) for w in weights]
+    gathered = empty(call.problem.shape, x.dtype) if return_gathered else None
     run(call, x, weights, biases or [None] * len(weights), outs, gathered)
     return (x.new_empty(0) if gathered is None else gathered), outs
 

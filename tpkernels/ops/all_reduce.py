@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tpkernels import dtypes, groups
+from tpkernels.algorithms.memory import empty
 from tpkernels.backends import Call, run
 from tpkernels.groups import Group, GroupLike
 from tpkernels.ops import _check
@@ -57,7 +58,7 @@ def _cpu(
     algorithm: str = "auto",
 ) -> torch.Tensor:
     call = _call(x, group, out_dtype, algorithm)
-    out = x.new_empty(x.shape, dtype=out_dtype)
+    out = empty(x.shape, out_dtype or x.dtype)
     run(call, x, out, reduction_of(x, out_dtype))
     return out
 

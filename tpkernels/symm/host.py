@@ -17,9 +17,10 @@ from tpkernels import _C
 from tpkernels.symm.rendezvous import Link, Member, make_arena
 
 _HUGE_PAGE = 2 << 20
-# How long a waiter polls before it sleeps. With a core for each rank, polling is what makes small
-# collectives fast; with fewer, it only keeps the peer from running.
-_SPIN_US = 100.0
+# How long a waiter polls before it sleeps, and from when on it offers its core to others between polls:
+# at once where ranks outnumber cores.
+_SPIN_US = 200.0
+_YIELD_US = 5.0
 
 
 class _Segment:
@@ -63,7 +64,8 @@ class HostWorkspace:
             link.pidfds,
             link.pids,
             timeout=member.timeout,
-            spin_us=0.0 if crowded else _SPIN_US,
+            spin_us=_SPIN_US,
+            yield_us=0.0 if crowded else _YIELD_US,
             epoch=epoch,
         )
         self._arena = link.arena

@@ -1,0 +1,112 @@
+"""``tpkernels info``: what is here, and what is not, and why."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tpkernels import _C, dtypes
+from tpkernels.algorithms.product import native
+from tpkernels.backends import OPS, TABLES
+from tpkernels.cli import environment
+from tpkernels.cli.cases import MATMUL_OPS, Spec
+from tpkernels.cli.options import DTYPES
+from tpkernels.cli.output import console, gibibytes, table
+from tpkernels.plan import ALGORITHMS, obstacles
+
+_NATIVE = "native: torch multiplies it at full speed"
+_CONVERTED = "converted to float32 by panels: no instructions for it on this processor"
+
+
+def info(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of tables.")
+    ] = False,
+) -> None:
+    """Show versions, devices, and which algorithms each op has here."""
+    facts = gather()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _show(facts, console())
+
+
+def gather() -> dict[str, Any]:
+    """All that the command shows."""
+    return {
+        "versions": environment.versions(),
+        "extension": {"file": _C.__file__, "holds": _public_names()},
+        "vector_unit": environment.vector_units(),
+        "local_matmul": {
+            dtypes.name(dtype): "native" if native(dtype) else "converted"
+            for dtype in DTYPES.values()
+        },
+        "devices": environment.devices(),
+        "algorithms": {
+            device: {op: algorithms(device, op, shared_memory=True) for op in OPS}
+            for device in TABLES
+        },
+        "algorithms_across_hosts": {
+            device: {op: algorithms(device, op, shared_memory=False) for op in OPS}
+            for device in TABLES
+        },
+    }
+
+
+def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | None]:
+    """Why each algorithm cannot run ``op``; None: it can."""
+    shape = (1024, 1024, 1024) if op in MATMUL_OPS else (1024,)
+    problem = Spec(op, shape, torch.float32).problem(world=2)
+    found = obstacles(problem, shared_memory=shared_memory)
+    for name in ALGORITHMS:
+        if found[name] is None and (op, name) not in TABLES[device]:
+            found[name] = f"is not built for {device}"
+    return found
+
+
+def _public_names() -> list[str]:
+    return [name for name in dir(_C) if not name.startswith("_")]
+
+
+def _show(facts: dict[str, Any], out: Console) -> None:
+    devices, units = facts["devices"], facts["vector_unit"]
+    cores = ", ".join(map(str, devices["usable_cores"]))
+    lines = {
+        **facts["versions"],
+        "extension": facts["extension"]["file"],
+        "holds": ", ".join(facts["extension"]["holds"]),
+        "vector unit": f"{units['in_use']} (available: {', '.join(units['available'])})",
+        **{
+            f"{name} matmul": _NATIVE if how == "native" else _CONVERTED
+            for name, how in facts["local_matmul"].items()
+        },
+        "processor": devices["cpu"],
+        "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",
+        "memory": f"{gibibytes(devices['memory_bytes'])}, "
+        f"{gibibytes(devices['available_bytes'])} available",
+        "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, text in lines.items():
+        grid.add_row(f"[bold]{name}[/bold]", text)
+    out.print(grid)
+    for device in TABLES:
+        out.print(_algorithm_table(device, facts))
+
+
+def _algorithm_table(device: str, facts: dict[str, Any]) -> Table:
+    """One row an op; the last column gives the reasons."""
+    result = table(f"\nAlgorithms on {device}", ("op", *ALGORITHMS), (), "why not")
+    for op, found in facts["algorithms"][device].items():
+        marks = ["yes" if found[name] is None else "no" for name in ALGORITHMS]
+        reasons = [f"{name} {why}" for name, why in found.items() if why is not None]
+        result.add_row(op, *marks, "; ".join(reasons))
+    everywhere = facts["algorithms_across_hosts"][device].values()
+    left = [name for name in ALGORITHMS if all(found[name] is None for found in everywhere)]
+    result.caption = f"Where the ranks of a group share no memory: {', '.join(left)}."
+    return result

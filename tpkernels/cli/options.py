@@ -1,0 +1,106 @@
+"""What the commands take, and the errors for what they do not: one line, exit code 2."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import typer
+
+from tpkernels import dtypes
+from tpkernels.backends import OPS
+from tpkernels.launch import RankError
+from tpkernels.plan import check_algorithm
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_BY_NAME = DTYPES | {dtypes.name(dtype): dtype for dtype in DTYPES.values()}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class UsageError(ValueError):
+    """What was asked for cannot be done; said before any rank starts."""
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turns errors that need no traceback into a message and an exit code: 2 for wrong usage, 1 for
+    ranks that failed."""
+    try:
+        yield
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks find the same
+            typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except RankError as error:
+        typer.echo(f"FAIL: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype called ``bf16`` or ``bfloat16``."""
+    if name not in _BY_NAME:
+        raise UsageError(f"unknown dtype '{name}'; there are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def ops_named(names: list[str]) -> list[str]:
+    """``names``, each an op, without repetitions."""
+    for name in names:
+        if name not in OPS:
+            raise UsageError(f"unknown op '{name}'; there are {', '.join(OPS)}")
+    return list(dict.fromkeys(names))
+
+
+def algorithms_named(names: list[str]) -> list[str]:
+    """``names``, each an algorithm or auto, without repetitions."""
+    for name in names:
+        if name != "auto":
+            try:
+                check_algorithm(name)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+    return list(dict.fromkeys(names))
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """(M, N, K) of ``"M,N,K"``."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(
+            f"shape '{text}' is not M,N,K: three positive numbers, as in 2048,4096,4096"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def sizes_of(text: str) -> list[int]:
+    """Bytes of each of ``"64K,1M,32M"``; the units are powers of 1024."""
+    sizes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", part.strip(), re.IGNORECASE)
+        if match is None or int(match[1]) == 0:
+            raise UsageError(f"size '{part}' is not a number of bytes as in 65536, 64K or 32M")
+        sizes.append(int(match[1]) * _UNITS[match[2].upper()])
+    return sizes
+
+
+def at_least(least: int, **values: int) -> None:
+    """Each of ``values`` is ``least`` or more."""
+    for name, value in values.items():
+        if value < least:
+            raise UsageError(f"--{name} is {value}; it must be at least {least}")
+
+
+def writable(path: Path) -> Path:
+    """``path``, if a file can be written there."""
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
+    if not existed:
+        path.unlink()
+    return path

@@ -1,0 +1,108 @@
+"""Ranks for a command: spawned here, or, under torchrun, this process as one of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tpkernels.cli.options import UsageError
+from tpkernels.launch import Ranks
+
+
+class Session(Protocol):
+    """A group of ranks that run functions together. ``leader``: this process does the talking."""
+
+    leader: bool
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls ``function(*args)`` on every rank; the results by rank."""
+
+
+@dataclass
+class _Spawned:
+    ranks: Ranks
+    timeout: float
+    leader: bool = True
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        results: list[Any] = self.ranks.run(function, *args, timeout=self.timeout)
+        return results
+
+
+@dataclass
+class _Joined:
+    leader: bool
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return gather_objects(function(*args))
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has made this process a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size(nproc: int | None, default: int) -> int:
+    """The number of ranks: the launcher's, or what was asked for."""
+    if nproc is not None and nproc < 1:
+        raise UsageError(f"--nproc is {nproc}; it must be at least 1")
+    if not under_torchrun():
+        return default if nproc is None else nproc
+    world = int(os.environ["WORLD_SIZE"])
+    if nproc not in (None, world):
+        raise UsageError(f"--nproc is {nproc} but torchrun started {world} ranks; leave it out")
+    return world
+
+
+@contextmanager
+def open_session(world: int, *, threads: int, timeout: float) -> Iterator[Session]:
+    """``world`` ranks of ``threads`` threads each. One `Session.run` may take ``timeout`` seconds;
+    when it takes longer, or the block is left, no process stays behind."""
+    if not under_torchrun():
+        with Ranks(world, threads=threads) as ranks:
+            yield _Spawned(ranks, timeout)
+        return
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        yield _Joined(leader=dist.get_rank() == 0)
+        dist.barrier()
+    finally:
+        tpkernels.finalize()
+        dist.destroy_process_group()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """``value`` of every rank, by rank. (torch's own function for this needs numpy.)"""
+    data = pickle.dumps(value)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(data)]))
+    longest = max(int(length) for length in lengths)
+    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(everyone, mine)
+    return [
+        pickle.loads(bytes(got[: int(length)].tolist()))
+        for got, length in zip(everyone, lengths, strict=True)
+    ]
+
+
+def tensors_of_all(mine: torch.Tensor) -> list[torch.Tensor]:
+    """``mine`` of every rank, by rank; shapes may differ."""
+    result = []
+    for rank, shape in enumerate(gather_objects(tuple(mine.shape))):
+        own = rank == dist.get_rank()
+        tensor = mine.contiguous() if own else mine.new_empty(shape)
+        if tensor.numel():
+            dist.broadcast(tensor, src=rank)
+        result.append(tensor)
+    return result
