@@ -125,6 +125,7 @@ void bind_channel(py::module_& m) {
       .def_property_readonly("epoch", &Channel::epoch)
       .def_property_readonly("capacity", &Channel::capacity)
       .def_property_readonly("broken", &Channel::broken)
+      .def_property_readonly("lost_peer", &Channel::lost_peer)
       .def("buffer_address",
            [](const Channel& c, int rank) { return reinterpret_cast<std::uintptr_t>(c.buffer(rank)); })
       .def("buffer_offset", &Channel::buffer_offset, py::arg("parity"))

@@ -6,6 +6,7 @@ The registry below is the package's only mutable module state.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Hashable
 from typing import Any, TypeAlias
 
@@ -28,7 +29,8 @@ class Group:
     """A process group with its workspace. Calls on it are ordered by ``lock``."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
-        self.pg = pg
+        # Not ours to keep alive: a destroyed process group takes its workspace with it.
+        self._pg = weakref.ref(pg, self._forget)
         self.name: str = pg.group_name
         self.rank: int = pg.rank()
         self.world: int = pg.size()
@@ -38,6 +40,19 @@ class Group:
         self.lock = threading.RLock()
         self._ready = False
         self._broken: str | None = None
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The process group; alive as long as it is registered with torch."""
+        pg = self._pg()
+        if pg is None:
+            raise GroupBrokenError(f"process group '{self.name}' has been destroyed")
+        return pg
+
+    def _forget(self, _: object) -> None:
+        self.close()
+        if _groups.get(self.name) is self:
+            del _groups[self.name]
 
     def ready(self) -> Group:
         """Makes the workspace at the first call; collective then."""
@@ -207,7 +222,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> 
             raise NotImplementedError(
                 f"symmetric tensors need memory shared by all ranks; group '{own.name}' spans hosts"
             )
-        return own.workspace.make_symmetric(tuple(shape), dtype)
+        try:
+            return own.workspace.make_symmetric(tuple(shape), dtype)
+        except MemoryError:  # on all ranks alike: the group goes on
+            raise
+        except BaseException as error:
+            own.leave(error)
+            raise
 
 
 def finalize() -> None:

@@ -236,8 +236,7 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
     }
     fail(kind, peer, culprit, "rank " + std::to_string(peer) + " failed: " + theirs.fault_text.read());
   }
-  pollfd life{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
-  if (life.fd >= 0 && ::poll(&life, 1, 0) == 1 && (life.revents & POLLIN) != 0) {
+  if (ended(peer)) {
     if (arrived(peer, awaited)) return;  // it published before it ended
     fail(FailureKind::kPeerLost, peer, peer,
          "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
@@ -249,6 +248,18 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
          std::string("waited ") + waited + " for " + peer_name(peer) + ", which lives; " +
              progress(peer));
   }
+}
+
+bool Channel::ended(int peer) const {
+  pollfd life{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
+  return life.fd >= 0 && ::poll(&life, 1, 0) == 1 && (life.revents & POLLIN) != 0;
+}
+
+std::string Channel::lost_peer() const {
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer != rank_ && ended(peer)) return peer_name(peer);
+  }
+  return "";
 }
 
 void Channel::check_mismatch(int peer) const {

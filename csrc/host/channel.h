@@ -102,6 +102,8 @@ class Channel {
   // This rank leaves the call without completing it; peers that wait for it fail at once.
   void abandon(const std::string& why);
   bool broken() const { return broken_; }
+  // The first peer whose process has ended, as text for a message; empty if all live.
+  std::string lost_peer() const;
 
   // Input that peers read in place lies in a segment, an arena that the user owns. `locate` says
   // where this rank's data of the epoch is (before publish), `data` where a peer's is (after wait).
@@ -132,6 +134,7 @@ class Channel {
   std::string call_text(int rank) const;
   std::string peer_name(int rank) const;
   std::string progress(int peer) const;
+  bool ended(int peer) const;
   void delay() const;
 
   std::shared_ptr<Arena> arena_;

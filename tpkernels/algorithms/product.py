@@ -47,7 +47,8 @@ def product(
     rows = x.shape[0]
     if rows == 0 or w.shape[1] == 0:
         return out
-    if x.dtype == out.dtype and (native(x.dtype) or rows < _MIN_ROWS):
+    same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
+    if same and (native(x.dtype) or rows < _MIN_ROWS):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
     wide = empty(x.shape, torch.float32).copy_(x)
     wide_bias = None if bias is None else bias.float()

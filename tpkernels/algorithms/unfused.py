@@ -11,6 +11,7 @@ anything is sent.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from tpkernels.errors import CollectiveTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
+    from tpkernels.groups import Group
 
 # A reduction moves in steps whose buffers the allocator keeps, rather than taking fresh pages.
 _STEP_BYTES = 4 << 20
@@ -48,10 +50,24 @@ def _finish(call: Call, work: Any) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        where = f"{call.plan.text}: rank {group.rank} waited for torch.distributed: {error}"
-        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        kind = CollectiveTimeoutError if timed_out else PeerLostError
-        raise kind(f"{where}. The group is broken: make a new one.") from error
+        where = f"{call.plan.text}: rank {group.rank} waited for torch.distributed"
+        lost = _lost_peer(group)
+        if lost:
+            where += f" and {lost}, whose process has ended"
+        late = "timed out" in str(error).lower() and not lost
+        kind = CollectiveTimeoutError if late else PeerLostError
+        raise kind(f"{where}: {error}. The group is broken: make a new one.") from error
+
+
+def _lost_peer(group: Group) -> str:
+    """The peer that died, where there is a workspace to tell. The connection may close a little before
+    the kernel reports the process as ended."""
+    if group.workspace is None:
+        return ""
+    deadline = time.monotonic() + 0.2
+    while not (lost := group.workspace.channel.lost_peer) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return lost
 
 
 def _options(cls: Any, call: Call) -> Any:

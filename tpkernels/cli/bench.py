@@ -1,4 +1,4 @@
-"""``tpkernels bench``: checks ops, then times them beside what they replace and what they consist of."""
+"""``tpkernels bench``: checks ops, then times them beside what they replace and consist of."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tpkernels.cli.options import (
     sizes_of,
     writable,
 )
-from tpkernels.cli.output import console, milliseconds, table
+from tpkernels.cli.output import byte_size, console, milliseconds, table
 from tpkernels.cli.session import open_session, world_size
 from tpkernels.cli.timing import Time, summary
 from tpkernels.plan import choose
@@ -43,10 +43,16 @@ _BYTES = "64K,1M,32M"
 
 
 def bench(
-    op: Annotated[list[str], typer.Option(help="An op; may be repeated.")] = list(OPS),
+    op: Annotated[
+        list[str] | None, typer.Option(help="An op; may be repeated. All by default.")
+    ] = None,
     shape: Annotated[
-        list[str], typer.Option(help="M,N,K of a matmul op, over all ranks; may be repeated.")
-    ] = _SHAPES,
+        list[str] | None,
+        typer.Option(
+            help="M,N,K of a matmul op, over all ranks; may be repeated. By default "
+            f"{' and '.join(_SHAPES)}."
+        ),
+    ] = None,
     sizes: Annotated[
         str, typer.Option("--bytes", help="Sizes for the collectives alone, over all ranks.")
     ] = _BYTES,
@@ -55,8 +61,9 @@ def bench(
     ] = None,
     dtype: Annotated[str, typer.Option(help=" | ".join(DTYPES))] = "bf16",
     algorithm: Annotated[
-        list[str], typer.Option(help="auto, or an algorithm; may be repeated.")
-    ] = ["auto"],
+        list[str] | None,
+        typer.Option(help="auto (the default) or an algorithm; may be repeated."),
+    ] = None,
     repeat: Annotated[int, typer.Option(help="Timed repetitions of each variant.")] = 20,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write results and environment here.")
@@ -73,8 +80,8 @@ def bench(
     with exit_codes():
         world = world_size(nproc, 2)
         at_least(1, repeat=repeat, threads=threads, timeout=timeout)
-        specs = _specs(ops_named(op), shape, sizes, dtype, world)
-        names = algorithms_named(algorithm)
+        specs = _specs(ops_named(op or list(OPS)), shape or _SHAPES, sizes, dtype, world)
+        names = algorithms_named(algorithm or ["auto"])
         _runnable(specs, names, world)
         target = None if json_file is None else writable(json_file)
         results, header = [], _environment(world, threads, repeat)
@@ -168,21 +175,22 @@ def _time(time: Time | None) -> dict[str, float] | None:
 
 
 def _show(results: list[dict[str, Any]], out: Console) -> None:
-    numbers = ("ms", "p95", *BASELINES, "\u00f7 matmul", "\u00f7 product", "gloo \u00f7")
-    result = table("", ("op", "M, N, K", "dtype"), numbers, "algorithm: reason")
+    numbers = ("ms", "p95", *BASELINES, "ms / matmul", "ms / product", "gloo / ms")
+    result = table("", ("op", "size", "dtype"), numbers, "algorithm: reason")
     for row in results:
         result.add_row(*_cells(row))
     out.print(result)
     out.print(
-        "ms: the slowest rank's median, next to the 95th percentile and to what was measured by turns "
-        "with it:\ngloo: torch.matmul and a collective of torch.distributed; matmul: torch.matmul "
-        "of the local sizes alone; product: that of tpkernels.\n\u00f7: how many times as long as "
-        "these tpkernels takes; gloo \u00f7: how many times as long as tpkernels gloo takes."
+        "ms: the slowest rank's median; p95: the 95th percentile of the repetitions. Measured by "
+        "turns with it:\ngloo: torch.matmul and a collective of torch.distributed; matmul: "
+        "torch.matmul of the local sizes alone; product: that of tpkernels.\n"
+        "ms / matmul, ms / product: 1 is as fast as the product alone; gloo / ms: the speed-up "
+        "over gloo."
     )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    size = ", ".join(map(str, row["shape"])) if row["shape"] else f"{row['bytes']} bytes"
+    size = ", ".join(map(str, row["shape"])) if row["shape"] else byte_size(row["bytes"])
     cells = [row["op"], size, row["dtype"]]
     chosen = f"{row['algorithm']}: {row['reason']}"
     medians = {name: time and time["median"] for name, time in row["ms"].items()}

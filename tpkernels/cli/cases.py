@@ -97,7 +97,7 @@ def random_case(spec: Spec) -> Case:
 
 def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
     """The op of this package; ``all_reduce`` in place."""
-    group = groups.name_of(dist.group.WORLD)
+    group = _world()
     x, sizes, residual = case.x, case.sizes, case.residual
     match case.op:
         case "all_gather_matmul":
@@ -123,7 +123,7 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
 
 def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
     """Runs the op and says what it chose."""
-    calls = groups.get(groups.name_of(dist.group.WORLD)).calls
+    calls = groups.get(_world()).calls
     calls.clear()
     outputs = run_tpkernels(case, algorithm)
     (call,) = calls.values()
@@ -171,8 +171,14 @@ def gathered(case: Case) -> Case:
     return replace(case, x=_all_gather(case.x, case.sizes))
 
 
+def _world() -> str:
+    world = dist.group.WORLD
+    assert world is not None  # cases run on ranks
+    return groups.name_of(world)
+
+
 def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The shards one after the other. The collective takes equal shards only, so others are padded."""
+    """The shards one after the other. The collective takes equal ones only: others are padded."""
     largest = max(sizes)
     even = min(sizes) == largest
     if not even:

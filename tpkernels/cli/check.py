@@ -1,14 +1,15 @@
 """Whether a result is right: against float64, within a bound that follows from the op's contract.
 
-An error may be as large as that of the unfused way on the same inputs, in the same element, plus the
-smaller of
+An error may be as large as that of the unfused way on the same inputs, in the same element, plus
+the smaller of
 
     sqrt(K) * eps * (|A| @ |B|)                           the contract of all ops
-    eps/2 * (|y| + sum_r |p_r|) + K * 2^-24 * |A| @ |B|    products and sums in fp32, and one rounding
-                                                          of the result y and each partial p_r
+    eps/2 * (|y| + sum_r |p_r|) + K * 2^-24 * |A| @ |B|   products and sums in fp32, one rounding of
+                                                          the result y and of each partial p_r
 
-The first alone is too weak for 16-bit dtypes: at K = 1024 in bf16 it exceeds the result itself. A
-residual is one more term of the sum. Each rank checks rows of its own; all ranks get the verdict.
+The first alone is too weak for 16-bit dtypes: on random data in bf16 it exceeds the result itself
+from K = 256 or so. A residual is one more term of the sum. Each rank checks rows of its own; all
+ranks get the verdict.
 """
 
 from __future__ import annotations

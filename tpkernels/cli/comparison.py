@@ -38,8 +38,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What one rank found. ``samples`` has the algorithms that were right, by the name asked for, and
-    the baselines that the op has."""
+    """What one rank found. ``samples`` has the baselines that the op has, and the algorithms that
+    were right by the name asked for."""
 
     choices: dict[str, Choice]
     samples: dict[str, Samples]

@@ -1,8 +1,7 @@
-"""``tpkernels demo``: a tensor-parallel transformer layer through the ops: is it right, how fast is it."""
+"""``tpkernels demo``: a tensor-parallel transformer layer: is it right, and how fast?"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -10,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tpkernels.algorithms.product import native
-from tpkernels.cli.check import Verdict
 from tpkernels.cli.layer import Call, LayerReport, LayerShape, run_layer
 from tpkernels.cli.options import DTYPES, UsageError, at_least, dtype_named, exit_codes
 from tpkernels.cli.output import console, milliseconds, table
@@ -43,9 +41,7 @@ def demo(
         out = console()
         with open_session(world, threads=threads, timeout=timeout) as session:
             if session.leader:
-                out.print(
-                    f"One layer, {m} tokens, {hidden} wide, MLP {ffn}, {dtype}, {world} ranks"
-                )
+                out.print(f"A layer {hidden} wide, MLP {ffn}, {m} tokens, {dtype}, {world} ranks")
             with out.status("checking and timing"):
                 reports = session.run(run_layer, shape, repeat)
             right = is_right(reports[0])
@@ -69,16 +65,17 @@ def show(reports: list[LayerReport], shape: LayerShape, out: Console) -> None:
     out.print(
         f"The layer as a whole, relative to float64 on one rank: error {layer.error:.2g}, "
         f"allowed {layer.bound:.2g}.\n"
-        "error/bound: the largest of all elements; 1 is the most that is right. ms: the slowest rank's "
-        "median.\n"
-        "unfused: torch.distributed (gloo) and torch.matmul, one after the other; torch.matmul: its "
-        "share of that, alone.\nsame product: unfused as well, with the local product of tpkernels. "
-        "The gain over it is what the exchange gains."
+        "error/bound: the largest of all elements; 1 is the most that is right. ms: the slowest "
+        "rank's median.\n"
+        "unfused: torch.distributed (gloo) and torch.matmul one after the other; torch.matmul: "
+        "that alone.\n"
+        "same product: unfused too, but with the local product of tpkernels: the rest of the "
+        "speed-up is the exchange's."
     )
     if not native(shape.dtype):
         out.print(
-            "This processor has no instructions for this dtype: torch.matmul is slow there, and most "
-            "of the speed-up is the local product's."
+            "This processor has no instructions for this dtype, so torch.matmul is slow: most of "
+            "the speed-up is the local product's."
         )
     if is_right(reports[0]):
         out.print("[bold green]PASS[/]: every result is right")

@@ -16,7 +16,7 @@ from tpkernels.backends import OPS, TABLES
 from tpkernels.cli import environment
 from tpkernels.cli.cases import MATMUL_OPS, Spec
 from tpkernels.cli.options import DTYPES
-from tpkernels.cli.output import console, gibibytes, table
+from tpkernels.cli.output import byte_size, console, table
 from tpkernels.plan import ALGORITHMS, obstacles
 
 _NATIVE = "native: torch multiplies it at full speed"
@@ -87,8 +87,8 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         },
         "processor": devices["cpu"],
         "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",
-        "memory": f"{gibibytes(devices['memory_bytes'])}, "
-        f"{gibibytes(devices['available_bytes'])} available",
+        "memory": f"{byte_size(devices['memory_bytes'])}, "
+        f"{byte_size(devices['available_bytes'])} available",
         "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
     }
     grid = Table.grid(padding=(0, 2))

@@ -145,8 +145,8 @@ class Weights:
 def layer(x: torch.Tensor, w: Weights, sizes: tuple[int, ...], run: Runner) -> torch.Tensor:
     """The layer on this rank's tokens. x [sizes[rank], hidden]; so is the result."""
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
-    qkv = run("QKV", Case(gather, _norm(x), sizes, w.qkv))
-    attended = _attention(*qkv, w.heads)
+    q, k, v = run("QKV", Case(gather, _norm(x), sizes, w.qkv))
+    attended = _attention(q, k, v, w.heads)
     (x,) = run("attention out", Case(scatter, attended, sizes, (w.out,), residual=x))
     gate, up = run("gate, up", Case(gather, _norm(x), sizes, w.gate_up))
     (x,) = run("down", Case(scatter, F.silu(gate) * up, sizes, (w.down,), residual=x))
@@ -226,8 +226,8 @@ def _decoding(weights: Weights, rank: int, world: int) -> Case:
 def _verdict_on_layer(
     whole: Weights, tokens: torch.Tensor, y: torch.Tensor, expected: torch.Tensor
 ) -> Verdict:
-    """Rank 0's: the error against the whole layer in float64, relative in the Frobenius norm. Allowed
-    are that of the unfused way and one unit in the last place."""
+    """Rank 0's: the error against the whole layer in float64, relative in the Frobenius norm.
+    Allowed are that of the unfused way and one unit in the last place."""
     parts, expected_parts = tensors_of_all(y), tensors_of_all(expected)
     if dist.get_rank() != 0:
         return Verdict()
@@ -251,6 +251,6 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
     """Causal attention over the heads of this rank. All [M, heads * width]."""
-    by_head = [t.view(t.shape[0], heads, -1).transpose(0, 1)[None] for t in (q, k, v)]
-    result = F.scaled_dot_product_attention(*by_head, is_causal=True)
+    q, k, v = (t.view(t.shape[0], heads, -1).transpose(0, 1)[None] for t in (q, k, v))
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return result[0].transpose(0, 1).flatten(1)

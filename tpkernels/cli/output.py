@@ -32,6 +32,10 @@ def milliseconds(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def gibibytes(value: int) -> str:
-    """Bytes as GiB."""
-    return f"{value / (1 << 30):.1f} GiB"
+def byte_size(value: int) -> str:
+    """Bytes in the largest unit that gives 1 or more."""
+    size, unit = float(value), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"

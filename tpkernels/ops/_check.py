@@ -18,16 +18,16 @@ def dim(value: int, ndim: int, what: str) -> int:
 
 
 def matrix_input(x: torch.Tensor) -> None:
-    """x [..., K] of a dtype that can be multiplied, K >= 1."""
+    """x [..., K] of a dtype that can be multiplied."""
     dtypes.check_supported(x.dtype, "x")
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dims [..., K], not shape {list(x.shape)}")
-    if x.shape[-1] < 1:
-        raise ValueError(f"x has shape {list(x.shape)}: K must be at least 1")
 
 
 def weight(w: torch.Tensor, x: torch.Tensor, k: int, what: str) -> None:
-    """w [k, N] of x's dtype and device."""
+    """w [k, N] of x's dtype and device, for x of ``k`` columns over all ranks that share them."""
+    if k < 1:
+        raise ValueError(f"x has shape {list(x.shape)}: K must be at least 1")
     if w.dim() != 2 or w.shape[0] != k:
         raise ValueError(
             f"{what} has shape {list(w.shape)}, but x of shape {list(x.shape)} needs [{k}, N]"

@@ -82,10 +82,13 @@ class HostWorkspace:
         together, after a call that finds out whether they do."""
         if nbytes <= self.channel.capacity:
             return
-        text = f"growing the workspace to {nbytes} bytes for {text}"
+        self._agree(f"growing the workspace to {nbytes} bytes for {text}")
+        self._attach(nbytes, self.channel.epoch)
+
+    def _agree(self, text: str) -> None:
+        """Finds out whether all ranks are about to do the same."""
         self.channel.begin(zlib.crc32(text.encode()) or 1, text)
         self.channel.barrier()
-        self._attach(nbytes, self.channel.epoch)
 
     def view(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
@@ -124,6 +127,7 @@ class HostWorkspace:
     def make_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of a new segment, as a tensor. Collective."""
         nbytes = max(prod(shape) * dtype.itemsize, 1)
+        self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
         self._segments_made += 1
         page = -(-nbytes // 4096) * 4096
         link = make_arena(self.member, "empty", page)
