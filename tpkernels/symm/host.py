@@ -42,7 +42,7 @@ class HostWorkspace:
     def __init__(self, member: Member, workspace_bytes: int) -> None:
         self.member = member
         self.workspace_bytes = workspace_bytes
-        self._segments: list[_Segment] = []
+        self._segments: dict[int, _Segment] = {}
         self._segments_made = 0
         self._chaos: dict[str, int | bool] | None = None
         self._attach(workspace_bytes, epoch=0)
@@ -70,7 +70,7 @@ class HostWorkspace:
         )
         self._arena = link.arena
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        for segment in self._segments:
+        for segment in self._segments.values():
             own = segment.region()
             if own is not None:
                 self.channel.add_segment(segment.identity, own.arena)
@@ -135,10 +135,9 @@ class HostWorkspace:
             os.close(pidfd)
         region = link.arena.region(self.member.rank, 0, nbytes)
         segment = _Segment(self._segments_made, region)
-        self._segments.append(segment)
+        self._segments[segment.identity] = segment
         self.channel.add_segment(segment.identity, link.arena)
-        segments = self._segments
-        weakref.finalize(region, lambda: segments.remove(segment))
+        weakref.finalize(region, self._segments.pop, segment.identity, None).atexit = False
         if prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(region, dtype=dtype, count=prod(shape)).view(shape)
@@ -149,7 +148,7 @@ class HostWorkspace:
         if not self._segments or not x.is_contiguous():
             return 0, 0
         address, nbytes = x.data_ptr(), x.numel() * x.element_size()
-        for segment in self._segments:
+        for segment in self._segments.values():
             offset = address - segment.address
             if 0 <= offset and offset + nbytes <= segment.nbytes:
                 return segment.identity, offset
