@@ -1,5 +1,5 @@
-// The Python face of the extension: conversions and error translation, nothing else. No torch headers:
-// tensors cross as addresses, dtypes as the codes of host/vector.h.
+// The Python face of the extension: conversions and error translation, nothing else. No torch
+// headers: tensors cross as addresses, dtypes as the codes of host/vector.h.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -23,7 +23,8 @@ namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-// A rank's region as a Python buffer. It keeps the mapping alive, and so does every tensor made of it.
+// A rank's region as a Python buffer. It keeps the mapping alive, and so does every tensor made of
+// it.
 struct Region {
   std::shared_ptr<Arena> arena;
   int rank;
@@ -108,9 +109,9 @@ void bind_channel(py::module_& m) {
       .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds,
                        std::vector<int> pids, double timeout, double spin_us, double yield_us,
                        std::uint32_t epoch) {
-             auto channel =
-                 std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds),
-                                           std::move(pids), ChannelOptions{timeout, spin_us, yield_us}, epoch);
+             auto channel = std::make_unique<Channel>(
+                 std::move(arena), rank, std::move(pidfds), std::move(pids),
+                 ChannelOptions{timeout, spin_us, yield_us}, epoch);
              channel->set_poll([] {  // lets Ctrl-C interrupt a wait
                const py::gil_scoped_acquire gil;
                if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -127,7 +128,9 @@ void bind_channel(py::module_& m) {
       .def_property_readonly("broken", &Channel::broken)
       .def_property_readonly("lost_peer", &Channel::lost_peer)
       .def("buffer_address",
-           [](const Channel& c, int rank) { return reinterpret_cast<std::uintptr_t>(c.buffer(rank)); })
+           [](const Channel& c, int rank) {
+             return reinterpret_cast<std::uintptr_t>(c.buffer(rank));
+           })
       .def("buffer_offset", &Channel::buffer_offset, py::arg("parity"))
       .def("begin", &Channel::begin, py::arg("signature"), py::arg("text"))
       .def("publish", &Channel::publish, py::arg("phase"), py::arg("index") = 0)
@@ -137,24 +140,26 @@ void bind_channel(py::module_& m) {
            ReleaseGil())
       .def("barrier", &Channel::barrier, ReleaseGil())
       .def("abandon", &Channel::abandon, py::arg("why"))
-      .def("add_segment", [](Channel& c, std::uint64_t id, const std::shared_ptr<Arena>& arena) {
-        c.add_segment(id, arena);
-      })
+      .def("add_segment", [](Channel& c, std::uint64_t id,
+                             const std::shared_ptr<Arena>& arena) { c.add_segment(id, arena); })
       .def("locate", &Channel::locate, py::arg("segment"), py::arg("offset"))
-      .def("segment_of",
-           [](const Channel& c, int peer, std::size_t bytes) {
-             auto [segment, offset] = c.segment_of(peer, bytes);
-             if (!segment) throw py::value_error("the data of rank " + std::to_string(peer) +
-                                                 " is not in a segment");
-             return make_region(std::move(segment), peer, offset, bytes);
-           },
-           py::arg("peer"), py::arg("nbytes"))
+      .def(
+          "segment_of",
+          [](const Channel& c, int peer, std::size_t bytes) {
+            auto [segment, offset] = c.segment_of(peer, bytes);
+            if (!segment)
+              throw py::value_error("the data of rank " + std::to_string(peer) +
+                                    " is not in a segment");
+            return make_region(std::move(segment), peer, offset, bytes);
+          },
+          py::arg("peer"), py::arg("nbytes"))
       .def("in_segment", &Channel::in_segment, py::arg("peer"))
-      .def("set_chaos",
-           [](Channel& c, std::uint64_t seed, unsigned max_delay_us, bool single_buffer,
-              bool skip_waits) { c.set_chaos({seed | 1, max_delay_us, single_buffer, skip_waits}); },
-           py::arg("seed"), py::arg("max_delay_us"), py::arg("single_buffer") = false,
-           py::arg("skip_waits") = false);
+      .def(
+          "set_chaos",
+          [](Channel& c, std::uint64_t seed, unsigned max_delay_us, bool single_buffer,
+             bool skip_waits) { c.set_chaos({seed | 1, max_delay_us, single_buffer, skip_waits}); },
+          py::arg("seed"), py::arg("max_delay_us"), py::arg("single_buffer") = false,
+          py::arg("skip_waits") = false);
 }
 
 void bind_collectives(py::module_& m) {
@@ -163,8 +168,8 @@ void bind_collectives(py::module_& m) {
            py::arg("inner"), py::arg("sizes"));
 
   py::class_<Epilogue>(m, "Epilogue")
-      .def(py::init([](int out_dtype, std::uintptr_t bias, std::size_t cols, std::uintptr_t residual,
-                       int residual_dtype) {
+      .def(py::init([](int out_dtype, std::uintptr_t bias, std::size_t cols,
+                       std::uintptr_t residual, int residual_dtype) {
              return Epilogue{static_cast<DType>(out_dtype), bias ? pointer(bias) : nullptr, cols,
                              residual ? pointer(residual) : nullptr,
                              static_cast<DType>(residual_dtype)};
@@ -186,8 +191,8 @@ void bind_collectives(py::module_& m) {
       [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
          std::uint64_t segment, std::size_t offset, std::uintptr_t out, const Layout& layout,
          int wire, const Epilogue& epilogue) {
-        reduce_scatter(channel, {signature, text}, source(in, segment, offset), pointer(out), layout,
-                       static_cast<DType>(wire), epilogue);
+        reduce_scatter(channel, {signature, text}, source(in, segment, offset), pointer(out),
+                       layout, static_cast<DType>(wire), epilogue);
       },
       ReleaseGil());
   m.def(

@@ -62,8 +62,8 @@ class Call:
 
 
 def run(call: Call, *args: Any) -> Any:
-    """Runs the call; calls on one group run one after the other. An error on the way breaks the group,
-    and peers that wait for this rank are told."""
+    """Runs the call; calls on one group run one after the other. An error on the way breaks the
+    group, and peers that wait for this rank are told."""
     group = call.group
     with group.lock:
         group.check_usable()

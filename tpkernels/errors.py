@@ -1,5 +1,5 @@
-"""What can go wrong in a collective, beyond wrong input (``ValueError``, ``TypeError``) and input that
-is right but not supported (``NotImplementedError``)."""
+"""What can go wrong in a collective, beyond wrong input (``ValueError``, ``TypeError``) and input
+that is right but not supported (``NotImplementedError``)."""
 
 from __future__ import annotations
 

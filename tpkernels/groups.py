@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ class Group:
         self.rank: int = pg.rank()
         self.world: int = pg.size()
         self.timeout = DEFAULT_TIMEOUT
+        self._workspace_bytes = DEFAULT_WORKSPACE_BYTES
         self.workspace: HostWorkspace | None = None
         self.calls: dict[Hashable, Any] = {}  # checked and planned calls, by their arguments
         self.lock = threading.RLock()
@@ -95,8 +96,8 @@ class Group:
         return all(other["host"] == said[0]["host"] for other in said)
 
     def leave(self, error: BaseException) -> None:
-        """This rank left a call with ``error``: peers that wait for it are told, and no further call
-        can run."""
+        """This rank left a call with ``error``: peers that wait for it are told, and no further
+        call can run."""
         self._broken = f"{type(error).__name__}: {error}"
         if self.workspace is not None:
             self.workspace.channel.abandon(self._broken)
@@ -127,24 +128,25 @@ def name_of(group: GroupLike) -> str:
         TypeError: ``group`` is none of these.
         ValueError: this rank is not in it, or a mesh has several dims and none was named.
     """
-    if isinstance(group, str):
-        return group
-    if isinstance(group, dist.ProcessGroup):
-        return group.group_name
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
+    given: Any = group
+    if isinstance(given, str):
+        return given
+    if isinstance(given, dist.ProcessGroup):
+        return given.group_name
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
             raise ValueError(
-                f"a mesh of {group.ndim} dims {group.mesh_dim_names or ''} names no single group; "
+                f"a mesh of {given.ndim} dims {given.mesh_dim_names or ''} names no single group; "
                 "pass (mesh, dim)"
             )
-        return group.get_group().group_name
-    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        return group[0].get_group(group[1]).group_name
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return given.get_group().group_name
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
+        return given[0].get_group(given[1]).group_name
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} of the world is not in this group")
     raise TypeError(
         "group must be a ProcessGroup, a DeviceMesh, (DeviceMesh, dim) or a group's name, "
-        f"not {type(group).__name__}"
+        f"not {type(given).__name__}"
     )
 
 
@@ -155,7 +157,7 @@ def get(name: str) -> Group:
         ValueError: there is none on this rank.
     """
     try:
-        pg = _resolve_process_group(name)
+        pg = _resolve_process_group(cast(Any, name))  # a NewType of str in newer torch
     except Exception as error:
         raise ValueError(
             f"no process group '{name}' on this rank; it was not made, was destroyed, or this rank "
@@ -205,9 +207,9 @@ def init(
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> torch.Tensor:
     """A symmetric tensor: like ``torch.empty`` (zero-filled here), but in memory that all ranks of
-    ``group`` map. An op that finds its input in one skips the copy into its workspace: peers read it
-    in place, and the op returns when they have. Collective: all ranks give the same shape and dtype,
-    and keep the tensor while any rank passes its own to an op.
+    ``group`` map. An op that finds its input in one skips the copy into its workspace: peers read
+    it in place, and the op returns when they have. Collective: all ranks give the same shape and
+    dtype, and keep the tensor while any rank passes its own to an op.
 
     Raises:
         NotImplementedError: the ranks share no memory.

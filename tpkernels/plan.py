@@ -22,9 +22,10 @@ ALGORITHMS = ("unfused", "direct", "pipelined")
 class Problem:
     """One call as all ranks see it.
 
-    ``shape`` is the global shape of what travels: the gathered ``x`` of an all-gather, the unreduced
-    sum of a reduction. ``dim`` is gathered or scattered (None for an all-reduce), rank ``r`` holding
-    ``sizes[r]`` rows of it. ``dtype`` is what travels; ``options`` is the rest that ranks must share.
+    ``shape`` is the global shape of what travels: the gathered ``x`` of an all-gather, the
+    unreduced sum of a reduction. ``dim`` is gathered or scattered (None for an all-reduce), rank
+    ``r`` holding ``sizes[r]`` rows of it. ``dtype`` is what travels; ``options`` is the rest that
+    ranks must share.
     """
 
     op: str
@@ -76,9 +77,9 @@ class Plan:
 
 
 # Rows that one rank contributes to an all-gather, or receives from a reduction, from which on the
-# matmul is split into one part per rank. Below, a GEMM of few rows streams the weights from memory and
-# splitting it streams them once per part.
-# AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21: `tpkernels bench` (benchmarks/results).
+# matmul is split into one part per rank. Below, a GEMM of few rows streams the weights from memory
+# and splitting it streams them once per part. AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21:
+# `tpkernels bench` (benchmarks/results).
 PIPELINE_MIN_ROWS = 256
 
 
@@ -91,7 +92,8 @@ def choose(problem: Problem, *, shared_memory: bool, requested: str = "auto") ->
 
     Raises:
         ValueError: ``requested`` is no algorithm.
-        NotImplementedError: the algorithm asked for cannot run this problem; the message says what it
+        NotImplementedError: the algorithm asked for cannot run this problem; the message says what
+        it
             needs.
     """
     if requested != "auto":
@@ -107,8 +109,10 @@ def choose(problem: Problem, *, shared_memory: bool, requested: str = "auto") ->
     rows = _rows_per_part(problem)
     if _obstacle(problem, "pipelined", shared_memory) is None and rows >= PIPELINE_MIN_ROWS:
         return _plan(problem, "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}")
-    reason = "no matmul to overlap with" if not _has_matmul(problem) else (
-        f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
+    reason = (
+        "no matmul to overlap with"
+        if not _has_matmul(problem)
+        else (f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split")
     )
     return _plan(problem, "direct", reason)
 

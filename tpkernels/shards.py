@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def shard_sizes(total: int, world: int) -> list[int]:
-    """The balanced split of ``total`` rows over ``world`` ranks: sizes differ by one at the most, the
-    larger ones first. Every rank gets the same list.
+    """The balanced split of ``total`` rows over ``world`` ranks: sizes differ by one at the most,
+    the larger ones first. Every rank gets the same list.
 
     Raises:
         ValueError: ``total`` is negative or ``world`` is not positive.

@@ -29,7 +29,9 @@ constexpr std::uint32_t signature_of(std::uint64_t word) {
   return static_cast<std::uint32_t>(word >> 32);
 }
 
-std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+std::size_t round_up(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -126,7 +128,8 @@ void Channel::begin(std::uint32_t signature, std::string_view text) {
   if (broken_) {
     throw Failure(FailureKind::kBroken, -1,
                   "this group is broken and can run no more calls; make a new group. "
-                  "It broke with: " + broken_by_);
+                  "It broke with: " +
+                      broken_by_);
   }
   ++epoch_;
   signature_ = signature;
@@ -223,8 +226,8 @@ void Channel::barrier() {
   for (int peer = 0; peer < world(); ++peer) wait(peer, Phase::kData);
 }
 
-// What a waiter that has not been served looks at: is the peer in the same call, has it failed, does
-// it live, is there time left.
+// What a waiter that has not been served looks at: is the peer in the same call, has it failed,
+// does it live, is there time left.
 void Channel::check(int peer, const Signal& awaited, double waited_s) const {
   check_mismatch(peer);
   const Header& theirs = header(peer);
@@ -234,7 +237,8 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
     if (kind == FailureKind::kMismatch && culprit != rank_ && culprit >= 0 && culprit < world()) {
       check_mismatch(culprit);
     }
-    fail(kind, peer, culprit, "rank " + std::to_string(peer) + " failed: " + theirs.fault_text.read());
+    fail(kind, peer, culprit,
+         "rank " + std::to_string(peer) + " failed: " + theirs.fault_text.read());
   }
   if (ended(peer)) {
     if (arrived(peer, awaited)) return;  // it published before it ended

@@ -6,18 +6,19 @@
 //
 // Sync: only its owner writes a region. The owner writes data first, then a word (release); a peer
 // waits for the word (acquire), then reads the data. A word is (signature << 32 | epoch), where the
-// signature stands for the call: op, shapes, dtypes, options. A peer in another call is thus found by
-// the first wait on it.
+// signature stands for the call: op, shapes, dtypes, options. A peer in another call is thus found
+// by the first wait on it.
 //
-// Invariant (no overwritten read): in every call each rank waits for a word of that epoch from every
-// peer, also where there is no data to come. When rank A starts epoch e+2 it has finished e+1, so it
-// has seen a word of e+1 from every peer B; B published that after it had finished e. So nobody reads
-// A's buffer of epoch e any more when A writes the buffer of e+2, which is the same one. Nor can a
-// word be two epochs ahead of a waiter; hence words are compared for equality, which wraps safely and
-// cannot take a word left by a call 2^31 epochs ago for an arrival.
+// Invariant (no overwritten read): in every call each rank waits for a word of that epoch from
+// every peer, also where there is no data to come. When rank A starts epoch e+2 it has finished
+// e+1, so it has seen a word of e+1 from every peer B; B published that after it had finished e. So
+// nobody reads A's buffer of epoch e any more when A writes the buffer of e+2, which is the same
+// one. Nor can a word be two epochs ahead of a waiter; hence words are compared for equality, which
+// wraps safely and cannot take a word left by a call 2^31 epochs ago for an arrival.
 //
 // Wake-up: a publisher stores the word and then looks for sleepers; a waiter counts itself as a
-// sleeper and then looks at the word. Both are sequentially consistent, so one of them sees the other.
+// sleeper and then looks at the word. Both are sequentially consistent, so one of them sees the
+// other.
 #pragma once
 
 #include <atomic>
@@ -47,8 +48,8 @@ class Failure : public std::runtime_error {
   int peer;
 };
 
-// What a word announces. Every phase has one word per rank: for `kData` indexed by the rank the data
-// is for (0 where it is for all), for `kRead` by the rank whose buffer has been read.
+// What a word announces. Every phase has one word per rank: for `kData` indexed by the rank the
+// data is for (0 where it is for all), for `kRead` by the rank whose buffer has been read.
 enum class Phase : int { kData = 0, kResult = 1, kRead = 2 };
 
 struct ChannelOptions {

@@ -121,12 +121,14 @@ void all_gather(Channel& channel, const Call& call, const Source& in, std::byte*
       copy(channel.buffer(rank), in.data + begin, n, false);
     }
     channel.publish(Phase::kData);
-    share(out, layout, rank, element).for_range(begin, n, [&](std::byte* to, std::size_t at, std::size_t m) {
-      copy(to, in.data + begin + at, m, stream);
-    });
+    share(out, layout, rank, element)
+        .for_range(begin, n, [&](std::byte* to, std::size_t at, std::size_t m) {
+          copy(to, in.data + begin + at, m, stream);
+        });
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData);
       const std::size_t theirs = within(share_bytes(layout, peer, element), begin, step);
+      if (theirs == 0) return;  // its shard has ended, and what it locates lies behind it
       const std::byte* from = channel.data(peer, theirs);
       share(out, layout, peer, element)
           .for_range(begin, theirs, [&](std::byte* to, std::size_t at, std::size_t m) {
@@ -146,7 +148,8 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
   const std::size_t largest = largest_share(layout, element);
   // Each rank's buffer holds one piece per destination.
   const std::size_t step = std::max<std::size_t>(
-      64, align_down(std::min(kLimits.chunk_bytes, channel.capacity() / static_cast<unsigned>(world))));
+      64,
+      align_down(std::min(kLimits.chunk_bytes, channel.capacity() / static_cast<unsigned>(world))));
   // In a symmetric tensor the pieces are read where they are; that takes shares without gaps.
   const bool in_place = in.segment != 0 && layout.outer == 1;
   auto* input = const_cast<std::byte*>(in.data);
@@ -177,7 +180,7 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
       const bool theirs_in_place = channel.in_segment(peer);
       const std::size_t at = theirs_in_place ? share_offset(layout, rank, element) + begin
                                              : static_cast<unsigned>(rank) * step;
-      partials[static_cast<std::size_t>(peer)] = channel.data(peer, at + n) + at;
+      if (n != 0) partials[static_cast<std::size_t>(peer)] = channel.data(peer, at + n) + at;
     });
     partials[static_cast<std::size_t>(rank)] =
         channel.buffer(rank) + static_cast<unsigned>(rank) * step;
@@ -189,7 +192,8 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
     const std::size_t first = begin / element;
     Epilogue here = epilogue;
     if (here.residual) {
-      here.residual = static_cast<const std::byte*>(here.residual) + first * size_of(here.residual_dtype);
+      here.residual =
+          static_cast<const std::byte*>(here.residual) + first * size_of(here.residual_dtype);
     }
     sum_partials(out + first * size_of(here.out_dtype), partials, wire, first, n / element, here);
     if (c + 1 == chunks) release_sources(channel, in_place ? in : Source{in.data});

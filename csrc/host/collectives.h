@@ -1,16 +1,16 @@
 // Problem: all-gather, reduce-scatter and all-reduce of CPU tensors over a channel.
 //
 // Algorithm: the payload moves in chunks that stay in the cache between the writer and the readers.
-// Each chunk is one call of the channel (one epoch), so that the channel's proof holds for it and the
-// two data buffers are all the memory it takes, however large the tensors.
+// Each chunk is one call of the channel (one epoch), so that the channel's proof holds for it and
+// the two data buffers are all the memory it takes, however large the tensors.
 //   all_gather       write own chunk; copy every peer's chunk out.
 //   reduce_scatter   write for each peer its piece of own partial; sum the pieces that are for us.
 //   all_reduce       one-shot (small): write own chunk; everybody sums all of it.
-//                    two-shot: write own chunk; sum the W-th part that is ours into the result buffer;
-//                    copy the peers' results out.
-// Sums run over ranks 0..W-1 in fp32 and round once, so both all-reduces give the same bits on every
-// rank. Input in a symmetric tensor is read in place by the peers; the last chunk then ends with a
-// word from each of them (`kRead`), after which the memory is the user's again.
+//                    two-shot: write own chunk; sum the W-th part that is ours into the result
+//                    buffer; copy the peers' results out.
+// Sums run over ranks 0..W-1 in fp32 and round once, so both all-reduces give the same bits on
+// every rank. Input in a symmetric tensor is read in place by the peers; the last chunk then ends
+// with a word from each of them (`kRead`), after which the memory is the user's again.
 #pragma once
 
 #include <cstddef>

@@ -26,7 +26,9 @@ void add_bias(std::size_t begin, std::size_t count, std::size_t cols, Add&& add)
 void sum_double(void* out, const std::vector<const std::byte*>& partials, std::size_t begin,
                 std::size_t count, const Epilogue& epilogue) {
   auto* to = static_cast<double*>(out);
-  const auto at = [](const void* base, std::size_t i) { return static_cast<const double*>(base)[i]; };
+  const auto at = [](const void* base, std::size_t i) {
+    return static_cast<const double*>(base)[i];
+  };
   for (std::size_t i = 0; i < count; ++i) {
     double sum = at(partials[0], i);
     for (std::size_t r = 1; r < partials.size(); ++r) sum += at(partials[r], i);

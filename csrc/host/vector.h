@@ -43,8 +43,9 @@ const VectorUnit& vector_unit();
 // Throws std::invalid_argument for a name that is not available here.
 void use_unit(const std::string& name);
 
-// One sum: out[i] = round(sum over r of partial_r[i], in rank order, + bias[i % cols] + residual[i]).
-// `begin` is where `out`, `partials` and `residual` stand within the whole output, for the bias.
+// One sum: out[i] = round(sum over r of partial_r[i], in rank order, + bias[i % cols] +
+// residual[i]). `begin` is where `out`, `partials` and `residual` stand within the whole output,
+// for the bias.
 struct Epilogue {
   DType out_dtype = DType::kF32;
   const void* bias = nullptr;  // fp32 (fp64 for fp64 partials), `cols` elements

@@ -42,8 +42,7 @@ inline Vec load_vec(const void* from) {
 inline __m256i round_to_bf16(Vec value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(rounded, quiet, nan);
@@ -59,9 +58,8 @@ inline void store_vec(void* to, Vec value) {
   if constexpr (D == DType::kF32) {
     _mm256_storeu_ps(static_cast<float*>(to), value);
   } else {
-    const __m128i halves = D == DType::kF16
-                               ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
-                               : to_bf16(value);
+    const __m128i halves =
+        D == DType::kF16 ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT) : to_bf16(value);
     _mm_storeu_si128(static_cast<__m128i*>(to), halves);
   }
 }

@@ -43,8 +43,7 @@ inline Vec load_vec(const void* from) {
 inline __m512i round_to_bf16(Vec value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
   return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), quiet);
 }
@@ -58,9 +57,8 @@ inline void store_vec(void* to, Vec value) {
   if constexpr (D == DType::kF32) {
     _mm512_storeu_ps(to, value);
   } else {
-    const __m256i halves = D == DType::kF16
-                               ? _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
-                               : to_bf16(value);
+    const __m256i halves =
+        D == DType::kF16 ? _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT) : to_bf16(value);
     _mm256_storeu_si256(static_cast<__m256i*>(to), halves);
   }
 }

@@ -1,5 +1,5 @@
-// Scalar conversions between fp32 and the 16-bit formats, rounding to nearest even. Bit for bit what
-// F16C, AVX-512 and torch do; NaN keeps its sign and turns quiet.
+// Scalar conversions between fp32 and the 16-bit formats, rounding to nearest even. Bit for bit
+// what F16C, AVX-512 and torch do; NaN keeps its sign and turns quiet.
 #pragma once
 
 #include <cstdint>

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What follows the sum of the partials: ``+ bias + residual``, then one rounding to ``out_dtype``.
+    """What follows the sum of the partials: ``+ bias + residual``, then one rounding to
+    ``out_dtype``.
 
-    ``bias`` is [cols] in the accumulator's dtype; ``residual`` is contiguous, of the output's shape.
+    ``bias`` is [cols] in the accumulator's dtype; ``residual`` is contiguous, of the output's
+    shape.
     """
 
     out_dtype: torch.dtype

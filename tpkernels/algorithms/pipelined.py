@@ -1,14 +1,15 @@
 """One matmul per peer, overlapped with the peers' own work; the matmul itself moves the data.
 
-all_gather_matmul      each rank publishes its rows, multiplies them, then multiplies the peers' rows
-                       where they lie, in the order in which they arrive, into the output's rows.
-matmul_reduce_scatter  each rank multiplies the rows of rank+1, rank+2, ..., straight into shared memory,
-                       publishing each part as it is done, its own rows last; then it sums its part.
+all_gather_matmul      each rank publishes its rows and multiplies them, then multiplies the
+                       peers' rows where they lie, in order of arrival, into the output's rows.
+matmul_reduce_scatter  each rank multiplies the rows of rank+1, rank+2, ... straight into shared
+                       memory, publishing each part when it is done, its own rows last; then it
+                       sums its part.
 matmul_all_reduce      the same, and each rank publishes its sum, which the others copy.
 
-Sync: every step of `rows` rows is one call of the channel, so its proof holds (csrc/host/channel.h);
-each rank waits for a word of every peer in every step, also for parts without rows. Steps bound the
-workspace; they are so large that splitting the matmul costs nothing.
+Sync: every step of `rows` rows is one call of the channel, so its proof holds
+(csrc/host/channel.h); each rank waits for a word of every peer in every step, also for parts
+without rows. Steps bound the workspace; they are so large that splitting the matmul costs nothing.
 """
 
 from __future__ import annotations

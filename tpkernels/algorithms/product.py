@@ -1,9 +1,10 @@
 """The local matrix product, as every algorithm does it.
 
-Where the processor has no instructions for a 16-bit dtype, torch multiplies it many times slower than
-fp32. There the product is taken in fp32, a panel of weight columns at a time: the panel is converted
-into a buffer that stays in the cache, so the conversion costs little beside the product. It is also
-what gives fp32 results of 16-bit operands. Either way products accumulate in fp32 and round once.
+Where the processor has no instructions for a 16-bit dtype, torch multiplies it many times slower
+than fp32. There the product is taken in fp32, a panel of weight columns at a time: the panel is
+converted into a buffer that stays in the cache, so the conversion costs little beside the product.
+It is also what gives fp32 results of 16-bit operands. Either way products accumulate in fp32 and
+round once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from tpkernels.algorithms.memory import empty
 
 # Columns of a converted panel, and the fewest rows for which converting pays.
-# AMD EPYC Zen 3 (AVX2), 1 thread, torch 2.13, 2026-11-21, (2048, 2048, 4096) bf16: torch.mm 3488 ms,
-# panels of 128/256/512/2048 columns 506/463/444/473 ms; 4 rows: torch.mm 6.9 ms, panels of 256 6.2 ms.
+# AMD EPYC Zen 3 (AVX2), 1 thread, torch 2.13, 2026-11-21, (2048, 2048, 4096) bf16: torch.mm 3488
+# ms, panels of 128/256/512/2048 columns 506/463/444/473 ms; 4 rows: torch.mm 6.9 ms, panels of 256
+# 6.2 ms.
 _PANEL_COLUMNS = 256
 _MIN_ROWS = 4
 
@@ -42,8 +44,8 @@ def product(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any strides,
-    ``out`` with unit column stride."""
+    """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
+    strides, ``out`` with unit column stride."""
     rows = x.shape[0]
     if rows == 0 or w.shape[1] == 0:
         return out

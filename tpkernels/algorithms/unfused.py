@@ -1,8 +1,8 @@
 """The plain way: a ``torch.distributed`` collective, then the matmul, or the other way round.
 
-It runs on any process group, and is what ``auto`` chooses where ranks share no memory. Reductions move
-the partials with an all-to-all and sum them here, in fp32 and in rank order: the same bytes travel as
-in a reduce-scatter, and the bits are those of every other algorithm.
+It runs on any process group, and is what ``auto`` chooses where ranks share no memory. Reductions
+move the partials with an all-to-all and sum them here, in fp32 and in rank order: the same bytes
+travel as in a reduce-scatter, and the bits are those of every other algorithm.
 
 Where there is a workspace its barrier comes first, so that a rank in another call is found before
 anything is sent.
@@ -60,8 +60,8 @@ def _finish(call: Call, work: Any) -> None:
 
 
 def _lost_peer(group: Group) -> str:
-    """The peer that died, where there is a workspace to tell. The connection may close a little before
-    the kernel reports the process as ended."""
+    """The peer that died, where there is a workspace to tell. The connection may close a little
+    before the kernel reports the process as ended."""
     if group.workspace is None:
         return ""
     deadline = time.monotonic() + 0.2

@@ -74,8 +74,8 @@ def show(reports: list[LayerReport], shape: LayerShape, out: Console) -> None:
     )
     if not native(shape.dtype):
         out.print(
-            "This processor has no instructions for this dtype, so torch.matmul is slow: most of "
-            "the speed-up is the local product's."
+            "This processor has no instructions for this dtype: torch.matmul is slow, and tpkernels "
+            "multiplies in float32."
         )
     if is_right(reports[0]):
         out.print("[bold green]PASS[/]: every result is right")

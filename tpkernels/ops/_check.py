@@ -88,7 +88,7 @@ def wire_dtype(value: torch.dtype | None, x: torch.Tensor) -> torch.dtype:
 
 
 def gather_sizes(sizes: Sequence[int] | None, size: int, rank: int, world: int) -> tuple[int, ...]:
-    """Rows per rank of a dim whose ``size`` rows are here. Without ``shard_sizes`` all have as many."""
+    """Rows per rank of a dim of which ``size`` rows are here; all have as many by default."""
     if sizes is None:
         return (size,) * world
     checked = check_sizes(sizes, world)
@@ -112,7 +112,8 @@ def scatter_sizes(sizes: Sequence[int] | None, total: int, world: int) -> tuple[
     checked = check_sizes(sizes, world)
     if sum(checked) != total:
         raise ValueError(
-            f"shard_sizes {list(checked)} add up to {sum(checked)}, but the scattered dim has {total}"
+            f"shard_sizes {list(checked)} add up to {sum(checked)}, but the scattered dim has "
+            f"{total} rows"
         )
     return checked
 

@@ -106,4 +106,4 @@ def all_gather(
     result: Any = torch.ops.tpkernels.all_gather.default(
         x, groups.name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm
     )
-    return result  # type: ignore[no-any-return]
+    return result

@@ -1,4 +1,5 @@
-"""``y_i = concat_r(x_r) @ w_i``: the column-parallel layer with sequence parallelism (QKV, gate/up)."""
+"""``y_i = concat_r(x_r) @ w_i``: the column-parallel layer with sequence parallelism (QKV,
+gate/up)."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def _cpu(
         x.dtype,
         tuple((w.shape, w.dtype) for w in weights),
         gather_dim,
-        biases and tuple(b if b is None else (b.shape, b.dtype) for b in biases),
+        biases is not None and tuple(None if b is None else (b.shape, b.dtype) for b in biases),
         out_dtype,
         return_gathered,
         shard_sizes and tuple(shard_sizes),

@@ -21,9 +21,7 @@ SCHEMA = (
 SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto') -> ()"
 
 
-def _call(
-    x: torch.Tensor, group: str, out_dtype: torch.dtype | None, algorithm: str
-) -> Call:
+def _call(x: torch.Tensor, group: str, out_dtype: torch.dtype | None, algorithm: str) -> Call:
     forbid_grad("all_reduce", (x,))
     own = groups.get(group)
     key = ("all_reduce", x.shape, x.dtype, out_dtype, algorithm)
@@ -33,9 +31,7 @@ def _call(
     return call
 
 
-def _prepare(
-    group: Group, x: torch.Tensor, out_dtype: torch.dtype | None, algorithm: str
-) -> Call:
+def _prepare(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None, algorithm: str) -> Call:
     dtypes.check_supported(x.dtype, "x")
     problem = Problem(
         op="all_reduce",
@@ -106,8 +102,8 @@ def all_reduce(
         algorithm: "auto", or one of "unfused", "direct".
 
     Returns:
-        The sum, taken in fp32 in the order of the ranks and rounded once: the same bits on every rank
-        and in every run.
+        The sum, taken in fp32 in the order of the ranks and rounded once: the same bits on every
+        rank and in every run.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
@@ -117,7 +113,7 @@ def all_reduce(
     result: Any = torch.ops.tpkernels.all_reduce.default(
         x, groups.name_of(group), out_dtype=out_dtype, algorithm=algorithm
     )
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:

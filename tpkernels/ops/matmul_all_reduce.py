@@ -125,8 +125,8 @@ def matmul_all_reduce(
         algorithm: "auto", or one of "unfused", "direct", "pipelined".
 
     Returns:
-        ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in the order of the
-        ranks and rounded once: the same bits on every rank, in every run, for every algorithm.
+        ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in the order of
+        the ranks and rounded once: the same bits on every rank, in every run, for every algorithm.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
@@ -143,4 +143,4 @@ def matmul_all_reduce(
         wire_dtype=wire_dtype,
         algorithm=algorithm,
     )
-    return result  # type: ignore[no-any-return]
+    return result

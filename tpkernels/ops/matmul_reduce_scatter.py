@@ -1,5 +1,5 @@
-"""``y_r = rows_r(sum_r(x_r @ w_r))``: the row-parallel layer with sequence parallelism (attention out,
-down)."""
+"""``y_r = rows_r(sum_r(x_r @ w_r))``: the row-parallel layer with sequence parallelism (attention
+out, down)."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def matmul_reduce_scatter(
         algorithm: "auto", or one of "unfused", "direct", "pipelined".
 
     Returns:
-        This rank's share of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in the
-        order of the ranks and rounded once: the same bits in every run, for every algorithm.
+        This rank's share of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
+        the order of the ranks and rounded once: the same bits in every run, for every algorithm.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
@@ -183,4 +183,4 @@ def matmul_reduce_scatter(
         shard_sizes=shard_sizes,
         algorithm=algorithm,
     )
-    return result  # type: ignore[no-any-return]
+    return result

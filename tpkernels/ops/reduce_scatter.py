@@ -120,4 +120,4 @@ def reduce_scatter(
         shard_sizes=shard_sizes,
         algorithm=algorithm,
     )
-    return result  # type: ignore[no-any-return]
+    return result

@@ -1,7 +1,7 @@
 """The workspace of a group whose ranks are on one host: an arena in anonymous shared memory.
 
-The arena holds, for each rank, signal words and two data buffers (csrc/host/channel.h has the protocol
-and its proof). Symmetric tensors that users make are arenas of their own, called segments.
+The arena holds, for each rank, signal words and two data buffers (csrc/host/channel.h has the
+protocol and its proof). Symmetric tensors that users make are arenas of their own, called segments.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import weakref
 import zlib
 from math import prod
+from typing import Any
 
 import torch
 
@@ -17,8 +18,8 @@ from tpkernels import _C
 from tpkernels.symm.rendezvous import Link, Member, make_arena
 
 _HUGE_PAGE = 2 << 20
-# How long a waiter polls before it sleeps, and from when on it offers its core to others between polls:
-# at once where ranks outnumber cores.
+# How long a waiter polls before it sleeps, and from when on it offers its core to others between
+# polls: at once where ranks outnumber cores.
 _SPIN_US = 200.0
 _YIELD_US = 5.0
 
@@ -44,7 +45,7 @@ class HostWorkspace:
         self.workspace_bytes = workspace_bytes
         self._segments: dict[int, _Segment] = {}
         self._segments_made = 0
-        self._chaos: dict[str, int | bool] | None = None
+        self._chaos: dict[str, Any] | None = None
         self._attach(workspace_bytes, epoch=0)
 
     @property
@@ -70,7 +71,7 @@ class HostWorkspace:
         )
         self._arena = link.arena
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        for segment in self._segments.values():
+        for segment in tuple(self._segments.values()):
             own = segment.region()
             if own is not None:
                 self.channel.add_segment(segment.identity, own.arena)
@@ -143,18 +144,18 @@ class HostWorkspace:
         return torch.frombuffer(region, dtype=dtype, count=prod(shape)).view(shape)
 
     def locate(self, x: torch.Tensor) -> tuple[int, int]:
-        """(segment, offset in bytes) of a contiguous tensor that lies in symmetric memory; segment 0
-        where it does not."""
+        """(segment, offset in bytes) of a contiguous tensor that lies in symmetric memory; segment
+        0 where it does not."""
         if not self._segments or not x.is_contiguous():
             return 0, 0
         address, nbytes = x.data_ptr(), x.numel() * x.element_size()
-        for segment in self._segments.values():
+        for segment in tuple(self._segments.values()):
             offset = address - segment.address
-            if 0 <= offset and offset + nbytes <= segment.nbytes:
+            if offset >= 0 and offset + nbytes <= segment.nbytes:
                 return segment.identity, offset
         return 0, 0
 
-    def set_chaos(self, **switches: int | bool) -> None:
+    def set_chaos(self, **switches: Any) -> None:
         """For tests: random delays at every publish and wait, and negative controls."""
         self._chaos = switches
         self.channel.set_chaos(**switches)

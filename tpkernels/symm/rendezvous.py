@@ -2,9 +2,10 @@
 
 Algorithm: each rank says through the store where it runs. If all are on one host, rank 0 makes the
 memory and listens on an abstract Unix socket, whose name goes with the socket; the others connect,
-prove that they are of the group (a token from the store) and of the same user, and hand over a pidfd
-of themselves. Rank 0 sends everybody the memory's descriptor and all pidfds. Every rank maps the memory
-and commits its own region; rank 0 collects how that went, and all succeed or all fail alike.
+prove that they are of the group (a token from the store) and of the same user, and hand over a
+pidfd of themselves. Rank 0 sends everybody the memory's descriptor and all pidfds. Every rank maps
+the memory and commits its own region; rank 0 collects how that went, and all succeed or all fail
+alike.
 
 Every step is bounded by one deadline. Descriptors received are closed on every path.
 """
@@ -100,9 +101,10 @@ def make_arena(member: Member, purpose: str, region_bytes: int) -> Link:
             exchange(member, purpose, {"socket": name, "token": token})
             return _host(member, listener, token, region_bytes, deadline)
     root = exchange(member, purpose, {})[0]
-    with _bounded(member, 0, deadline) as remaining, socket.socket(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET
-    ) as connection:
+    with (
+        _bounded(member, 0, deadline) as remaining,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+    ):
         connection.settimeout(remaining)
         connection.connect(f"\0{root['socket']}")
         return _join(member, connection, root["token"], region_bytes)
@@ -198,7 +200,9 @@ def _create(region_bytes: int, world: int) -> tuple[int, str | None]:
         return -1, str(error)
 
 
-def _map(memory: int, region_bytes: int, world: int, rank: int) -> tuple[_C.Arena | None, str | None]:
+def _map(
+    memory: int, region_bytes: int, world: int, rank: int
+) -> tuple[_C.Arena | None, str | None]:
     try:
         arena = _C.Arena(memory, region_bytes, world)
         arena.reserve(memory, rank)
@@ -207,9 +211,7 @@ def _map(memory: int, region_bytes: int, world: int, rank: int) -> tuple[_C.Aren
     return arena, None
 
 
-def _verdict(
-    arena: _C.Arena | None, error: str | None, pidfds: list[int], pids: list[int]
-) -> Link:
+def _verdict(arena: _C.Arena | None, error: str | None, pidfds: list[int], pids: list[int]) -> Link:
     if error is not None or arena is None:
         _close(pidfds)
         raise MemoryError(f"no shared memory for the group: {error}")
