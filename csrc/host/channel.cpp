@@ -1,6 +1,5 @@
 #include "host/channel.h"
 
-#include <poll.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -10,6 +9,7 @@
 #include <thread>
 
 #include "host/futex.h"
+#include "host/region.h"
 
 namespace tpkernels::host {
 namespace {
@@ -17,17 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kTextBytes = 448;
-constexpr int kPhases = 3;
 constexpr double kSlice = 0.02;  // s between looks at peers, while asleep
-
-constexpr std::uint64_t word_of(std::uint32_t signature, std::uint32_t epoch) {
-  return std::uint64_t{signature} << 32 | epoch;
-}
-constexpr std::uint32_t epoch_of(std::uint64_t word) { return static_cast<std::uint32_t>(word); }
-constexpr std::uint32_t signature_of(std::uint64_t word) {
-  return static_cast<std::uint32_t>(word >> 32);
-}
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -37,44 +27,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Text that peers may read. It is bounded and never trusted beyond being printed.
-struct Text {
-  std::atomic<std::uint32_t> length;
-  char bytes[kTextBytes];
-
-  void write(std::string_view text) {
-    const std::size_t n = std::min(text.size(), kTextBytes);
-    std::memcpy(bytes, text.data(), n);
-    length.store(static_cast<std::uint32_t>(n), std::memory_order_release);
-  }
-  std::string read() const {
-    const std::size_t n = length.load(std::memory_order_acquire);
-    return std::string(bytes, std::min(n, kTextBytes));
-  }
-};
-
 }  // namespace
-
-struct alignas(64) Channel::Signal {
-  std::atomic<std::uint64_t> word;
-  std::atomic<std::uint32_t> sleepers;
-};
-
-// The start of a region; the phases' signals follow.
-struct alignas(64) Channel::Header {
-  struct Call {  // one per parity
-    Signal entered;
-    std::atomic<std::uint64_t> segment;  // where the data of this epoch is; 0: the data buffer
-    std::atomic<std::uint64_t> offset;
-    Text text;
-  };
-  Call calls[2];
-  std::atomic<std::uint32_t> fault;  // FailureKind, 0 while all is well; written last
-  std::atomic<std::int32_t> culprit;
-  Text fault_text;
-};
-
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "words are shared by processes");
 
 std::size_t Channel::buffer_offset(int parity) const {
   const std::size_t words = 2 * kPhases * static_cast<std::size_t>(world()) * sizeof(Signal);
@@ -109,11 +62,9 @@ Channel::~Channel() {
   }
 }
 
-Channel::Header& Channel::header(int rank) const {
-  return *reinterpret_cast<Header*>(arena_->region(rank));
-}
+Header& Channel::header(int rank) const { return *reinterpret_cast<Header*>(arena_->region(rank)); }
 
-Channel::Signal& Channel::signal(int rank, Phase phase, int index) const {
+Signal& Channel::signal(int rank, Phase phase, int index) const {
   auto* signals = reinterpret_cast<Signal*>(arena_->region(rank) + sizeof(Header));
   const int slot = (parity() * kPhases + static_cast<int>(phase)) * world() + index;
   return signals[slot];
@@ -224,93 +175,6 @@ int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
 void Channel::barrier() {
   publish(Phase::kData);
   for (int peer = 0; peer < world(); ++peer) wait(peer, Phase::kData);
-}
-
-// What a waiter that has not been served looks at: is the peer in the same call, has it failed,
-// does it live, is there time left.
-void Channel::check(int peer, const Signal& awaited, double waited_s) const {
-  check_mismatch(peer);
-  const Header& theirs = header(peer);
-  if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
-      kind != FailureKind{}) {
-    const int culprit = theirs.culprit.load(std::memory_order_relaxed);
-    if (kind == FailureKind::kMismatch && culprit != rank_ && culprit >= 0 && culprit < world()) {
-      check_mismatch(culprit);
-    }
-    fail(kind, peer, culprit,
-         "rank " + std::to_string(peer) + " failed: " + theirs.fault_text.read());
-  }
-  if (ended(peer)) {
-    if (arrived(peer, awaited)) return;  // it published before it ended
-    fail(FailureKind::kPeerLost, peer, peer,
-         "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
-  }
-  if (waited_s >= options_.timeout_s) {
-    char waited[32];
-    std::snprintf(waited, sizeof(waited), "%.2f s", waited_s);
-    fail(FailureKind::kTimeout, peer, peer,
-         std::string("waited ") + waited + " for " + peer_name(peer) + ", which lives; " +
-             progress(peer));
-  }
-}
-
-bool Channel::ended(int peer) const {
-  pollfd life{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
-  return life.fd >= 0 && ::poll(&life, 1, 0) == 1 && (life.revents & POLLIN) != 0;
-}
-
-std::string Channel::lost_peer() const {
-  for (int peer = 0; peer < world(); ++peer) {
-    if (peer != rank_ && ended(peer)) return peer_name(peer);
-  }
-  return "";
-}
-
-void Channel::check_mismatch(int peer) const {
-  const std::uint64_t entered =
-      header(peer).calls[parity()].entered.word.load(std::memory_order_acquire);
-  if (epoch_of(entered) != epoch_ || entered == 0 || signature_of(entered) == signature_) return;
-  fail(FailureKind::kMismatch, peer, peer,
-       "is in " + call_text(rank_) + ", but " + peer_name(peer) + " is in " + call_text(peer) +
-           ", both as call #" + std::to_string(epoch_) + " of the group");
-}
-
-void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
-  std::string message = "rank " + std::to_string(rank_) + " ";
-  if (kind != FailureKind::kMismatch) message = call_text(rank_) + ": " + message;
-  message += what;
-  set_fault(kind, culprit, message);
-  throw Failure(kind, kind == FailureKind::kMismatch ? peer : culprit,
-                message + ". The group is broken: make a new one.");
-}
-
-void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) const {
-  broken_ = true;
-  broken_by_ = what;
-  Header& own = header(rank_);
-  own.fault_text.write(what);
-  own.culprit.store(culprit, std::memory_order_relaxed);
-  own.fault.store(static_cast<std::uint32_t>(kind), std::memory_order_release);
-}
-
-void Channel::abandon(const std::string& why) {
-  if (!broken_) set_fault(FailureKind::kPeerLost, rank_, "it left the call with " + why);
-}
-
-std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }
-
-std::string Channel::peer_name(int rank) const {
-  return "rank " + std::to_string(rank) + " (pid " +
-         std::to_string(pids_[static_cast<std::size_t>(rank)]) + ")";
-}
-
-std::string Channel::progress(int peer) const {
-  const Header& theirs = header(peer);
-  const std::uint32_t here = epoch_of(theirs.calls[parity()].entered.word.load());
-  const std::uint32_t before = epoch_of(theirs.calls[parity() ^ 1].entered.word.load());
-  const std::string expected = "expected call #" + std::to_string(epoch_) + ", ";
-  if (here == epoch_) return expected + "which it had begun and not completed";
-  return expected + "seen #" + std::to_string(before == epoch_ - 1 ? before : here);
 }
 
 void Channel::add_segment(std::uint64_t id, std::weak_ptr<Arena> segment) {

@@ -66,6 +66,9 @@ struct Chaos {
   bool skip_waits = false;
 };
 
+struct Signal;  // region.h
+struct Header;
+
 class Channel {
  public:
   // `pidfds[r]` becomes readable when rank r's process ends; the descriptors now belong to the
@@ -120,9 +123,6 @@ class Channel {
   void set_chaos(const Chaos& chaos) { chaos_ = std::make_unique<Chaos>(chaos); }
 
  private:
-  struct Signal;
-  struct Header;
-
   Header& header(int rank) const;
   Signal& signal(int rank, Phase phase, int index) const;
   bool arrived(int peer, const Signal& signal) const;

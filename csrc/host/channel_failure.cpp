@@ -1,0 +1,98 @@
+// How a channel finds out that a call cannot complete, says so, and stays broken.
+#include <poll.h>
+
+#include <cstdio>
+
+#include "host/channel.h"
+#include "host/region.h"
+
+namespace tpkernels::host {
+
+// What a waiter that has not been served looks at: is the peer in the same call, has it failed,
+// does it live, is there time left.
+void Channel::check(int peer, const Signal& awaited, double waited_s) const {
+  check_mismatch(peer);
+  const Header& theirs = header(peer);
+  if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
+      kind != FailureKind{}) {
+    const int culprit = theirs.culprit.load(std::memory_order_relaxed);
+    if (kind == FailureKind::kMismatch && culprit != rank_ && culprit >= 0 && culprit < world()) {
+      check_mismatch(culprit);
+    }
+    fail(kind, peer, culprit,
+         "rank " + std::to_string(peer) + " failed: " + theirs.fault_text.read());
+  }
+  if (ended(peer)) {
+    if (arrived(peer, awaited)) return;  // it published before it ended
+    fail(FailureKind::kPeerLost, peer, peer,
+         "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
+  }
+  if (waited_s >= options_.timeout_s) {
+    char waited[32];
+    std::snprintf(waited, sizeof(waited), "%.2f s", waited_s);
+    fail(FailureKind::kTimeout, peer, peer,
+         std::string("waited ") + waited + " for " + peer_name(peer) + ", which lives; " +
+             progress(peer));
+  }
+}
+
+bool Channel::ended(int peer) const {
+  pollfd life{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
+  return life.fd >= 0 && ::poll(&life, 1, 0) == 1 && (life.revents & POLLIN) != 0;
+}
+
+std::string Channel::lost_peer() const {
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer != rank_ && ended(peer)) return peer_name(peer);
+  }
+  return "";
+}
+
+void Channel::check_mismatch(int peer) const {
+  const std::uint64_t entered =
+      header(peer).calls[parity()].entered.word.load(std::memory_order_acquire);
+  if (epoch_of(entered) != epoch_ || entered == 0 || signature_of(entered) == signature_) return;
+  fail(FailureKind::kMismatch, peer, peer,
+       "is in " + call_text(rank_) + ", but " + peer_name(peer) + " is in " + call_text(peer) +
+           ", both as call #" + std::to_string(epoch_) + " of the group");
+}
+
+void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
+  std::string message = "rank " + std::to_string(rank_) + " ";
+  if (kind != FailureKind::kMismatch) message = call_text(rank_) + ": " + message;
+  message += what;
+  set_fault(kind, culprit, message);
+  throw Failure(kind, kind == FailureKind::kMismatch ? peer : culprit,
+                message + ". The group is broken: make a new one.");
+}
+
+void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) const {
+  broken_ = true;
+  broken_by_ = what;
+  Header& own = header(rank_);
+  own.fault_text.write(what);
+  own.culprit.store(culprit, std::memory_order_relaxed);
+  own.fault.store(static_cast<std::uint32_t>(kind), std::memory_order_release);
+}
+
+void Channel::abandon(const std::string& why) {
+  if (!broken_) set_fault(FailureKind::kPeerLost, rank_, "it left the call with " + why);
+}
+
+std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }
+
+std::string Channel::peer_name(int rank) const {
+  return "rank " + std::to_string(rank) + " (pid " +
+         std::to_string(pids_[static_cast<std::size_t>(rank)]) + ")";
+}
+
+std::string Channel::progress(int peer) const {
+  const Header& theirs = header(peer);
+  const std::uint32_t here = epoch_of(theirs.calls[parity()].entered.word.load());
+  const std::uint32_t before = epoch_of(theirs.calls[parity() ^ 1].entered.word.load());
+  const std::string expected = "expected call #" + std::to_string(epoch_) + ", ";
+  if (here == epoch_) return expected + "which it had begun and not completed";
+  return expected + "seen #" + std::to_string(before == epoch_ - 1 ? before : here);
+}
+
+}  // namespace tpkernels::host

@@ -1,0 +1,63 @@
+// The layout of the control part of a region: what ranks read of each other besides data.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+
+namespace tpkernels::host {
+
+constexpr std::size_t kTextBytes = 448;
+constexpr int kPhases = 3;
+
+constexpr std::uint64_t word_of(std::uint32_t signature, std::uint32_t epoch) {
+  return std::uint64_t{signature} << 32 | epoch;
+}
+constexpr std::uint32_t epoch_of(std::uint64_t word) { return static_cast<std::uint32_t>(word); }
+constexpr std::uint32_t signature_of(std::uint64_t word) {
+  return static_cast<std::uint32_t>(word >> 32);
+}
+
+// Text that peers may read. It is bounded and never trusted beyond being printed.
+struct Text {
+  std::atomic<std::uint32_t> length;
+  char bytes[kTextBytes];
+
+  void write(std::string_view text) {
+    const std::size_t n = std::min(text.size(), kTextBytes);
+    std::memcpy(bytes, text.data(), n);
+    length.store(static_cast<std::uint32_t>(n), std::memory_order_release);
+  }
+  std::string read() const {
+    const std::size_t n = length.load(std::memory_order_acquire);
+    return std::string(bytes, std::min(n, kTextBytes));
+  }
+};
+
+// A word and how many wait for it asleep, on a cache line of their own.
+struct alignas(64) Signal {
+  std::atomic<std::uint64_t> word;
+  std::atomic<std::uint32_t> sleepers;
+};
+
+// The start of a region. The signals of the phases follow: [parity][phase][rank].
+struct alignas(64) Header {
+  struct Call {  // one per parity
+    Signal entered;
+    std::atomic<std::uint64_t> segment;  // where the data of this epoch is; 0: the data buffer
+    std::atomic<std::uint64_t> offset;
+    Text text;
+  };
+  Call calls[2];
+  std::atomic<std::uint32_t> fault;  // FailureKind, 0 while all is well; written last
+  std::atomic<std::int32_t> culprit;
+  Text fault_text;
+};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "words are shared by processes");
+
+}  // namespace tpkernels::host
