@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tpkernels import _rank
 
-PRELOAD = ["torch", "torch.distributed", "tpkernels._rank"]
+PRELOAD = ["torch", "torch.distributed", "tpkernels._rank", "tpkernels._fork_server"]
 
 
 def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
@@ -55,8 +55,10 @@ class Member:
         )
         try:
             process.start()
-        except BaseException:
+        except BaseException as error:
             ours.close()
+            if isinstance(error, EOFError):
+                raise RuntimeError("the fork server died; stderr says of what") from error
             raise
         finally:
             theirs.close()

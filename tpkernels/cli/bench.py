@@ -68,6 +68,9 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write results and environment here.")
     ] = None,
+    baselines: Annotated[
+        bool, typer.Option(help="Time gloo and torch.matmul too; slow for 16-bit on old CPUs.")
+    ] = True,
     threads: Annotated[int, typer.Option(help="Threads of a rank.")] = 1,
     timeout: Annotated[int, typer.Option(help="Seconds that one case may take.")] = 1800,
 ) -> None:
@@ -75,7 +78,7 @@ def bench(
 
     Beside each op: gloo (torch.matmul and a collective of torch.distributed), and the local matmul
     alone, torch's and that of tpkernels. All variants run by turns. The exit code is 1 if a result
-    is wrong; wrong ones are not timed.
+    is wrong; wrong ones are not timed. Also: torchrun --nproc-per-node 2 -m -- tpkernels bench
     """
     with exit_codes():
         world = world_size(nproc, 2)
@@ -89,7 +92,7 @@ def bench(
         with open_session(world, threads=threads, timeout=timeout) as session:
             for spec in specs:
                 with out.status(f"{spec.op} {spec.shape}"):
-                    reports = session.run(run_case, spec, names, repeat)
+                    reports = session.run(run_case, spec, names, repeat, baselines)
                 results += [_result(spec, name, reports) for name in names]
             if session.leader:
                 _show(results, out)
@@ -175,8 +178,8 @@ def _time(time: Time | None) -> dict[str, float] | None:
 
 
 def _show(results: list[dict[str, Any]], out: Console) -> None:
-    numbers = ("ms", "p95", *BASELINES, "ms / matmul", "ms / product", "gloo / ms")
-    result = table("", ("op", "size", "dtype"), numbers, "algorithm: reason")
+    ratios = ("ms /\nmatmul", "ms /\nproduct", "gloo /\nms")
+    result = table("op\nM, N, K", ("ms", "p95", *BASELINES, *ratios), "algorithm: reason")
     for row in results:
         result.add_row(*_cells(row))
     out.print(result)
@@ -191,7 +194,7 @@ def _show(results: list[dict[str, Any]], out: Console) -> None:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     size = ", ".join(map(str, row["shape"])) if row["shape"] else byte_size(row["bytes"])
-    cells = [row["op"], size, row["dtype"]]
+    cells = [f"{row['op']}\n[dim]{size} {row['dtype']}[/]"]
     chosen = f"{row['algorithm']}: {row['reason']}"
     medians = {name: time and time["median"] for name, time in row["ms"].items()}
     others = [milliseconds(medians[name]) if medians[name] else "" for name in BASELINES]
@@ -202,5 +205,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{ours / medians[name]:.2f}" if medians[name] else "" for name in ("matmul", "product")
     ]
     p95 = milliseconds(row["ms"]["tpkernels"]["p95"])
-    speedup = f"{medians['gloo'] / ours:.2f}"
+    speedup = f"{medians['gloo'] / ours:.2f}" if medians["gloo"] else ""
     return [*cells, f"[bold]{milliseconds(ours)}[/]", p95, *others, *ratios, speedup, chosen]

@@ -45,8 +45,9 @@ class CaseReport:
     samples: dict[str, Samples]
 
 
-def run_case(spec: Spec, algorithms: list[str], repeat: int) -> CaseReport:
-    """Checks one case, and times what was right. Collective."""
+def run_case(spec: Spec, algorithms: list[str], repeat: int, baselines: bool) -> CaseReport:
+    """Checks one case, and times what was right, and with ``baselines`` what it replaces.
+    Collective."""
     case = random_case(spec)
     runs = {name: planned(case.copy(), name) for name in algorithms}
     outputs = {name: found for name, (found, _) in runs.items()}
@@ -57,10 +58,10 @@ def run_case(spec: Spec, algorithms: list[str], repeat: int) -> CaseReport:
     }
     del runs, outputs
     right = [name for name in algorithms if verdicts[name].right]
-    return CaseReport(choices, measure(_variants(case, right), repeat=repeat))
+    return CaseReport(choices, measure(_variants(case, right, baselines), repeat=repeat))
 
 
-def _variants(case: Case, algorithms: list[str]) -> dict[str, Variant]:
+def _variants(case: Case, algorithms: list[str], baselines: bool) -> dict[str, Variant]:
     """An all_reduce works in place: each region starts from the same values."""
     scratch = case.copy()
 
@@ -68,10 +69,13 @@ def _variants(case: Case, algorithms: list[str]) -> dict[str, Variant]:
         scratch.x.copy_(case.x)
 
     undo = reset if case.op == "all_reduce" else None
-    variants = {"gloo": Variant(lambda: run_torch(scratch), undo)}
+    variants: dict[str, Variant] = {}
+    if baselines:
+        variants["gloo"] = Variant(lambda: run_torch(scratch), undo)
     if case.weights:
         local = gathered(case)
-        variants["matmul"] = Variant(lambda: run_matmul(local))
+        if baselines:
+            variants["matmul"] = Variant(lambda: run_matmul(local))
         variants["product"] = Variant(lambda: run_product(local))
     for name in algorithms:
         variants[name] = Variant(functools.partial(run_tpkernels, scratch, name), undo)

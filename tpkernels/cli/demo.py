@@ -31,7 +31,7 @@ def demo(
     """Run a tensor-parallel transformer layer on several processes: right, and how fast?
 
     Every op is checked against float64 and timed beside the unfused way, on random data. The exit
-    code is 1 if a result is wrong.
+    code is 1 if a result is wrong. Also: torchrun --nproc-per-node 2 -m -- tpkernels demo
     """
     with exit_codes():
         world = world_size(nproc, 4)
@@ -74,8 +74,8 @@ def show(reports: list[LayerReport], shape: LayerShape, out: Console) -> None:
     )
     if not native(shape.dtype):
         out.print(
-            "This processor has no instructions for this dtype: torch.matmul is slow, and tpkernels "
-            "multiplies in float32."
+            "This processor has no instructions for this dtype: torch.matmul is slow, and "
+            "tpkernels multiplies in float32."
         )
     if is_right(reports[0]):
         out.print("[bold green]PASS[/]: every result is right")
@@ -90,13 +90,13 @@ def _table(reports: list[LayerReport]) -> Table:
     numbers = (
         "error/\nbound",
         "unfused\nms",
-        "torch.\nmatmul ms",
-        "same\nproduct ms",
+        "torch.\nmatmul\nms",
+        "same\nproduct\nms",
         "tpkernels\nms",
-        "\nspeed-up",
-        "over same\nproduct",
+        "speed-up",
+        "over\nsame\nproduct",
     )
-    result = table("", ("op", "M, N, K"), numbers, "algorithm: reason")
+    result = table("op\nM, N, K", numbers, "algorithm: reason")
     for calls in zip(*(report.calls for report in reports), strict=True):
         result.add_row(*_row(calls))
     return result
@@ -111,8 +111,7 @@ def _row(calls: tuple[Call, ...]) -> list[str]:
     ours = times["tpkernels"].median
     ratio = f"{call.verdict.ratio:.2f}"
     return [
-        f"{call.name}\n[dim]{call.op}[/]",
-        call.shape,
+        f"[bold]{call.name}[/]\n{call.op}\n[dim]{call.shape}[/]",
         f"[green]{ratio}[/]" if call.verdict.right else f"[red]{ratio} WRONG[/]",
         *(milliseconds(times[name].median) for name in ("torch", "matmul", "unfused", "tpkernels")),
         f"{times['torch'].median / ours:.2f}x",

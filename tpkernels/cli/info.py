@@ -101,12 +101,13 @@ def _show(facts: dict[str, Any], out: Console) -> None:
 
 def _algorithm_table(device: str, facts: dict[str, Any]) -> Table:
     """One row an op; the last column gives the reasons."""
-    result = table(f"\nAlgorithms on {device}", ("op", *ALGORITHMS), (), "why not")
+    result = table(f"on {device}", ALGORITHMS, "why not")
     for op, found in facts["algorithms"][device].items():
         marks = ["yes" if found[name] is None else "no" for name in ALGORITHMS]
         reasons = [f"{name} {why}" for name, why in found.items() if why is not None]
         result.add_row(op, *marks, "; ".join(reasons))
     everywhere = facts["algorithms_across_hosts"][device].values()
     left = [name for name in ALGORITHMS if all(found[name] is None for found in everywhere)]
+    result.caption_justify = "left"
     result.caption = f"Where the ranks of a group share no memory: {', '.join(left)}."
     return result

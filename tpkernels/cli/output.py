@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,15 +16,13 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
-def table(title: str, left: tuple[str, ...], right: tuple[str, ...], last: str = "") -> Table:
-    """An empty table: columns of text, of numbers, and one more of text."""
-    result = Table(title=title, title_justify="left", title_style="bold")
-    for name in left:
-        result.add_column(name, no_wrap=True)
-    for name in right:
+def table(first: str, numbers: tuple[str, ...], last: str) -> Table:
+    """An empty table: a column of names, columns of numbers, and one of text that may fold."""
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    result.add_column(first, no_wrap=True)
+    for name in numbers:
         result.add_column(name, justify="right", no_wrap=True)
-    if last:
-        result.add_column(last)
+    result.add_column(last, min_width=16, overflow="fold")
     return result
 
 

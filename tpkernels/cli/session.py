@@ -59,7 +59,9 @@ def world_size(nproc: int | None, default: int) -> int:
         return default if nproc is None else nproc
     world = int(os.environ["WORLD_SIZE"])
     if nproc not in (None, world):
-        raise UsageError(f"--nproc is {nproc} but torchrun started {world} ranks; leave it out")
+        raise UsageError(
+            f"--nproc is {nproc} but WORLD_SIZE from torchrun is {world}; leave it out"
+        )
     return world
 
 

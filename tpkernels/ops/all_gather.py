@@ -54,7 +54,7 @@ def _cpu(
 ) -> torch.Tensor:
     forbid_grad("all_gather", (x,))
     own = groups.get(group)
-    sizes = shard_sizes and tuple(shard_sizes)
+    sizes = None if shard_sizes is None else tuple(shard_sizes)
     key = ("all_gather", x.shape, x.dtype, gather_dim, sizes, algorithm)
     call = own.calls.get(key)
     if call is None:

@@ -87,7 +87,7 @@ def _cpu(
         biases is not None and tuple(None if b is None else (b.shape, b.dtype) for b in biases),
         out_dtype,
         return_gathered,
-        shard_sizes and tuple(shard_sizes),
+        None if shard_sizes is None else tuple(shard_sizes),
         algorithm,
     )
     call = own.calls.get(key)

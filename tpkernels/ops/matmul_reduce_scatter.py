@@ -84,7 +84,7 @@ def _cpu(
         residual is not None and (residual.shape, residual.dtype),
         out_dtype,
         wire_dtype,
-        shard_sizes and tuple(shard_sizes),
+        None if shard_sizes is None else tuple(shard_sizes),
         algorithm,
     )
     call = own.calls.get(key)

@@ -56,7 +56,7 @@ def _cpu(
 ) -> torch.Tensor:
     forbid_grad("reduce_scatter", (x,))
     own = groups.get(group)
-    sizes = shard_sizes and tuple(shard_sizes)
+    sizes = None if shard_sizes is None else tuple(shard_sizes)
     key = ("reduce_scatter", x.shape, x.dtype, scatter_dim, out_dtype, sizes, algorithm)
     call = own.calls.get(key)
     if call is None:

@@ -21,7 +21,6 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,10 @@ def exchange(member: Member, purpose: str, say: dict[str, Any]) -> list[dict[str
     deadline = time.monotonic() + member.timeout
     said = []
     for rank in range(member.world):
-        remaining = max(deadline - time.monotonic(), 0.001)
         key = f"{prefix}/{rank}"
         try:
-            store.wait([key], timedelta(seconds=remaining))
-        except RuntimeError as error:
+            _await(store, key, deadline)
+        except (RuntimeError, TimeoutError) as error:
             raise CollectiveTimeoutError(
                 f"{purpose} of group '{member.group}': rank {member.rank} waited "
                 f"{member.timeout:g} s for rank {rank}, which did not come. All ranks of the group "
@@ -75,6 +73,17 @@ def exchange(member: Member, purpose: str, say: dict[str, Any]) -> list[dict[str
             ) from error
         said.append(json.loads(store.get(key)))
     return said
+
+
+def _await(store: Store, key: str, deadline: float) -> None:
+    """Polls. ``Store.wait`` would hold the client's lock, and what is waited for may hang on what
+    another thread of this process has to say, of another group."""
+    pause = 1e-4
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
 
 
 def host_identity() -> str:
@@ -121,10 +130,13 @@ def _host(
             with _bounded(member, missing, deadline) as remaining:
                 listener.settimeout(remaining)
                 connection = open_files.enter_context(listener.accept()[0])
+                if _user_of(connection) != os.getuid():  # a stranger; our members still come
+                    connection.close()
+                    continue
                 connection.settimeout(remaining)
                 hello, descriptors = _receive(connection, 1)
-            if _user_of(connection) != os.getuid() or hello.get("token") != token:
-                _close(descriptors)  # a stranger; the member it may stand for can still come
+            if hello.get("token") != token:
+                _close(descriptors)
                 connection.close()
                 continue
             peers[hello["rank"]] = connection
