@@ -53,7 +53,10 @@ format: $(DEPS)  ## put sources into the project's format
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 wheel: $(DEPS)  ## source archive and wheel, into $(DIST)
-	@$(BIN)/python -m build --no-isolation --outdir $(DIST)
+	@mkdir -p build
+	@$(BIN)/python -m build --no-isolation --outdir $(DIST) >build/wheel.log 2>&1 \
+		|| { cat build/wheel.log; exit 1; }
+	@tail -n 1 build/wheel.log
 
 clean:  ## remove what was built, keep .venv
 	rm -rf build dist *.egg-info tpkernels/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache

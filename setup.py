@@ -37,7 +37,7 @@ extension = Pybind11Extension(
     depends=[*HEADERS, "setup.py"],
     include_dirs=["csrc"],
     cxx_std=17,
-    extra_compile_args=["-O3", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
+    extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],  # and -fvisibility=hidden -g0
     extra_link_args=["-pthread"],
 )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tpkernels.launch import Ranks
+from tpkernels.launch import Ranks, fork_server
 
 # An example may run a job on several processes: its time says nothing about the code under test.
 settings.register_profile("tpkernels", deadline=None)
@@ -33,6 +33,12 @@ class RankPools:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    """Imports what test modules import once, instead of in every rank's first job."""
+    fork_server(preload=["pytest", "hypothesis"])
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
   const Header& theirs = header(peer);
   if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
       kind != FailureKind{}) {
+    if (arrived(peer, awaited)) return;  // it published before it failed or left
     const int culprit = theirs.culprit.load(std::memory_order_relaxed);
     if (kind == FailureKind::kMismatch && culprit != rank_ && culprit >= 0 && culprit < world()) {
       check_mismatch(culprit);

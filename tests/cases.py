@@ -1,0 +1,124 @@
+"""What the correctness tests run: one call as all ranks see it, and lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+
+from tpkernels.launch import Ranks
+
+RanksFixture: TypeAlias = Callable[[int], Ranks]
+
+WORLDS = (1, 2, 3, 4)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+COLLECTIVE_ALGORITHMS = ("unfused", "direct", "auto")
+MATMUL_ALGORITHMS = ("unfused", "direct", "pipelined", "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call, as all ranks see it."""
+
+    op: str
+    shape: tuple[int, ...]  #: the gathered x, or the unreduced sum: that of `plan.Problem`
+    dim: int = 0  #: gathered or scattered
+    sizes: tuple[int, ...] | None = None  #: given as shard_sizes; None: equal shares, none given
+    dtype: torch.dtype = torch.float32
+    algorithm: str = "auto"
+    k: tuple[int, ...] = ()  #: of a reduction: K of rank r is k[r % len(k)]
+    n: tuple[int, ...] = ()  #: of all_gather_matmul: columns of each weight
+    n_by_rank: bool = False  #: rank r's weights have r columns more
+    biases: tuple[torch.dtype | None, ...] = ()  #: their dtypes, in turn; a reduction has one
+    residual: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
+    return_gathered: bool = False
+    layout: str = "plain"  #: of x in memory, see `ranked.place`
+    weight_layout: str = "plain"
+    integers: bool = False
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name != "op" and getattr(self, field.name) != field.default
+        ]
+        return f"{self.op}({', '.join(changed)})"
+
+    @property
+    def out(self) -> torch.dtype:
+        return self.out_dtype or self.dtype
+
+    @property
+    def wire(self) -> torch.dtype:
+        return self.wire_dtype or self.dtype
+
+    @property
+    def scattered(self) -> bool:
+        return "reduce_scatter" in self.op
+
+    def shares(self, world: int) -> tuple[int, ...]:
+        """Rows of each rank along ``dim``."""
+        return self.sizes or (self.shape[self.dim] // world,) * world
+
+    def share(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+        """Rank's part of the gathered or scattered tensor."""
+        shares = self.shares(world)
+        return whole.narrow(self.dim, sum(shares[:rank]), shares[rank])
+
+    def values(self) -> Case:
+        """The case without what changes no value."""
+        return replace(self, algorithm="auto", layout="plain", weight_layout="plain")
+
+
+def each(
+    *cases: Case,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    algorithms: tuple[str, ...] = MATMUL_ALGORITHMS,
+    integers: tuple[bool, ...] = (True, False),
+) -> list[Case]:
+    """The cases in every dtype, with integers and with random numbers, by every algorithm."""
+    return [
+        replace(case, dtype=dtype, integers=exact, algorithm=algorithm)
+        for case in cases
+        for dtype in dtypes
+        for exact in integers
+        for algorithm in algorithms
+    ]
+
+
+def one_of_each(world: int) -> list[Case]:
+    """A small case of every op by every algorithm, uneven where that is possible."""
+    sizes = tuple(range(4, 4 + world))
+    rows = sum(sizes)
+    collectives = [
+        Case(op="all_gather", shape=(rows, 5), sizes=sizes),
+        Case(op="reduce_scatter", shape=(rows, 5), sizes=sizes),
+        Case(op="all_reduce", shape=(70, 71)),
+        Case(op="all_reduce_", shape=(7, 5)),
+    ]
+    matmuls = [
+        Case(op="all_gather_matmul", shape=(rows, 9), sizes=sizes, n=(6, 4)),
+        Case(op="matmul_reduce_scatter", shape=(rows, 6), sizes=sizes, k=(9,)),
+        Case(op="matmul_all_reduce", shape=(rows, 6), k=(9,)),
+    ]
+    return [
+        *each(*collectives, dtypes=(torch.float32,), algorithms=COLLECTIVE_ALGORITHMS),
+        *each(*matmuls, dtypes=(torch.float32,)),
+    ]
+
+
+def uneven_splits(total: int, world: int) -> Iterator[tuple[int, ...]]:
+    """Splits of ``total`` rows: balanced, growing with the rank, and with empty ranks before,
+    between and behind others."""
+    yield tuple(total // world + (rank < total % world) for rank in range(world))
+    edges = [total * rank * (rank + 1) // (world * (world + 1)) for rank in range(world + 1)]
+    yield tuple(after - before for before, after in pairwise(edges))
+    yield (*(0,) * (world - 1), total)
+    yield (total, *(0,) * (world - 1))
+    if world > 2:
+        yield (total - total // 2, *(0,) * (world - 2), total // 2)

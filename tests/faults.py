@@ -1,0 +1,199 @@
+"""What the failure tests share: ranks that are watched for what they leave behind, calls that are
+expected to fail, and ways to disturb a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tpkernels import groups
+from tpkernels.backends import TABLES
+from tpkernels.launch import Outcome, Ranks
+from tpkernels.symm.host import HostWorkspace
+
+WORKSPACE_BYTES = 1 << 16
+PATIENCE = 20.0  # a group's timeout where something else must end the wait
+PROMPT = 1.0  # seconds in which a failure other than a timeout must be reported
+COLLECT_SECONDS = 60.0
+
+# Every op with every algorithm that it has.
+CASES = sorted(TABLES["cpu"])
+MATMUL_CASES = [case for case in CASES if "matmul" in case[0]]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a call ended on one rank."""
+
+    error: str  #: the exception's class name, empty if the call succeeded
+    text: str
+    peer: int | None
+    at: float  #: time.monotonic(), one clock for all processes
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells of a failure and of what came after it."""
+
+    first: Ending
+    again: Ending  #: the next call on the same group
+    others: list[Ending]  #: calls on other groups, which must go on
+
+
+def group_of(group: object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def workspace_of(group: dist.ProcessGroup) -> HostWorkspace:
+    workspace = groups.get(group.group_name).workspace
+    assert workspace is not None
+    return workspace
+
+
+def new_group(timeout: float = PATIENCE, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """A group of all ranks, or of those given, who alone take part in making it."""
+    made = dist.new_group(ranks, use_local_synchronization=ranks is not None)
+    group = group_of(made)
+    tpkernels.init(group, timeout=timeout, workspace_bytes=WORKSPACE_BYTES)
+    return group
+
+
+def run_op(op: str, group: dist.ProcessGroup, algorithm: str = "auto", rows: int = 60) -> None:
+    """One call with known numbers, whose result is checked."""
+    world, k, n = group.size(), 48, 40
+    x, w = torch.ones(rows, k), torch.ones(k, n)
+    function = getattr(tpkernels, op)
+    factors = (x, w) if "matmul" in op else (x,)
+    got = function(*factors, group, algorithm=algorithm)
+    expected = (k if w is factors[-1] else 1) * (1 if "gather" in op else world)
+    assert torch.equal(got, torch.full_like(got, expected)), f"{op} {algorithm}: wrong result"
+
+
+def ending_of(call: Callable[[], object]) -> Ending:
+    start = time.monotonic()
+    error, text, peer = "", "", None
+    try:
+        call()
+    except BaseException as failure:  # KeyboardInterrupt is among what is expected
+        error, text = type(failure).__name__, str(failure)
+        peer = getattr(failure, "peer", None)
+    at = time.monotonic()
+    return Ending(error, text, peer, at, at - start)
+
+
+def report_of(
+    call: Callable[[], object], group: dist.ProcessGroup, others: list[dist.ProcessGroup]
+) -> Report:
+    """The failure of ``call``, and what then becomes of its group and of other groups."""
+    first = ending_of(call)
+    again = ending_of(lambda: run_op("all_reduce", group))
+    return Report(first, again, [ending_of(lambda g=g: run_op("all_gather", g)) for g in others])
+
+
+def disturb_later(seconds: float, number: int) -> None:
+    """Sends a signal to this process, from a thread, and leaves word of when."""
+
+    def disturb() -> None:
+        time.sleep(seconds)
+        disturb_now(number)
+
+    threading.Thread(target=disturb, daemon=True).start()
+
+
+def disturb_now(number: int) -> None:
+    dist.distributed_c10d._get_default_store().set("disturbed", repr(time.monotonic()))
+    os.kill(os.getpid(), number)
+    while number == signal.SIGKILL:  # the kernel takes a moment
+        time.sleep(1)
+
+
+def disturbed_at() -> float:
+    return float(dist.distributed_c10d._get_default_store().get("disturbed"))
+
+
+def _entries(folder: str) -> set[str]:
+    return {entry.name for entry in os.scandir(folder)}
+
+
+_OURS = re.compile(r"tpk|torch|gloo|c10d|psm_|sem\.|rank")
+
+
+def _left_files(before: dict[str, set[str]]) -> list[str]:
+    """New entries; in the folder for temporary files only such as ranks might make, for others use
+    it at the same time."""
+    left = [f"/dev/shm/{name}" for name in _entries("/dev/shm") - before["/dev/shm"]]
+    folder = tempfile.gettempdir()
+    new = _entries(folder) - before[folder]
+    return left + [f"{folder}/{name}" for name in new if _OURS.search(name)]
+
+
+def _left_processes(leaders: list[int]) -> list[str]:
+    """Processes of the ranks' process groups; a rank leads one."""
+    left = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, name, state, _, group = re.split(r" \(|\) | ", stat.read_text())[:5]
+            if state != "Z" and int(group) in leaders:
+                left.append(f"{pid} ({name})")
+    return left
+
+
+@contextlib.contextmanager
+def watched_ranks(world: int, **env: str) -> Iterator[Ranks]:
+    """Ranks of one test. Afterwards nothing of them may be left: no process, no file; those that
+    lived must have left their groups in time."""
+    before = {folder: _entries(folder) for folder in ("/dev/shm", tempfile.gettempdir())}
+    with Ranks(world, env=env) as ranks:
+        pids = ranks.pids
+        yield ranks
+    for code in ranks.exitcodes:
+        assert code in (0, -signal.SIGKILL), ranks.exitcodes
+    assert not _left_processes(pids)
+    assert not _left_files(before)
+
+
+def collect(ranks: Ranks, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Outcome]:
+    ranks.submit(fn, *args, **kwargs)
+    return ranks.collect(COLLECT_SECONDS)
+
+
+def collect_without(ranks: Ranks, rank: int) -> list[Outcome]:
+    """Waits for all ranks but one."""
+    deadline = time.monotonic() + COLLECT_SECONDS
+    while True:
+        outcomes = ranks.collect(0.05)
+        late = [outcome.rank for outcome in outcomes if outcome.timed_out]
+        if late in ([], [rank]) or time.monotonic() > deadline:
+            return outcomes
+
+
+def values(outcomes: list[Outcome], *without: int) -> dict[int, Any]:
+    """What the jobs returned, by rank; all but those ``without`` must have."""
+    for outcome in outcomes:
+        assert outcome.rank in without or outcome.ok, outcome
+    return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in without}
+
+
+def require_broken(report: Report) -> None:
+    """The group says at once that it is broken, and by what; others go on."""
+    assert report.again.error == "GroupBrokenError", report.again
+    assert report.again.seconds < 0.1, report.again
+    assert "make a new group" in report.again.text
+    assert report.first.text[:100] in report.again.text, report
+    for other in report.others:
+        assert not other.error, other

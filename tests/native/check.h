@@ -1,0 +1,101 @@
+// The frame of the C++ tests: cases that register themselves, CHECK, and the two ways to run the
+// ranks of a group, as threads of this process or as processes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "host/arena.h"
+#include "host/channel.h"
+
+namespace tpkernels::test {
+
+struct CheckFailed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] void check_failed(const char* expression, const char* file, int line,
+                               const std::string& detail);
+
+// CHECK(expression) or CHECK(expression, detail): throws, and the case fails.
+#define CHECK(expression, ...)                                                        \
+  do {                                                                                \
+    if (!(expression)) {                                                              \
+      ::tpkernels::test::check_failed(#expression, __FILE__, __LINE__,                \
+                                      ::tpkernels::test::detail_of(__VA_ARGS__));     \
+    }                                                                                 \
+  } while (0)
+
+inline std::string detail_of() { return ""; }
+inline std::string detail_of(const std::string& detail) { return detail; }
+
+enum class Needs { kThreads, kFork };
+
+struct Case {
+  const char* name;
+  Needs needs;
+  void (*run)();
+};
+
+std::vector<Case>& cases();
+
+struct Registration {
+  Registration(const char* name, Needs needs, void (*run)()) {
+    cases().push_back({name, needs, run});
+  }
+};
+
+#define TEST_CASE(name, needs)                                                                 \
+  void name();                                                                                 \
+  const ::tpkernels::test::Registration register_##name(#name, ::tpkernels::test::Needs::needs, \
+                                                        &name);                                \
+  void name()
+
+// What the command line asks for.
+struct Options {
+  int calls = 200;             // of each random sequence
+  std::uint64_t seed = 1;      // of the sequences and their delays
+  bool single_buffer = false;  // negative controls: what these break must be found
+  bool skip_waits = false;
+};
+Options& options();
+
+struct Setup {
+  int world = 2;
+  std::size_t capacity = 1 << 16;
+  host::ChannelOptions channel{20.0, 20.0};
+  std::uint32_t epoch = 0;
+  unsigned max_delay_us = 0;
+};
+
+using Body = std::function<void(host::Channel&)>;
+
+// An arena of `world` regions of `bytes`, all of them committed.
+std::shared_ptr<host::Arena> make_arena(int world, std::size_t bytes);
+// A channel of one rank of this process; it watches no process.
+std::unique_ptr<host::Channel> make_channel(const Setup& setup, std::shared_ptr<host::Arena> arena,
+                                            int rank);
+
+// Runs `body` on each rank in a thread of its own; rethrows what went wrong first.
+void on_threads(const Setup& setup, const Body& body);
+
+// Runs `body` on each rank in a forked process that watches the others; returns their wait statuses.
+// `parent` runs meanwhile in this process, with the ranks' pids.
+std::vector<int> on_processes(const Setup& setup, const Body& body,
+                              const std::function<void(const std::vector<int>&)>& parent = {});
+// The same, where every rank must end well.
+void on_processes_that_succeed(const Setup& setup, const Body& body);
+
+// The Failure that `call` ends with; it must end with one of that kind.
+host::Failure failure_of(host::FailureKind kind, const std::function<void()>& call);
+bool contains(const std::string& text, const std::string& part);
+// Milliseconds on one clock of all processes.
+double now_ms();
+void sleep_ms(double ms);
+
+}  // namespace tpkernels::test

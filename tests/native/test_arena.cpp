@@ -1,0 +1,112 @@
+// The arena: sealed, private to its owner, and an error where there is no memory.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include "check.h"
+
+namespace tpkernels::test {
+namespace {
+
+using host::Arena;
+using host::Channel;
+
+template <class Error, class F>
+std::string error_of(F&& f) {
+  try {
+    f();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  check_failed("the call throws", __FILE__, __LINE__, "it succeeded");
+}
+
+}  // namespace
+
+TEST_CASE(the_arena_is_sealed_and_private, kThreads) {
+  const int fd = Arena::create(8192, 3);
+  struct stat info {};
+  CHECK(fstat(fd, &info) == 0);
+  CHECK((info.st_mode & 0777) == 0600);
+  CHECK(info.st_size == 3 * 8192);
+  CHECK(info.st_nlink == 0);
+  CHECK((fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
+  const int seals = fcntl(fd, F_GET_SEALS);
+  CHECK((seals & F_SEAL_SHRINK) && (seals & F_SEAL_GROW) && (seals & F_SEAL_SEAL));
+  CHECK(ftruncate(fd, 8192) != 0 && errno == EPERM);
+  CHECK(ftruncate(fd, 1 << 20) != 0 && errno == EPERM);
+  close(fd);
+}
+
+TEST_CASE(regions_lie_one_after_the_other, kThreads) {
+  const auto arena = make_arena(3, 8192);
+  CHECK(arena->world() == 3 && arena->region_bytes() == 8192);
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK(arena->region(rank) == arena->region(0) + rank * 8192);
+    for (int i = 0; i < 8192; ++i) CHECK(arena->region(rank)[i] == std::byte{0});
+    std::memset(arena->region(rank), rank + 1, 8192);
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK(arena->region(rank)[0] == static_cast<std::byte>(rank + 1));
+    CHECK(arena->region(rank)[8191] == static_cast<std::byte>(rank + 1));
+  }
+}
+
+TEST_CASE(an_arena_that_cannot_be_is_an_error, kThreads) {
+  CHECK(contains(error_of<std::runtime_error>([] { Arena::create(0, 2); }), "cannot size"));
+  const std::size_t most = std::size_t{1} << 63;  // more than a file's length can say
+  CHECK(contains(error_of<std::runtime_error>([&] { Arena::create(most, 1); }), "cannot size"));
+  const int fd = Arena::create(4096, 2);
+  const std::string wrong = error_of<std::runtime_error>([&] { Arena(fd, 8192, 2); });
+  CHECK(contains(wrong, "holds 8192 bytes, expected 16384"), wrong);
+  error_of<std::runtime_error>([] { Arena(-1, 4096, 2); });
+  close(fd);
+}
+
+// More than there is, to see that it is an error and no SIGBUS. Nothing is committed: the file has
+// the size, but the address range is what lacks.
+TEST_CASE(memory_that_cannot_be_mapped_is_an_error, kThreads) {
+  const std::size_t huge = std::size_t{1} << 60;
+  int fd = -1;
+  try {
+    fd = Arena::create(huge, 1);
+  } catch (const std::runtime_error&) {
+    return;  // the file system has a smaller limit: an error as well
+  }
+  const std::string what = error_of<std::runtime_error>([&] { Arena(fd, huge, 1); });
+  CHECK(contains(what, "cannot map 1099511627776 MiB"), what);
+  close(fd);
+}
+
+TEST_CASE(a_channel_of_other_ranks_is_refused, kThreads) {
+  const auto arena = make_arena(2, Channel::region_bytes(2, 4096));
+  const std::vector<int> two(2, -1), three(3, -1);
+  error_of<std::invalid_argument>([&] { Channel(arena, 2, two, two, {}, 0); });
+  error_of<std::invalid_argument>([&] { Channel(arena, -1, two, two, {}, 0); });
+  error_of<std::invalid_argument>([&] { Channel(arena, 0, three, two, {}, 0); });
+  error_of<std::invalid_argument>([&] { Channel(arena, 0, two, three, {}, 0); });
+}
+
+TEST_CASE(buffers_do_not_overlap, kThreads) {
+  for (const int world : {1, 2, 7, 64}) {
+    for (const std::size_t capacity : {std::size_t{1}, std::size_t{4096}, std::size_t{100000}}) {
+      const std::size_t bytes = Channel::region_bytes(world, capacity);
+      const auto arena = make_arena(world, bytes);
+      Setup setup;
+      setup.world = world;
+      const auto channel = make_channel(setup, arena, 0);
+      CHECK(channel->capacity() >= capacity);
+      CHECK(channel->buffer_offset(0) + channel->capacity() == channel->buffer_offset(1));
+      CHECK(channel->buffer_offset(1) + channel->capacity() <= bytes);
+      CHECK(channel->buffer_offset(0) % 4096 == 0);
+      channel->begin(1, "first()");
+      CHECK(channel->buffer(0) == arena->region(0) + channel->buffer_offset(1));
+    }
+  }
+}
+
+}  // namespace tpkernels::test

@@ -1,0 +1,281 @@
+"""The command line: what it shows, that it finds wrong results, and that it refuses bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner, Result
+
+import tpkernels
+from tpkernels.backends import OPS
+from tpkernels.cli import app, session
+from tpkernels.cli.cases import Outputs, Spec, random_case, run_torch, run_tpkernels
+from tpkernels.cli.check import verify
+from tpkernels.cli.timing import Samples, summary
+
+MODULE = [sys.executable, "-m", "tpkernels"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TINY_DEMO = ["demo", "--m", "18", "--hidden", "64", "--ffn", "66", "--repeat", "1"]
+TINY_BENCH = ["--shape", "9,32,64", "--bytes", "4K", "--repeat", "2"]
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as a launcher's only rank: what is patched here is what the command runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_info_shows_what_is_here() -> None:
+    result = invoke("info")
+    assert result.exit_code == 0, result.output
+    assert tpkernels.__version__ in result.output
+    assert torch.__version__ in result.output
+    assert all(op in result.output for op in OPS)
+    assert "pipelined overlaps a matmul, and this op has none" in result.output
+
+
+def test_info_json_is_one_object() -> None:
+    facts = json.loads(invoke("info", "--json").stdout)
+    assert facts["vector_unit"]["in_use"] in facts["vector_unit"]["available"]
+    assert facts["devices"]["usable_cores"] == sorted(os.sched_getaffinity(0))
+    assert "all_reduce" in facts["extension"]["holds"]
+    assert set(facts["local_matmul"].values()) <= {"native", "converted"}
+    here = facts["algorithms"]["cpu"]
+    assert set(here) == set(OPS)
+    assert here["all_gather_matmul"] == {"unfused": None, "direct": None, "pipelined": None}
+    assert "overlaps a matmul" in here["all_reduce"]["pipelined"]
+
+
+def test_demo_passes_with_uneven_shards() -> None:
+    result = run(*MODULE, *TINY_DEMO, "--nproc", "3")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.rstrip().endswith("PASS: every result is right")
+    for row in ("QKV", "attention out", "gate, up", "down, decoding", "18, 3x64, 64", "8, 64, 66"):
+        assert row in result.stdout
+    assert not result.stderr
+
+
+def one_element_off(y: torch.Tensor) -> torch.Tensor:
+    """``y`` with one element wrong by a tenth of the largest."""
+    y = y.clone()
+    y.view(-1)[y.numel() // 2] += 0.1 * y.abs().max()
+    return y
+
+
+def test_demo_fails_when_an_op_is_wrong(only_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tpkernels.matmul_reduce_scatter
+    monkeypatch.setattr(
+        tpkernels, "matmul_reduce_scatter", lambda *a, **k: one_element_off(right(*a, **k))
+    )
+    result = invoke(*TINY_DEMO)
+    assert result.exit_code == 1, result.output
+    assert "FAIL: wrong: attention out, down" in result.output
+    assert "WRONG" in result.output
+    assert "PASS" not in result.output
+
+
+def test_demo_fails_when_the_layer_is_wrong(
+    only_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpkernels.cli import layer
+
+    right, calls = layer._norm, iter(range(100))
+    monkeypatch.setattr(layer, "_norm", lambda x: right(x) * (2 if next(calls) == 0 else 1))
+    result = invoke(*TINY_DEMO)
+    assert result.exit_code == 1, result.output
+    assert "FAIL: wrong: the layer as a whole" in result.output
+
+
+def corruptions(op: str, outputs: Outputs) -> dict[str, Outputs]:
+    """Results of ``op`` that are wrong, in ways that a fused op can be."""
+    (y,) = outputs
+    last = dist.get_rank() == dist.get_world_size() - 1
+    wrong = {
+        "nothing written": torch.zeros_like(y),
+        "rows in another order": y.flip(0),
+        "not a number in one element of one rank": y.clone(),
+        "one element of one rank": one_element_off(y) if last else y,
+        "another dtype": y.double(),
+    }
+    if last:
+        wrong["not a number in one element of one rank"].view(-1)[-1] = math.nan
+    if "reduce" in op and dist.get_world_size() > 1:
+        wrong["a partial left out"] = y - y / dist.get_world_size()
+    return {name: [value] for name, value in wrong.items()}
+
+
+def judge(spec: Spec) -> dict[str, bool]:
+    """Which results the check takes for right, on this rank."""
+    case = random_case(spec)
+    outputs = run_tpkernels(case.copy())
+    candidates = {"right": outputs, **corruptions(spec.op, outputs)}
+    verdicts = verify(case, run_torch(case.copy()), candidates)
+    return {name: verdict.right for name, verdict in verdicts.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_check_tells_right_from_wrong(
+    ranks: Callable[[int], tpkernels.launch.Ranks], op: str, dtype: torch.dtype
+) -> None:
+    # K is such that in bf16 sqrt(K) * eps * (|A| @ |B|) is larger than the result.
+    shape = (33, 16, 1024) if "matmul" in op else (4001,)
+    for found in ranks(2).run(judge, Spec(op, shape, dtype)):
+        assert found.pop("right")
+        assert not any(found.values()), found
+
+
+def test_time_is_the_median_of_the_slowest_rank() -> None:
+    ranks = [Samples((0.001, 0.005, 0.003), calls=2), Samples((0.002, 0.001, 0.004), calls=2)]
+    time = summary(ranks)
+    assert (time.least, time.median, time.p95) == (2.0, 4.0, 5.0)
+    assert (time.runs, time.calls) == (3, 2)
+
+
+def test_bench_writes_json(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    ops = ["--op", "all_gather_matmul", "--op", "all_reduce"]
+    algorithms = ["--algorithm", "auto", "--algorithm", "unfused"]
+    result = invoke("bench", *ops, *algorithms, *TINY_BENCH, "--json", str(target))
+    assert result.exit_code == 0, result.output
+    assert "9, 32, 64" in result.output
+    assert "4 KiB" in result.output
+    written = json.loads(target.read_text())
+    rows = [(row["op"], row["requested"], row["algorithm"]) for row in written["results"]]
+    assert rows == [
+        ("all_gather_matmul", "auto", "direct"),
+        ("all_gather_matmul", "unfused", "unfused"),
+        ("all_reduce", "auto", "direct"),
+        ("all_reduce", "unfused", "unfused"),
+    ]
+    first = written["results"][0]
+    assert first["right"]
+    assert first["shape"] == [9, 32, 64]
+    assert all(
+        first["ms"][name]["median"] > 0 for name in ("tpkernels", "gloo", "matmul", "product")
+    )
+    assert first["ms"]["tpkernels"]["runs"] == 2
+    assert written["results"][2]["ms"]["matmul"] is None
+    known = {"cpu", "cores", "torch", "tpkernels", "date", "command", "load", "ranks"}
+    assert known <= set(written["environment"])
+
+
+def test_bench_does_not_time_what_is_wrong(
+    only_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = tpkernels.matmul_all_reduce
+    monkeypatch.setattr(
+        tpkernels, "matmul_all_reduce", lambda *a, **k: one_element_off(right(*a, **k))
+    )
+    target = tmp_path / "result.json"
+    result = invoke("bench", "--op", "matmul_all_reduce", *TINY_BENCH, "--json", str(target))
+    assert result.exit_code == 1, result.output
+    assert "WRONG" in result.output
+    (row,) = json.loads(target.read_text())["results"]
+    assert not row["right"]
+    assert row["ms"]["tpkernels"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("bench --op gather", "unknown op 'gather'; there are all_gather_matmul,"),
+        ("bench --algorithm fast", "unknown algorithm 'fast'; there are auto, unfused,"),
+        ("bench --dtype int8", "unknown dtype 'int8'; there are fp32, fp16, bf16,"),
+        ("bench --shape 16,16", "shape '16,16' is not M,N,K"),
+        ("bench --shape 16,0,16", "shape '16,0,16' is not M,N,K"),
+        ("bench --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
+        ("bench --op matmul_reduce_scatter --shape 8,16,33", "K of 8,16,33 is 33"),
+        ("bench --op all_reduce --bytes 64X", "size '64X' is not a number of bytes"),
+        ("bench --op all_reduce --bytes 3", "3 bytes are no whole number of bfloat16"),
+        ("bench --op all_reduce --algorithm pipelined", "overlaps a matmul, and this op has none"),
+        ("bench --nproc 0", "--nproc is 0; it must be at least 1"),
+        ("bench --repeat 0", "--repeat is 0; it must be at least 1"),
+        ("bench --json /nowhere/x.json", "cannot write '/nowhere/x.json': No such file"),
+        ("demo --dtype fp4", "unknown dtype 'fp4'"),
+        ("demo --m 0", "--m is 0; it must be at least 1"),
+        ("demo --nproc 4 --ffn 3", "--ffn is 3: 4 ranks need at least 4"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_rank_starts(
+    args: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(session, "Ranks")
+    result = invoke(*args.split())
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert result.output.startswith("Error: ")
+    assert result.output.count("\n") == 1
+
+
+def test_nproc_must_be_the_launchers(only_rank: None) -> None:
+    result = invoke("bench", "--nproc", "2")
+    assert result.exit_code == 2
+    assert "--nproc is 2 but WORLD_SIZE from torchrun is 1" in result.output
+
+
+def test_refused_json_path_leaves_no_file(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    assert invoke("bench", "--json", str(target), "--repeat", "0").exit_code == 2
+    assert not target.exists()
+
+
+def test_bench_runs_under_torchrun() -> None:
+    result = run(*TORCHRUN, "-m", "--", "tpkernels", "bench", "--op", "reduce_scatter", *TINY_BENCH)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("reduce_scatter") == 1  # rank 0 alone prints
+
+
+def processes_of_session(leader: int) -> set[int]:
+    """Ids of the processes in the session that ``leader`` started, zombies left out."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(of) == leader and state != "Z":
+            found.add(int(entry.name))
+    return found
+
+
+def test_interrupt_leaves_no_process() -> None:
+    size = ["--m", "2048", "--hidden", "1024", "--ffn", "4096", "--nproc", "2"]
+    command = subprocess.Popen(
+        [*MODULE, "demo", *size], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert command.stdout is not None
+    assert "2 ranks" in command.stdout.readline()  # they are at work
+    assert len(processes_of_session(command.pid)) >= 3
+    os.killpg(command.pid, signal.SIGINT)  # as a terminal does
+    command.communicate(timeout=20)
+    assert command.returncode != 0
+    deadline = time.monotonic() + 5
+    while processes_of_session(command.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes_of_session(command.pid)

@@ -1,0 +1,187 @@
+"""``plan.choose``: what it chooses and why, what it refuses, and that calls that differ are told
+apart. It is pure, so nothing here needs ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tpkernels.backends import OPS, TABLES
+from tpkernels.plan import ALGORITHMS, PIPELINE_MIN_ROWS, Plan, Problem, choose, obstacles
+
+LARGE = 4 * PIPELINE_MIN_ROWS
+
+
+def problem(op: str, **changes: Any) -> Problem:
+    """A large problem on four ranks."""
+    reduces_all = "all_reduce" in op
+    plain = Problem(
+        op=op,
+        device="cpu",
+        world=4,
+        shape=(LARGE, 512),
+        dim=None if reduces_all else 0,
+        sizes=() if reduces_all else (PIPELINE_MIN_ROWS,) * 4,
+        dtype=torch.bfloat16,
+        options=("x bfloat16",),
+    )
+    return replace(plain, **changes)
+
+
+def small(op: str) -> Problem:
+    """One row a rank less than what is worth splitting."""
+    sizes = (PIPELINE_MIN_ROWS, PIPELINE_MIN_ROWS - 1, PIPELINE_MIN_ROWS, 0)
+    if "all_reduce" in op:
+        return problem(op, shape=(LARGE - 1, 512))
+    return problem(op, shape=(sum(sizes), 512), sizes=sizes)
+
+
+MATMULS = [op for op in OPS if "matmul" in op]
+COLLECTIVES = [op for op in OPS if "matmul" not in op]
+
+
+@pytest.mark.parametrize("op", MATMULS)
+def test_many_rows_are_pipelined(op: str) -> None:
+    plan = choose(problem(op), shared_memory=True)
+    assert plan.algorithm == "pipelined"
+    assert f"{PIPELINE_MIN_ROWS} rows a rank" in plan.reason
+
+
+@pytest.mark.parametrize("op", MATMULS)
+def test_few_rows_are_one_matmul(op: str) -> None:
+    plan = choose(small(op), shared_memory=True)
+    assert plan.algorithm == "direct"
+    assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in plan.reason
+
+
+def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> None:
+    """Blocks before the split dim are separate products."""
+    behind = problem("all_gather_matmul", shape=(8, PIPELINE_MIN_ROWS // 2, 512), sizes=(2,) * 4)
+    before = problem("all_gather_matmul", shape=(PIPELINE_MIN_ROWS, 8, 512), dim=1, sizes=(2,) * 4)
+    assert choose(behind, shared_memory=True).algorithm == "pipelined"
+    assert choose(before, shared_memory=True).algorithm == "direct"
+
+
+def test_columns_are_split_if_there_are_many_rows() -> None:
+    sizes = (128,) * 4
+    for rows, algorithm in [(PIPELINE_MIN_ROWS, "pipelined"), (PIPELINE_MIN_ROWS - 1, "direct")]:
+        columns = problem("matmul_reduce_scatter", shape=(rows, 512), dim=1, sizes=sizes)
+        assert choose(columns, shared_memory=True).algorithm == algorithm
+
+
+def test_a_gather_of_k_is_never_pipelined() -> None:
+    along_k = problem("all_gather_matmul", shape=(LARGE, 512), dim=1, sizes=(128,) * 4)
+    assert choose(along_k, shared_memory=True).algorithm == "direct"
+    with pytest.raises(
+        NotImplementedError, match=r"'pipelined' of all_gather_matmul cannot gather"
+    ):
+        choose(along_k, shared_memory=True, requested="pipelined")
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_a_collective_alone_is_direct(op: str) -> None:
+    plan = choose(problem(op), shared_memory=True)
+    assert plan.algorithm == "direct"
+    assert "no matmul" in plan.reason
+    with pytest.raises(NotImplementedError, match=f"'pipelined' of {op} overlaps a matmul"):
+        choose(problem(op), shared_memory=True, requested="pipelined")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_rank_has_nothing_to_communicate(op: str) -> None:
+    sizes = () if "all_reduce" in op else (LARGE,)
+    plan = choose(problem(op, world=1, sizes=sizes), shared_memory=True)
+    assert plan.algorithm == "unfused"
+    assert "one rank" in plan.reason
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_without_shared_memory_all_is_unfused(op: str) -> None:
+    plan = choose(problem(op), shared_memory=False)
+    assert plan.algorithm == "unfused"
+    assert "share no memory" in plan.reason
+    assert choose(problem(op), shared_memory=False, requested="unfused").algorithm == "unfused"
+    for algorithm in ("direct", "pipelined"):
+        need = f"'{algorithm}' of {op} needs memory shared by all ranks"
+        with pytest.raises(NotImplementedError, match=need):
+            choose(problem(op), shared_memory=False, requested=algorithm)
+
+
+@pytest.mark.parametrize("requested", ["ring", "Direct", "", "auto "])
+def test_an_unknown_algorithm_is_refused(requested: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"'{requested}'; there are auto, unfused, direct, pipelined"
+    ):
+        choose(problem("all_gather"), shared_memory=True, requested=requested)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_possible_can_be_asked_for_and_exists(op: str, shared_memory: bool) -> None:
+    found = obstacles(problem(op), shared_memory=shared_memory)
+    assert list(found) == list(ALGORITHMS)
+    for algorithm, obstacle in found.items():
+        if obstacle is None:
+            plan = choose(problem(op), shared_memory=shared_memory, requested=algorithm)
+            assert plan.algorithm == algorithm
+            assert (op, algorithm) in TABLES["cpu"]
+        else:
+            assert obstacle.strip()
+    assert choose(problem(op), shared_memory=shared_memory).algorithm in [
+        algorithm for algorithm, obstacle in found.items() if obstacle is None
+    ]
+
+
+def variants(op: str) -> list[Problem]:
+    """Problems that ranks must not mix, each different from the first in one thing."""
+    base = problem(op)
+    changed = [
+        replace(base, dtype=torch.float16),
+        replace(base, dtype=torch.float32),
+        replace(base, shape=(LARGE, 511)),
+        replace(base, shape=(1, LARGE, 512), dim=None if base.dim is None else 1),
+        replace(base, options=()),
+        replace(base, options=("x bfloat16", "bias")),
+        replace(base, options=("x bfloat16", "out float32")),
+    ]
+    if base.dim is not None:
+        changed.append(replace(base, shape=(LARGE, LARGE), dim=0))
+        changed.append(replace(base, shape=(LARGE, LARGE), dim=1))
+        sizes = (PIPELINE_MIN_ROWS - 1, PIPELINE_MIN_ROWS + 1, *base.sizes[2:])
+        changed.append(replace(base, sizes=sizes))
+        changed.append(replace(base, sizes=sizes[::-1]))
+    return [base, *changed]
+
+
+def test_signatures_tell_calls_apart() -> None:
+    plans: dict[tuple[Problem, str], Plan] = {}
+    for op in OPS:
+        for one in variants(op):
+            for algorithm, obstacle in obstacles(one, shared_memory=True).items():
+                if obstacle is None:
+                    plan = choose(one, shared_memory=True, requested=algorithm)
+                    plans[one, algorithm] = plan
+    for first, second in itertools.combinations(plans.values(), 2):
+        assert first.signature != second.signature, (first.text, second.text)
+        assert first.text != second.text
+    for (one, algorithm), plan in plans.items():
+        assert one.op in plan.text and algorithm in plan.text and str(list(one.shape)) in plan.text
+        assert 0 < plan.signature < 2**32
+
+
+def test_the_choice_is_pure() -> None:
+    """Equal problems get equal plans, whatever was asked before; there is no process group to ask.
+    How an algorithm came to be chosen is no part of the call's name: ranks may differ in that."""
+    for op in OPS:
+        plan = choose(problem(op), shared_memory=True)
+        choose(small(op), shared_memory=True)
+        assert choose(problem(op), shared_memory=True) == plan
+        asked = choose(problem(op), shared_memory=True, requested=plan.algorithm)
+        assert (asked.text, asked.signature) == (plan.text, plan.signature)
+        assert asked.reason == "asked for"
+        for one, shared in itertools.product([problem(op), small(op)], [True, False]):
+            assert choose(one, shared_memory=shared).reason.strip()
