@@ -126,7 +126,6 @@ void bind_channel(py::module_& m) {
       .def_property_readonly("epoch", &Channel::epoch)
       .def_property_readonly("capacity", &Channel::capacity)
       .def_property_readonly("broken", &Channel::broken)
-      .def_property_readonly("lost_peer", &Channel::lost_peer)
       .def("buffer_address",
            [](const Channel& c, int rank) {
              return reinterpret_cast<std::uintptr_t>(c.buffer(rank));
@@ -139,6 +138,7 @@ void bind_channel(py::module_& m) {
       .def("wait_any", &Channel::wait_any, py::arg("peers"), py::arg("phase"), py::arg("index") = 0,
            ReleaseGil())
       .def("barrier", &Channel::barrier, ReleaseGil())
+      .def("watch", &Channel::watch, py::arg("phase"), py::arg("waited"))
       .def("abandon", &Channel::abandon, py::arg("why"))
       .def("add_segment", [](Channel& c, std::uint64_t id,
                              const std::shared_ptr<Arena>& arena) { c.add_segment(id, arena); })

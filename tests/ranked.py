@@ -37,7 +37,8 @@ def fresh_group(workspace_bytes: int = 1 << 20) -> Iterator[dist.ProcessGroup]:
 def place(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A copy of x that lies in memory as told. What is around it is NaN, and must not be read."""
     if layout == "transposed" and x.dim() > 1:
-        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        swapped = x.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
+        return swapped.transpose(-1, -2)
     if layout == "sliced":
         around = x.new_full([2 * size + 3 for size in x.shape], math.nan)
         inside = around[tuple(slice(1, 1 + 2 * size, 2) for size in x.shape)]

@@ -1,4 +1,5 @@
-"""Wrong input: one line with the values, on every rank, before anything is sent; the group goes on."""
+"""Wrong input: one line with the values, on every rank, before anything is sent. The group goes
+on."""
 
 from __future__ import annotations
 

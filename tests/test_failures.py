@@ -36,14 +36,19 @@ def _break_product(on_call: int, then: Any) -> None:
         module.product = product  # type: ignore[assignment]
 
 
-def _break_gloo(then: Any) -> None:
-    """Has this rank end in ``then()`` where the others are in torch.distributed."""
+def _break_gloo(first: Callable[[], object]) -> None:
+    """Has this rank do ``first()`` where the others are in torch.distributed already."""
 
-    def transport(*_: Any) -> Any:
-        time.sleep(0.1)
-        return then()
+    def late(transport: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            time.sleep(0.1)
+            first()
+            return transport(*args)
 
-    unfused._gather = unfused._scatter = transport  # type: ignore[assignment]
+        return wrapped
+
+    unfused._gather = late(unfused._gather)  # type: ignore[assignment]
+    unfused._scatter = late(unfused._scatter)  # type: ignore[assignment]
 
 
 def _repeat(call: Callable[[], None]) -> None:
@@ -200,7 +205,7 @@ def test_an_exception_in_one_rank_reaches_all(op: str, algorithm: str) -> None:
             assert first.at - raised_at < PROMPT, first
 
 
-def interrupted_job(algorithm: str) -> tuple[Report, float]:
+def interrupted_job(algorithm: str, in_gloo: bool) -> tuple[Report, float]:
     """The victim waits for the others and is interrupted; then they come."""
     group, rank = faults.new_group(), dist.get_rank()
     others = [faults.new_group()]
@@ -209,19 +214,22 @@ def interrupted_job(algorithm: str) -> tuple[Report, float]:
     at = 0.0
     if rank == VICTIM:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        at = time.monotonic() + 0.1
-        faults.disturb_later(0.1, signal.SIGINT)
+        at = time.monotonic() + 0.2
+        faults.disturb_later(0.2, signal.SIGINT)
+    elif in_gloo:
+        _break_gloo(lambda: time.sleep(0.5))
     else:
         time.sleep(0.5)
-    return faults.report_of(call, group, others), at
+    return faults.report_of(functools.partial(_repeat, call), group, others), at
 
 
 @pytest.mark.parametrize(
-    "algorithm", [algorithm for op, algorithm in CASES if op == "all_gather_matmul"]
+    ("algorithm", "in_gloo"),
+    [("direct", False), ("pipelined", False), ("unfused", False), ("unfused", True)],
 )
-def test_an_interrupt_ends_a_wait(algorithm: str) -> None:
+def test_an_interrupt_ends_a_wait(algorithm: str, in_gloo: bool) -> None:
     with faults.watched_ranks(WORLD) as ranks:
-        reports = faults.values(faults.collect(ranks, interrupted_job, algorithm))
+        reports = faults.values(faults.collect(ranks, interrupted_job, algorithm, in_gloo))
         for rank, (report, at) in reports.items():
             faults.require_broken(report)
             first = report.first
@@ -230,5 +238,6 @@ def test_an_interrupt_ends_a_wait(algorithm: str) -> None:
                 assert first.at - at < 0.3, first
                 continue
             assert first.error == "PeerLostError" and first.peer == VICTIM, first
+            assert f"rank {VICTIM} (pid {ranks.pids[VICTIM]})" in first.text, first
             assert "it left the call with KeyboardInterrupt" in first.text, first
             assert first.seconds < PROMPT, first

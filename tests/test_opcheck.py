@@ -12,8 +12,10 @@ import torch.distributed as dist
 from cases import RanksFixture
 from ranked import fresh_group, report
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
+from tpkernels.groups import GroupLike
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -47,8 +49,10 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
         extra = {"bias": w[0], "residual": torch.randn(6 // world, 5), **options}
         yield "matmul_reduce_scatter", (x, w, name), extra
         yield "matmul_all_reduce", (x, w, name), {"residual": torch.randn(6, 5), **options}
-    yield "matmul_reduce_scatter", (blocks, w2.expand(8, 3), name, 3), {"shard_sizes": None} | (
-        {"shard_sizes": tpkernels.shard_sizes(3, world)}
+    yield (
+        "matmul_reduce_scatter",
+        (blocks, w2.expand(8, 3), name, 3),
+        {"shard_sizes": None} | ({"shard_sizes": tpkernels.shard_sizes(3, world)}),
     )
     yield (
         "matmul_all_reduce",
@@ -98,7 +102,7 @@ def fake_job() -> list[str]:
 _Step = Callable[..., torch.Tensor]
 
 
-def _mlp(algorithm: str, group: dist.ProcessGroup) -> _Step:
+def _mlp(algorithm: str, group: GroupLike) -> _Step:
     def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         hidden = tpkernels.all_gather_matmul(x, up, group, algorithm=algorithm)
         return tpkernels.matmul_reduce_scatter(hidden.relu(), down, group, algorithm=algorithm) + x
@@ -106,7 +110,7 @@ def _mlp(algorithm: str, group: dist.ProcessGroup) -> _Step:
     return step
 
 
-def _attention(algorithm: str, group: dist.ProcessGroup) -> _Step:
+def _attention(algorithm: str, group: GroupLike) -> _Step:
     def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         gathered, (q, k) = tpkernels.all_gather_matmul(
             x, [up, up * 2], group, return_gathered=True, algorithm=algorithm
@@ -117,7 +121,7 @@ def _attention(algorithm: str, group: dist.ProcessGroup) -> _Step:
     return step
 
 
-def _in_place(algorithm: str, group: dist.ProcessGroup) -> _Step:
+def _in_place(algorithm: str, group: GroupLike) -> _Step:
     def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         y = (x @ up).relu() @ down
         tpkernels.all_reduce_(y, group)
@@ -127,7 +131,7 @@ def _in_place(algorithm: str, group: dist.ProcessGroup) -> _Step:
     return step
 
 
-def compile_job(make: Callable[[str, dist.ProcessGroup], _Step], dynamic: bool | None) -> list[str]:
+def compile_job(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -> list[str]:
     """The compiled function gives the eager one's bits, for several M; with ``dynamic`` None, M is
     marked as dynamic."""
     failures = []
@@ -160,6 +164,22 @@ def compile_job(make: Callable[[str, dist.ProcessGroup], _Step], dynamic: bool |
     return failures
 
 
+def compile_with_every_kind_of_group() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    group = mesh.get_group()
+    torch.manual_seed(0)
+    x, up, down = torch.randn(4, 8), torch.randn(8, 12), torch.randn(12, 8)
+    want = _mlp("auto", group)(x, up, down)
+    ways: list[GroupLike] = [mesh, (mesh, 0), (mesh, "tp"), group, group.group_name]
+    failures = []
+    for given in ways:
+        torch._dynamo.reset()
+        compiled = torch.compile(_mlp("auto", given), fullgraph=True, backend="aot_eager")
+        if not torch.equal(compiled(x, up, down), want):
+            failures.append(f"group given as {given}: other bits")
+    return failures
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_opcheck(ranks: RanksFixture, world: int) -> None:
     report(f for rank in ranks(world).run(opcheck_job, timeout=200) for f in rank)
@@ -174,7 +194,11 @@ def test_fake_kernels_foretell_the_results(ranks: RanksFixture, world: int) -> N
 @pytest.mark.parametrize("make", [_mlp, _attention, _in_place])
 def test_compile(
     ranks: RanksFixture,
-    make: Callable[[str, dist.ProcessGroup], _Step],
+    make: Callable[[str, GroupLike], _Step],
     dynamic: bool | None,
 ) -> None:
     report(f for rank in ranks(2).run(compile_job, make, dynamic, timeout=200) for f in rank)
+
+
+def test_compile_with_every_kind_of_group(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(compile_with_every_kind_of_group) for f in rank)

@@ -106,8 +106,8 @@ class Channel {
   // This rank leaves the call without completing it; peers that wait for it fail at once.
   void abandon(const std::string& why);
   bool broken() const { return broken_; }
-  // The first peer whose process has ended, as text for a message; empty if all live.
-  std::string lost_peer() const;
+  // For a wait outside the channel: throws what `wait` for each peer would throw by now.
+  void watch(Phase phase, double waited_s) const;
 
   // Input that peers read in place lies in a segment, an arena that the user owns. `locate` says
   // where this rank's data of the epoch is (before publish), `data` where a peer's is (after wait).

@@ -21,7 +21,7 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
       check_mismatch(culprit);
     }
     fail(kind, peer, culprit,
-         "rank " + std::to_string(peer) + " failed: " + theirs.fault_text.read());
+         "waited for " + peer_name(peer) + ", which failed: " + theirs.fault_text.read());
   }
   if (ended(peer)) {
     if (arrived(peer, awaited)) return;  // it published before it ended
@@ -42,11 +42,11 @@ bool Channel::ended(int peer) const {
   return life.fd >= 0 && ::poll(&life, 1, 0) == 1 && (life.revents & POLLIN) != 0;
 }
 
-std::string Channel::lost_peer() const {
+void Channel::watch(Phase phase, double waited_s) const {
   for (int peer = 0; peer < world(); ++peer) {
-    if (peer != rank_ && ended(peer)) return peer_name(peer);
+    const Signal& theirs = signal(peer, phase, 0);
+    if (peer != rank_ && !arrived(peer, theirs)) check(peer, theirs, waited_s);
   }
-  return "";
 }
 
 void Channel::check_mismatch(int peer) const {

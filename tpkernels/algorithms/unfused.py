@@ -5,11 +5,13 @@ move the partials with an all-to-all and sum them here, in fp32 and in rank orde
 travel as in a reduce-scatter, and the bits are those of every other algorithm.
 
 Where there is a workspace its barrier comes first, so that a rank in another call is found before
-anything is sent.
+anything is sent. The words that follow order nothing; they tell how far a rank has come: READ, it
+has called torch.distributed; RESULT, it is through.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from tpkernels._C import Phase
 from tpkernels.algorithms.common import (
     Reduction,
     as_rows,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 # A reduction moves in steps whose buffers the allocator keeps, rather than taking fresh pages.
 _STEP_BYTES = 4 << 20
+_LOOK = timedelta(seconds=0.02)  # between looks at the peers
 
 
 def _enter(call: Call) -> None:
@@ -46,28 +50,41 @@ def _enter(call: Call) -> None:
 
 
 def _finish(call: Call, work: Any) -> None:
+    """Waits for torch.distributed, and watches the peers meanwhile: gloo itself tells only the
+    neighbours of a rank that it died, and nobody that it gave up."""
     group = call.group
+    if group.workspace is not None:
+        group.workspace.channel.publish(Phase.READ)
+    while not work.is_completed():
+        with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised again below
+            work.wait(_LOOK)
+            return
+        _watch(group, 0.0)
     try:
         work.wait()
     except RuntimeError as error:
-        where = f"{call.plan.text}: rank {group.rank} waited for torch.distributed"
-        lost = _lost_peer(group)
-        if lost:
-            where += f" and {lost}, whose process has ended"
-        late = "timed out" in str(error).lower() and not lost
+        late = "timed out" in str(error).lower()
+        # A connection may close a little before the kernel reports the process as ended.
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until:
+            _watch(group, group.timeout if late else 0.0)
+            time.sleep(0.005)
         kind = CollectiveTimeoutError if late else PeerLostError
+        where = f"{call.plan.text}: rank {group.rank} waited for torch.distributed"
         raise kind(f"{where}: {error}. The group is broken: make a new one.") from error
 
 
-def _lost_peer(group: Group) -> str:
-    """The peer that died, where there is a workspace to tell. The connection may close a little
-    before the kernel reports the process as ended."""
-    if group.workspace is None:
-        return ""
-    deadline = time.monotonic() + 0.2
-    while not (lost := group.workspace.channel.lost_peer) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return lost
+def _watch(group: Group, waited: float) -> None:
+    """Raises if a peer is lost, or late: those first that have not called torch.distributed."""
+    if group.workspace is not None:
+        group.workspace.channel.watch(Phase.READ, waited)
+        group.workspace.channel.watch(Phase.RESULT, waited)
+
+
+def _leave(call: Call) -> None:
+    """Tells the peers that this rank needs nothing more of them: its process may end."""
+    if call.group.workspace is not None:
+        call.group.workspace.channel.publish(Phase.RESULT)
 
 
 def _options(cls: Any, call: Call) -> Any:
@@ -91,6 +108,7 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     flat = x.new_empty(group.world * x.numel())
     options = _options(AllgatherOptions, call)
     _finish(call, group.pg._allgather_base(flat, x.reshape(-1), options))
+    _leave(call)
     stacked = flat.view(group.world, *x.shape)
     if dim == 0 and all(size == largest for size in sizes):
         return stacked.flatten(0, 1)
@@ -146,6 +164,7 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     for begin in range(0, max(share.numel() for share in shares), step):
         received = _scatter(call, [share[begin : begin + step] for share in shares])
         reduce_into(flat[begin : begin + step], received, reduction, begin)
+    _leave(call)
     return out
 
 
@@ -184,6 +203,7 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
         options = _options(AllgatherOptions, call)
         _finish(call, group.pg._allgather_base(everything, own, options))
         result[first : first + count].copy_(everything[:count])
+    _leave(call)
 
 
 def matmul_all_reduce(
