@@ -3,6 +3,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -71,6 +72,17 @@ void raise_failure(const Failure& failure) {
   PyErr_SetObject(cls.ptr(), cls(failure.what(), py::arg("peer") = peer).ptr());
 }
 
+// A daemon thread may wait here when the interpreter ends. To take the GIL then would end the
+// thread by an unwinding that C++ answers with std::terminate; so it stays, and goes with the
+// process.
+void stay_if_python_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+  while (Py_IsFinalizing()) pause();
+#else
+  while (_Py_IsFinalizing()) pause();
+#endif
+}
+
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 Source source(std::uintptr_t address, std::uint64_t segment, std::size_t offset) {
@@ -113,6 +125,7 @@ void bind_channel(py::module_& m) {
                  std::move(arena), rank, std::move(pidfds), std::move(pids),
                  ChannelOptions{timeout, spin_us, yield_us}, epoch);
              channel->set_poll([] {  // lets Ctrl-C interrupt a wait
+               stay_if_python_ends();
                const py::gil_scoped_acquire gil;
                if (PyErr_CheckSignals() != 0) throw py::error_already_set();
              });
@@ -139,7 +152,12 @@ void bind_channel(py::module_& m) {
            ReleaseGil())
       .def("barrier", &Channel::barrier, ReleaseGil())
       .def("watch", &Channel::watch, py::arg("phase"), py::arg("waited"))
-      .def("abandon", &Channel::abandon, py::arg("why"))
+      .def(
+          "abandon",
+          [](Channel& c, const std::string& why, bool late, int culprit) {
+            c.abandon(why, late ? FailureKind::kTimeout : FailureKind::kPeerLost, culprit);
+          },
+          py::arg("why"), py::arg("late") = false, py::arg("culprit") = -1)
       .def("add_segment", [](Channel& c, std::uint64_t id,
                              const std::shared_ptr<Arena>& arena) { c.add_segment(id, arena); })
       .def("locate", &Channel::locate, py::arg("segment"), py::arg("offset"))

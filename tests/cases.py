@@ -15,8 +15,10 @@ RanksFixture: TypeAlias = Callable[[int], Ranks]
 
 WORLDS = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-COLLECTIVE_ALGORITHMS = ("unfused", "direct", "auto")
-MATMUL_ALGORITHMS = ("unfused", "direct", "pipelined", "auto")
+COLLECTIVE_WAYS = ("unfused", "direct")
+MATMUL_WAYS = ("unfused", "direct", "pipelined")
+COLLECTIVE_ALGORITHMS = (*COLLECTIVE_WAYS, "auto")
+MATMUL_ALGORITHMS = (*MATMUL_WAYS, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +80,23 @@ class Case:
 def each(
     *cases: Case,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
-    algorithms: tuple[str, ...] = MATMUL_ALGORITHMS,
+    algorithms: tuple[str, ...] | None = None,
     integers: tuple[bool, ...] = (True, False),
 ) -> list[Case]:
-    """The cases in every dtype, with integers and with random numbers, by every algorithm."""
+    """The cases in every dtype, with integers and with random numbers, by every algorithm of the op
+    or by those given ("auto" chooses one of them)."""
     return [
         replace(case, dtype=dtype, integers=exact, algorithm=algorithm)
         for case in cases
         for dtype in dtypes
         for exact in integers
-        for algorithm in algorithms
+        for algorithm in algorithms or (MATMUL_WAYS if "matmul" in case.op else COLLECTIVE_WAYS)
     ]
+
+
+def exact(*cases: Case, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Case]:
+    """``each`` with integers only: for what moves data and changes no arithmetic."""
+    return each(*cases, dtypes=dtypes, integers=(True,))
 
 
 def one_of_each(world: int) -> list[Case]:
@@ -107,8 +115,8 @@ def one_of_each(world: int) -> list[Case]:
         Case(op="matmul_all_reduce", shape=(rows, 6), k=(9,)),
     ]
     return [
-        *each(*collectives, dtypes=(torch.float32,), algorithms=COLLECTIVE_ALGORITHMS),
-        *each(*matmuls, dtypes=(torch.float32,)),
+        *exact(*collectives, dtypes=(torch.float32,)),
+        *exact(*matmuls, dtypes=(torch.float32,)),
     ]
 
 

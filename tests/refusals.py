@@ -147,13 +147,23 @@ def group_arguments() -> Iterator[Refusal]:
         (None, TypeError, "not NoneType"),
     ]
     for group, error, said in given:
-        yield Refusal(error, said, lambda _, g=group: tpkernels.all_gather(x, g))
-        yield Refusal(error, said, lambda _, g=group: tpkernels.all_reduce_(x, g))
-        yield Refusal(error, said, lambda _, g=group: GATHER(x, w, g))
-        yield Refusal(error, said, lambda _, g=group: SCATTER(x, w, g))
-        yield Refusal(error, said, lambda _, g=group: tpkernels.empty(3, group=g))
+
+        def refused(
+            op: Callable[..., Any],
+            *tensors: torch.Tensor,
+            group: Any = group,
+            error: type[Exception] = error,
+            said: str = said,
+        ) -> Refusal:
+            return Refusal(error, said, lambda _: op(*tensors, group))
+
+        yield refused(tpkernels.all_gather, x)
+        yield refused(tpkernels.all_reduce_, x)
+        yield refused(GATHER, x, w)
+        yield refused(SCATTER, x, w)
+        yield refused(lambda group: tpkernels.empty(3, group=group))
         if group is not None:  # None is the default group
-            yield Refusal(error, said, lambda _, g=group: tpkernels.init(g))
+            yield refused(tpkernels.init)
     yield Refusal(ValueError, absent, lambda _: torch.ops.tpkernels.all_reduce(x, "no such group"))
 
 

@@ -139,10 +139,12 @@ def options_that_differ() -> list[str]:
     rank = group.rank()
     for timeout, nbytes in [(TIMEOUT + (rank == 1), 1 << 20), (TIMEOUT, (1 << 20) + 64 * rank)]:
         begin = time.monotonic()
-        refusal = Refusal(
+        refusal = refusals.no(
             ValueError,
             rf"rank {rank} gives .*{nbytes}.*, rank \d gives .*; all ranks must give the same",
-            lambda g, t=timeout, n=nbytes: tpkernels.init(g, timeout=t, workspace_bytes=n),
+            tpkernels.init,
+            timeout=timeout,
+            workspace_bytes=nbytes,
         )
         failures.append(wrong_answer(refusal, group))
         if time.monotonic() - begin > 5:

@@ -69,8 +69,8 @@ def _cases() -> list[Case]:
     matmuls = [c for c in MATMULS if c.residual is None]
     options: dict[str, Any] = {"integers": (False,)}
     return [
-        *each(*matmuls, **options),
-        *each(*with_residual, dtypes=(F32,), **options),
+        *each(*matmuls, algorithms=MATMUL_ALGORITHMS, **options),
+        *each(*with_residual, dtypes=(F32,), algorithms=MATMUL_ALGORITHMS, **options),
         *each(*COLLECTIVES, algorithms=COLLECTIVE_ALGORITHMS, **options),
     ]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DTYPES, WORLDS, Case, RanksFixture, each, uneven_splits
+from cases import DTYPES, MATMUL_ALGORITHMS, WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from ranked import SMALLEST_WORKSPACE, run_cases
 
 OP = "matmul_reduce_scatter"
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parametrize("world", WORLDS)
 
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
     case = Case(op=OP, shape=(60, 17), k=(33,))
-    run_cases(ranks, world, each(case, dtypes=(*DTYPES, F64)))
+    run_cases(ranks, world, each(case, dtypes=(*DTYPES, F64), algorithms=MATMUL_ALGORITHMS))
 
 
 def test_any_dim_is_scattered(ranks: RanksFixture, world: int) -> None:
@@ -29,7 +29,7 @@ def test_any_dim_is_scattered(ranks: RanksFixture, world: int) -> None:
         for dim in range(len(shape))
         if shape[dim] == 12
     ]
-    run_cases(ranks, world, each(*cases))
+    run_cases(ranks, world, exact(*cases))
 
 
 def test_k_differs_by_rank(ranks: RanksFixture, world: int) -> None:
@@ -76,9 +76,9 @@ def test_strided_inputs_and_weights(ranks: RanksFixture, world: int, layout: str
     cases = []
     for weights in ("plain", "linear", "sliced"):
         case = Case(op=OP, shape=(24, 24), k=(33,), layout=layout, weight_layout=weights)
-        cases += each(case, replace(case, dim=1), dtypes=DTYPES)
+        cases += exact(case, replace(case, dim=1))
         full = replace(case, shape=(3, 12, 20), dim=1, biases=(F32,), residual=F32)
-        cases += each(full, replace(full, shape=(3, 20, 12), dim=2), dtypes=(F32,))
+        cases += exact(full, replace(full, shape=(3, 20, 12), dim=2), dtypes=(F32,))
     run_cases(ranks, world, cases)
 
 
@@ -88,8 +88,9 @@ def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
         case = Case(op=OP, shape=(23, 8), k=(33,), sizes=sizes, biases=(F32,))
         columns = replace(case, shape=(6, 23), dim=1)
         blocks = replace(case, shape=(2, 23, 3, 8), dim=1)
-        cases += each(case, columns, blocks)
-        cases += each(replace(columns, residual=F32), replace(blocks, residual=F32), dtypes=(F32,))
+        cases += exact(case, columns, blocks)
+        with_residual = [replace(one, residual=F32) for one in (columns, blocks)]
+        cases += exact(*with_residual, dtypes=(F32,))
     run_cases(ranks, world, cases)
 
 
@@ -103,7 +104,13 @@ def test_odd_shapes(ranks: RanksFixture, world: int, m: int, k: int) -> None:
         for sizes in uneven_splits(m, world)
         if m < 100 or min(sizes) > 0
     ]
-    run_cases(ranks, world, each(even, *split))
+    run_cases(ranks, world, [*each(even, algorithms=MATMUL_ALGORITHMS), *exact(*split)])
+
+
+def test_no_rows_at_all(ranks: RanksFixture, world: int) -> None:
+    case = Case(op=OP, shape=(0, 5), k=(33,), biases=(F32,))
+    given = replace(case, shape=(2, 0, *case.shape[1:]), dim=1, sizes=(0,) * world)
+    run_cases(ranks, world, exact(case, given))
 
 
 def test_steps_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
@@ -113,7 +120,7 @@ def test_steps_through_a_small_workspace(ranks: RanksFixture, world: int) -> Non
     columns = replace(steps, shape=(1000, 30 * world), dim=1, residual=F32)
     uneven = [replace(steps, shape=(1100, 40), sizes=sizes) for sizes in uneven_splits(1100, world)]
     grow = Case(op=OP, shape=(300 * world, 1200), k=(5,))
-    cases = each(steps, blocks, columns, *uneven, grow, steps, dtypes=(F32,))
+    cases = exact(steps, blocks, columns, *uneven, grow, steps, dtypes=(F32,))
     wide = replace(steps, out_dtype=F32, wire_dtype=F32, residual=F32)
     cases += each(wide, replace(columns, residual=BF16), dtypes=(BF16,))
     run_cases(ranks, world, cases, SMALLEST_WORKSPACE)

@@ -30,15 +30,17 @@ def run(
     world: int,
     *cases: Case,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
+    algorithms: tuple[str, ...] | None = None,
     integers: tuple[bool, ...] = (True, False),
     workspace_bytes: int = 1 << 20,
 ) -> None:
-    every = each(*cases, dtypes=dtypes, algorithms=COLLECTIVE_ALGORITHMS, integers=integers)
+    every = each(*cases, dtypes=dtypes, algorithms=algorithms, integers=integers)
     run_cases(ranks, world, every, workspace_bytes)
 
 
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
-    run(ranks, world, Case(op=OP, shape=(60, 33)), dtypes=(*DTYPES, F64))
+    case, dtypes = Case(op=OP, shape=(60, 33)), (*DTYPES, F64)
+    run(ranks, world, case, dtypes=dtypes, algorithms=COLLECTIVE_ALGORITHMS)
 
 
 def test_any_dim_is_scattered(ranks: RanksFixture, world: int) -> None:
@@ -49,7 +51,7 @@ def test_any_dim_is_scattered(ranks: RanksFixture, world: int) -> None:
         for dim in range(len(shape))
         if shape[dim] == 12
     ]
-    run(ranks, world, *cases)
+    run(ranks, world, *cases, integers=(True,))
 
 
 @pytest.mark.parametrize("dtype,out_dtype", [(BF16, F32), (F16, F32), (F32, BF16), (F16, BF16)])
@@ -72,7 +74,7 @@ def test_strided_inputs(ranks: RanksFixture, world: int, layout: str) -> None:
             ((2, 12, 3, 4), 1),
         ]
     ]
-    run(ranks, world, *cases)
+    run(ranks, world, *cases, integers=(True,))
 
 
 def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
@@ -81,7 +83,7 @@ def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
         for sizes in uneven_splits(23, world)
         for shape, dim in [((23,), 0), ((23, 5), 0), ((5, 23), 1), ((2, 23, 3), 1)]
     ]
-    run(ranks, world, *cases)
+    run(ranks, world, *cases, integers=(True,))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1023])
@@ -94,7 +96,13 @@ def test_odd_shapes(ranks: RanksFixture, world: int, rows: int) -> None:
 
 def test_nothing_to_reduce(ranks: RanksFixture, world: int) -> None:
     cases = [Case(op=OP, shape=(0, 5)), Case(op=OP, shape=(4 * world, 0))]
-    run(ranks, world, *cases, Case(op=OP, shape=(3, 0, 5), dim=1, sizes=(0,) * world))
+    run(
+        ranks,
+        world,
+        *cases,
+        Case(op=OP, shape=(3, 0, 5), dim=1, sizes=(0,) * world),
+        integers=(True,),
+    )
 
 
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:

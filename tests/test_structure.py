@@ -33,7 +33,7 @@ ALLOWED = {
     "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "ops"},
 }
 # From here on anything goes: they use the package as its users do.
-USERS = {"", "cli", "launch", "_member", "_rank", "__main__"}
+USERS = {"", "__main__", "cli", "launch", "_fork_server", "_member", "_rank"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

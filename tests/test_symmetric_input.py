@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import COLLECTIVE_ALGORITHMS, WORLDS, Case, RanksFixture, each, uneven_splits
+from cases import WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from ranked import SMALLEST_WORKSPACE, fresh_group, report, run_cases
 
 import tpkernels
@@ -31,7 +31,8 @@ def test_matmuls(ranks: RanksFixture, world: int, layout: str) -> None:
     cases += [scatter, replace(scatter, op="matmul_all_reduce")]
     cases = [replace(case, layout=layout) for case in cases]
     last = replace(gather, shape=(5, 24), dim=1, layout=layout)
-    some = each(*cases, dtypes=(F32, BF16)) + each(last, algorithms=("direct", "unfused"))
+    some = exact(*cases, dtypes=(F32, BF16))
+    some += each(last, algorithms=("direct", "unfused"), integers=(True,))
     run_cases(ranks, world, some)
 
 
@@ -46,7 +47,7 @@ def test_collectives(ranks: RanksFixture, world: int, layout: str) -> None:
         Case(op=op, shape=s) for op in ("all_reduce", "all_reduce_") for s in [(7,), (90, 77)]
     ]
     cases = [replace(case, layout=layout) for case in cases]
-    run_cases(ranks, world, each(*cases, dtypes=(F32, BF16), algorithms=COLLECTIVE_ALGORITHMS))
+    run_cases(ranks, world, exact(*cases, dtypes=(F32, BF16)))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from tpkernels.errors import GroupBrokenError
+from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.rendezvous import Member, exchange, host_identity
 
@@ -69,6 +69,7 @@ class Group:
     def init(self, timeout: float, workspace_bytes: int) -> None:
         """See ``tpkernels.init``."""
         with self.lock:
+            self.check_usable()
             if self._ready:
                 if (timeout, workspace_bytes) == (self.timeout, self._workspace_bytes):
                     return
@@ -78,8 +79,14 @@ class Group:
                     f"{workspace_bytes}"
                 )
             member = Member(self.pg.get_group_store(), self.name, self.rank, self.world, timeout)
-            if self.world == 1 or self._one_host(member, workspace_bytes):
-                self.workspace = HostWorkspace(member, workspace_bytes)
+            try:
+                if self.world == 1 or self._one_host(member, workspace_bytes):
+                    self.workspace = HostWorkspace(member, workspace_bytes)
+            except (ValueError, MemoryError):  # on all ranks alike: they may try again
+                raise
+            except BaseException as error:
+                self.leave(error)
+                raise
             self.timeout, self._workspace_bytes = timeout, workspace_bytes
             self._ready = True
 
@@ -98,9 +105,11 @@ class Group:
     def leave(self, error: BaseException) -> None:
         """This rank left a call with ``error``: peers that wait for it are told, and no further
         call can run."""
-        self._broken = f"{type(error).__name__}: {error}"
+        self._broken = f"{type(error).__name__}: {error}".removesuffix(": ")
         if self.workspace is not None:
-            self.workspace.channel.abandon(self._broken)
+            peer = error.peer if isinstance(error, TpkernelsError) else None
+            late = isinstance(error, CollectiveTimeoutError)
+            self.workspace.channel.abandon(self._broken, late, -1 if peer is None else peer)
 
     def check_usable(self) -> None:
         """Raises ``GroupBrokenError`` after a failure."""
@@ -197,6 +206,8 @@ def init(
     nbytes = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     if nbytes < 1 << 16:
         raise ValueError(f"workspace_bytes must be at least 65536, not {nbytes}")
+    if nbytes > 1 << 56:  # sizes of whole arenas must fit 64 bits
+        raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
     if group is None:
         if not dist.is_initialized():
             raise ValueError("no default process group: call torch.distributed.init_process_group")

@@ -103,8 +103,9 @@ class Channel {
   int wait_any(const std::vector<int>& peers, Phase phase, int index = 0);
   // A call without data: every rank has started it.
   void barrier();
-  // This rank leaves the call without completing it; peers that wait for it fail at once.
-  void abandon(const std::string& why);
+  // This rank leaves the call without completing it; peers that wait for it fail at once. Another
+  // rank may be the culprit (by default this one is).
+  void abandon(const std::string& why, FailureKind kind = FailureKind::kPeerLost, int culprit = -1);
   bool broken() const { return broken_; }
   // For a wait outside the channel: throws what `wait` for each peer would throw by now.
   void watch(Phase phase, double waited_s) const;

@@ -76,8 +76,9 @@ void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) 
   own.fault.store(static_cast<std::uint32_t>(kind), std::memory_order_release);
 }
 
-void Channel::abandon(const std::string& why) {
-  if (!broken_) set_fault(FailureKind::kPeerLost, rank_, "it left the call with " + why);
+void Channel::abandon(const std::string& why, FailureKind kind, int culprit) {
+  if (broken_) return;
+  set_fault(kind, culprit < 0 ? rank_ : culprit, "it left the call with " + why);
 }
 
 std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }

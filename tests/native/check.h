@@ -23,12 +23,12 @@ struct CheckFailed : std::runtime_error {
                                const std::string& detail);
 
 // CHECK(expression) or CHECK(expression, detail): throws, and the case fails.
-#define CHECK(expression, ...)                                                        \
-  do {                                                                                \
-    if (!(expression)) {                                                              \
-      ::tpkernels::test::check_failed(#expression, __FILE__, __LINE__,                \
-                                      ::tpkernels::test::detail_of(__VA_ARGS__));     \
-    }                                                                                 \
+#define CHECK(expression, ...)                                                    \
+  do {                                                                            \
+    if (!(expression)) {                                                          \
+      ::tpkernels::test::check_failed(#expression, __FILE__, __LINE__,            \
+                                      ::tpkernels::test::detail_of(__VA_ARGS__)); \
+    }                                                                             \
   } while (0)
 
 inline std::string detail_of() { return ""; }
@@ -50,10 +50,10 @@ struct Registration {
   }
 };
 
-#define TEST_CASE(name, needs)                                                                 \
-  void name();                                                                                 \
+#define TEST_CASE(name, needs)                                                                  \
+  void name();                                                                                  \
   const ::tpkernels::test::Registration register_##name(#name, ::tpkernels::test::Needs::needs, \
-                                                        &name);                                \
+                                                        &name);                                 \
   void name()
 
 // What the command line asks for.
@@ -84,8 +84,8 @@ std::unique_ptr<host::Channel> make_channel(const Setup& setup, std::shared_ptr<
 // Runs `body` on each rank in a thread of its own; rethrows what went wrong first.
 void on_threads(const Setup& setup, const Body& body);
 
-// Runs `body` on each rank in a forked process that watches the others; returns their wait statuses.
-// `parent` runs meanwhile in this process, with the ranks' pids.
+// Runs `body` on each rank in a forked process that watches the others; returns their wait
+// statuses. `parent` runs meanwhile in this process, with the ranks' pids.
 std::vector<int> on_processes(const Setup& setup, const Body& body,
                               const std::function<void(const std::vector<int>&)>& parent = {});
 // The same, where every rank must end well.

@@ -44,8 +44,8 @@ double get(DType dtype, const std::byte* base, std::size_t i) {
 
 // Element i of what rank puts in: up to 12, so that four ranks, bias and residual stay below 256.
 int input_value(int rank, int round, std::size_t i) {
-  return static_cast<int>((static_cast<std::size_t>(rank) * 7 + static_cast<unsigned>(round) * 3 +
-                           i * 5) % 13);
+  return static_cast<int>(
+      (static_cast<std::size_t>(rank) * 7 + static_cast<unsigned>(round) * 3 + i * 5) % 13);
 }
 int bias_value(std::size_t column) { return static_cast<int>(column % 5) - 2; }
 int residual_value(std::size_t i) { return static_cast<int>(i % 7) - 3; }
@@ -54,11 +54,12 @@ std::size_t total_rows(const Layout& layout) {
   return std::accumulate(layout.sizes.begin(), layout.sizes.end(), std::size_t{0});
 }
 
-// Where the tensors of one call lie in memory, with bytes around the output that must stay as they are.
+// Where the tensors of one call lie in memory, with bytes around the output that must stay as they
+// are.
 class Tensors {
  public:
-  Tensors(const Channel& channel, const Collective& call, const std::shared_ptr<host::Arena>& segment,
-          std::size_t in_count, std::size_t out_count)
+  Tensors(const Channel& channel, const Collective& call,
+          const std::shared_ptr<host::Arena>& segment, std::size_t in_count, std::size_t out_count)
       : call_(call), out_bytes_(out_count * size_of(call.out)) {
     const std::size_t in_bytes = in_count * size_of(call.wire);
     out_.assign(out_bytes_ + 2 * kGuard, kUntouched);
@@ -117,7 +118,8 @@ struct Terms {
     }
     if (call.residual) {
       residual.resize(out_count * size_of(call.out) + 1);
-      for (std::size_t i = 0; i < out_count; ++i) put(call.out, residual.data(), i, residual_value(i));
+      for (std::size_t i = 0; i < out_count; ++i)
+        put(call.out, residual.data(), i, residual_value(i));
       epilogue.residual = residual.data();
       epilogue.residual_dtype = call.out;
     }
@@ -168,8 +170,8 @@ void scatter(Channel& channel, const Collective& call, const host::Call& name,
   Tensors tensors(channel, call, segment, layout.outer * rows * inner, out_count);
   const Terms terms(call, inner, out_count);
   reduce_scatter(channel, name, tensors.source(), tensors.out(), layout, call.wire, terms.epilogue);
-  const std::size_t first = std::accumulate(layout.sizes.begin(),
-                                            layout.sizes.begin() + channel.rank(), std::size_t{0});
+  const std::size_t first =
+      std::accumulate(layout.sizes.begin(), layout.sizes.begin() + channel.rank(), std::size_t{0});
   for (std::size_t i = 0; i < out_count; ++i) {
     const std::size_t at = (i / width * rows + first) * inner + i % width;
     tensors.check_output(i, sum_of_inputs(channel.world(), call.round, at) + terms.of(call, i));

@@ -22,9 +22,9 @@ struct Collective {
   host::DType out = host::DType::kF32;
   bool bias = false;
   bool residual = false;
-  bool in_place = false;          // all-reduce only
-  std::uint32_t symmetric = 0;    // bit r: rank r's input lies in the segment
-  int round = 0;                  // tells calls apart
+  bool in_place = false;        // all-reduce only
+  std::uint32_t symmetric = 0;  // bit r: rank r's input lies in the segment
+  int round = 0;                // tells calls apart
 };
 
 std::string text_of(const Collective& call);

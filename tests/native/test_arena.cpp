@@ -29,7 +29,7 @@ std::string error_of(F&& f) {
 
 TEST_CASE(the_arena_is_sealed_and_private, kThreads) {
   const int fd = Arena::create(8192, 3);
-  struct stat info {};
+  struct stat info{};
   CHECK(fstat(fd, &info) == 0);
   CHECK((info.st_mode & 0777) == 0600);
   CHECK(info.st_size == 3 * 8192);

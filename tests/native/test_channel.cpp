@@ -57,7 +57,8 @@ void timeout_of(double spin_us) {
     CHECK(contains(what, "lonely(): rank 0 waited 0."), what);
     CHECK(contains(what, "for rank 1 (pid "), what);
     CHECK(contains(what, "which lives; expected call #1, seen #0"), what);
-    const Failure again = failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "again()"); });
+    const Failure again =
+        failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "again()"); });
     CHECK(contains(again.what(), "It broke with: lonely(): rank 0 waited"), again.what());
   });
 }

@@ -88,8 +88,8 @@ TEST_CASE(all_reduces_are_exact, kThreads) {
     const std::size_t edge = host::chunk_limits().one_shot_bytes;
     for (const DType dtype : kDTypes) {
       const std::size_t at = edge / size_of(dtype);
-      for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{63}, at - 1, at,
-                                      at + 1, 3 * at + 17}) {
+      for (const std::size_t count :
+           {std::size_t{0}, std::size_t{1}, std::size_t{63}, at - 1, at, at + 1, 3 * at + 17}) {
         for (const bool in_place : {false, true}) {
           Collective call{Op::kAllReduce, {1, count, {}}, dtype};
           call.round = ++round;
@@ -161,9 +161,8 @@ TEST_CASE(every_vector_unit_agrees, kThreads) {
     host::use_unit(unit->name);
     Setup setup;
     setup.world = 3;
-    on_threads(setup, [](Channel& channel) {
-      run_random_collectives(channel, options().seed + 1, 25);
-    });
+    on_threads(setup,
+               [](Channel& channel) { run_random_collectives(channel, options().seed + 1, 25); });
   }
   host::use_unit(best);
 }

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
 from tpkernels import _C
+from tpkernels._C import Phase
 from tpkernels.symm.rendezvous import Link, Member, make_arena
 
 _HUGE_PAGE = 2 << 20
@@ -46,15 +48,14 @@ class HostWorkspace:
         self._segments: dict[int, _Segment] = {}
         self._segments_made = 0
         self._chaos: dict[str, Any] | None = None
-        self._attach(workspace_bytes, epoch=0)
+        self._attach(member, workspace_bytes, epoch=0)
 
     @property
     def epoch(self) -> int:
         """The number of the last call; the ranks count alike."""
         return self.channel.epoch
 
-    def _attach(self, capacity: int, epoch: int) -> None:
-        member = self.member
+    def _attach(self, member: Member, capacity: int, epoch: int) -> None:
         region = _C.Channel.region_bytes(member.world, capacity)
         region = -(-region // _HUGE_PAGE) * _HUGE_PAGE
         link: Link = make_arena(member, "workspace", region)
@@ -84,7 +85,12 @@ class HostWorkspace:
         if nbytes <= self.channel.capacity:
             return
         self._agree(f"growing the workspace to {nbytes} bytes for {text}")
-        self._attach(nbytes, self.channel.epoch)
+        self._attach(self._watched(), nbytes, self.channel.epoch)
+
+    def _watched(self) -> Member:
+        """The member, for a rendezvous in the call that has just begun: it finds a lost peer."""
+        channel = self.channel  # of RESULT, which nobody publishes in such a call
+        return replace(self.member, watch=lambda: channel.watch(Phase.RESULT, 0.0))
 
     def _agree(self, text: str) -> None:
         """Finds out whether all ranks are about to do the same."""
@@ -131,7 +137,7 @@ class HostWorkspace:
         self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
         self._segments_made += 1
         page = -(-nbytes // 4096) * 4096
-        link = make_arena(self.member, "empty", page)
+        link = make_arena(self._watched(), "empty", page)
         for pidfd in link.pidfds:
             os.close(pidfd)
         region = link.arena.region(self.member.rank, 0, nbytes)

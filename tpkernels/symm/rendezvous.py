@@ -17,9 +17,8 @@ import json
 import os
 import secrets
 import socket
-import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,10 @@ from torch.distributed import Store
 from tpkernels import _C
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.symm.limits import available_bytes
+from tpkernels.symm.messages import close_all, receive, send, user_of
+
+# Rank 0 gives up at the deadline; the others leave it this long (s) to tell them on whom.
+_GRACE = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Member:
     rank: int
     world: int
     timeout: float
+    watch: Callable[[], None] | None = None  #: raises if a peer is lost, once that can be told
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ def exchange(member: Member, purpose: str, say: dict[str, Any]) -> list[dict[str
     for rank in range(member.world):
         key = f"{prefix}/{rank}"
         try:
-            _await(store, key, deadline)
+            _await(member, key, deadline)
+        except TpkernelsError:
+            raise
         except (RuntimeError, TimeoutError) as error:
             raise CollectiveTimeoutError(
                 f"{purpose} of group '{member.group}': rank {member.rank} waited "
@@ -75,11 +81,13 @@ def exchange(member: Member, purpose: str, say: dict[str, Any]) -> list[dict[str
     return said
 
 
-def _await(store: Store, key: str, deadline: float) -> None:
+def _await(member: Member, key: str, deadline: float) -> None:
     """Polls. ``Store.wait`` would hold the client's lock, and what is waited for may hang on what
     another thread of this process has to say, of another group."""
     pause = 1e-4
-    while not store.check([key]):
+    while not member.store.check([key]):
+        if member.watch is not None:
+            member.watch()
         if time.monotonic() >= deadline:
             raise TimeoutError
         time.sleep(pause)
@@ -114,7 +122,7 @@ def make_arena(member: Member, purpose: str, region_bytes: int) -> Link:
         _bounded(member, 0, deadline) as remaining,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
     ):
-        connection.settimeout(remaining)
+        connection.settimeout(remaining + _GRACE)
         connection.connect(f"\0{root['socket']}")
         return _join(member, connection, root["token"], region_bytes)
 
@@ -122,48 +130,52 @@ def make_arena(member: Member, purpose: str, region_bytes: int) -> Link:
 def _host(
     member: Member, listener: socket.socket, token: str, region_bytes: int, deadline: float
 ) -> Link:
+    ranks = range(member.world)
+    peers: dict[int, socket.socket] = {}
+    pidfds, pids, memory = {0: _own_pidfd()}, {0: os.getpid()}, -1
     with contextlib.ExitStack() as open_files:
-        peers: dict[int, socket.socket] = {}
-        pidfds, pids = {0: _own_pidfd()}, {0: os.getpid()}
-        while len(peers) < member.world - 1:
-            missing = min(set(range(1, member.world)) - set(peers))
-            with _bounded(member, missing, deadline) as remaining:
-                listener.settimeout(remaining)
-                connection = open_files.enter_context(listener.accept()[0])
-                if _user_of(connection) != os.getuid():  # a stranger; our members still come
+        try:
+            while len(peers) < member.world - 1:
+                missing = min(set(ranks[1:]) - set(peers))
+                with _bounded(member, missing, deadline) as remaining:
+                    listener.settimeout(remaining)
+                    connection = open_files.enter_context(listener.accept()[0])
+                    if user_of(connection) != os.getuid():  # a stranger; our members still come
+                        connection.close()
+                        continue
+                    connection.settimeout(remaining)
+                    hello, descriptors = receive(connection, 1)
+                if hello.get("token") != token:
+                    close_all(descriptors)
                     connection.close()
                     continue
-                connection.settimeout(remaining)
-                hello, descriptors = _receive(connection, 1)
-            if hello.get("token") != token:
-                _close(descriptors)
-                connection.close()
-                continue
-            peers[hello["rank"]] = connection
-            pidfds[hello["rank"]], pids[hello["rank"]] = descriptors[0], hello["pid"]
-        ranks = range(member.world)
-        memory, error = -1, None
-        try:
+                peers[hello["rank"]] = connection
+                pidfds[hello["rank"]], pids[hello["rank"]] = descriptors[0], hello["pid"]
             memory, error = _create(region_bytes, member.world)
             shared = [pidfds[r] for r in ranks] + ([memory] if memory >= 0 else [])
             offer = {"pids": [pids[r] for r in ranks], "error": error}
             for rank, connection in peers.items():
                 with _bounded(member, rank, deadline):
-                    _send(connection, offer, shared)
+                    send(connection, offer, shared)
             arena = None
             if error is None:
                 arena, error = _map(memory, region_bytes, member.world, 0)
             for rank, connection in peers.items():
-                with _bounded(member, rank, deadline):
-                    error = error or _receive(connection, 0)[0]["error"]
+                with _bounded(member, rank, deadline):  # all are heard, or a close would reset them
+                    error = receive(connection, 0)[0]["error"] or error
             for rank, connection in peers.items():
                 with _bounded(member, rank, deadline):
-                    _send(connection, {"error": error}, [])
-        except BaseException:
-            _close(pidfds.values())
+                    send(connection, {"error": error}, [])
+        except BaseException as failure:
+            close_all(pidfds.values())
+            late = isinstance(failure, CollectiveTimeoutError)
+            told = {"failed": str(failure), "late": late, "peer": getattr(failure, "peer", None)}
+            for connection in peers.values():
+                with contextlib.suppress(OSError):
+                    send(connection, told, [])
             raise
         finally:
-            _close([memory] if memory >= 0 else [])
+            close_all([memory] if memory >= 0 else [])
     return _verdict(arena, error, [pidfds[r] for r in ranks], [pids[r] for r in ranks])
 
 
@@ -171,22 +183,23 @@ def _join(member: Member, connection: socket.socket, token: str, region_bytes: i
     own = _own_pidfd()
     try:
         hello = {"token": token, "rank": member.rank, "pid": os.getpid()}
-        _send(connection, hello, [own])
+        send(connection, hello, [own])
     finally:
         os.close(own)
-    offer, descriptors = _receive(connection, member.world + 1)
+    offer, descriptors = receive(connection, member.world + 1)
     pidfds, memory = descriptors[: member.world], descriptors[member.world :]
     try:
         arena, error = None, offer["error"]
         if error is None:
             arena, error = _map(memory[0], region_bytes, member.world, member.rank)
-        _send(connection, {"error": error}, [])
-        verdict = _receive(connection, 0)[0]["error"]
+        with contextlib.suppress(BrokenPipeError):  # then rank 0 has said why
+            send(connection, {"error": error}, [])
+        verdict = receive(connection, 0)[0]["error"]
     except BaseException:
-        _close(pidfds)
+        close_all(pidfds)
         raise
     finally:
-        _close(memory)
+        close_all(memory)
     return _verdict(arena, verdict, pidfds, offer["pids"])
 
 
@@ -225,7 +238,7 @@ def _map(
 
 def _verdict(arena: _C.Arena | None, error: str | None, pidfds: list[int], pids: list[int]) -> Link:
     if error is not None or arena is None:
-        _close(pidfds)
+        close_all(pidfds)
         raise MemoryError(f"no shared memory for the group: {error}")
     return Link(arena, pidfds, pids)
 
@@ -253,26 +266,8 @@ def _bounded(member: Member, peer: int, deadline: float) -> Iterator[float]:
             f"{where}, which did not come within {member.timeout:g} s", peer=peer
         ) from error
     except (ConnectionError, EOFError) as error:
+        until = time.monotonic() + 0.2  # a process's end shows a little after its sockets close
+        while member.watch is not None and time.monotonic() < until:
+            member.watch()
+            time.sleep(0.005)
         raise PeerLostError(f"{where}, which left ({error})", peer=peer) from error
-
-
-def _send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
-    socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
-
-
-def _receive(connection: socket.socket, most_descriptors: int) -> tuple[dict[str, Any], list[int]]:
-    data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, most_descriptors)
-    if not data:
-        _close(descriptors)
-        raise EOFError("the connection was closed")
-    return json.loads(data), descriptors
-
-
-def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", credentials)[1])
-
-
-def _close(descriptors: Any) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
