@@ -231,8 +231,10 @@ _ENDS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "unfused"])
-@pytest.mark.parametrize("end", _ENDS)
+@pytest.mark.parametrize(
+    ("end", "algorithm"),
+    [*((end, "direct") for end in _ENDS), ("after a peer was killed", "unfused")],
+)
 def test_the_interpreter_ends_in_time(tmp_path: Path, end: str, algorithm: str) -> None:
     script = _RANK + textwrap.dedent(_ENDS[end])
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -232,6 +232,18 @@ TEST_CASE(a_rank_that_leaves_is_told_to_all, kThreads) {
   });
 }
 
+TEST_CASE(a_rank_that_leaves_may_blame_another, kThreads) {
+  Setup setup;
+  setup.world = 3;
+  on_threads(setup, [](Channel& channel) {
+    channel.begin(kCall, "blaming()");
+    if (channel.rank() == 0) channel.abandon("a deadline", FailureKind::kTimeout, 2);
+    if (channel.rank() != 1) return;
+    const Failure late = failure_of(FailureKind::kTimeout, [&] { channel.wait(0, Phase::kData); });
+    CHECK(late.peer == 2 && contains(late.what(), "with a deadline"), late.what());
+  });
+}
+
 // A rank that has said all it had to say may leave: the call has succeeded.
 TEST_CASE(leaving_after_the_last_word_is_no_failure, kThreads) {
   for (int i = 0; i < 100; ++i) {

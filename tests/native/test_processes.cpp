@@ -161,6 +161,33 @@ TEST_CASE(words_of_the_dead_count, kFork) {
   CHECK(statuses[0] == 0 && killed(statuses[1]));
 }
 
+// `watch` is for waits outside the channel: it finds who died or is late, and lets go who is done.
+TEST_CASE(watch_finds_the_dead_and_the_late, kFork) {
+  Setup setup;
+  setup.world = 3;
+  setup.channel.timeout_s = 0.2;
+  const auto statuses = on_processes(setup, [](Channel& channel) {
+    channel.begin(kCall, "watched()");
+    channel.barrier();
+    if (channel.rank() == 1) {  // is done, and ends
+      channel.publish(Phase::kResult);
+      raise(SIGKILL);
+    }
+    if (channel.rank() == 2) {  // waits for rank 0, and ends in the middle
+      channel.wait(0, Phase::kRead);
+      raise(SIGKILL);
+    }
+    sleep_ms(50);
+    channel.watch(Phase::kResult, 0.1);  // before the deadline, while rank 2 lives
+    channel.publish(Phase::kRead);
+    sleep_ms(50);
+    const Failure lost =
+        failure_of(FailureKind::kPeerLost, [&] { channel.watch(Phase::kResult, 0.1); });
+    CHECK(lost.peer == 2, lost.what());
+  });
+  CHECK(statuses[0] == 0 && killed(statuses[1]) && killed(statuses[2]));
+}
+
 TEST_CASE(a_stopped_process_is_a_timeout, kFork) {
   Setup setup;
   setup.channel.timeout_s = 0.3;
