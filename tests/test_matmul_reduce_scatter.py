@@ -124,3 +124,10 @@ def test_steps_through_a_small_workspace(ranks: RanksFixture, world: int) -> Non
     wide = replace(steps, out_dtype=F32, wire_dtype=F32, residual=F32)
     cases += each(wide, replace(columns, residual=BF16), dtypes=(BF16,))
     run_cases(ranks, world, cases, SMALLEST_WORKSPACE)
+
+
+def test_chunks_of_a_collective(ranks: RanksFixture, world: int) -> None:
+    """Shares of several chunks (csrc/host/collectives.cpp), which begin in the midst of a row."""
+    rows = Case(op=OP, shape=(500 * world, 333), k=(3,), biases=(F32,), residual=F32)
+    columns = replace(rows, shape=(1500, 111 * world), dim=1)
+    run_cases(ranks, world, exact(rows, columns, dtypes=(F32,)), SMALLEST_WORKSPACE)
