@@ -126,6 +126,7 @@ void bind_channel(py::module_& m) {
                  ChannelOptions{timeout, spin_us, yield_us}, epoch);
              channel->set_poll([] {  // lets Ctrl-C interrupt a wait
                stay_if_python_ends();
+               if (gettid() != getpid()) return;  // only the main thread handles signals
                const py::gil_scoped_acquire gil;
                if (PyErr_CheckSignals() != 0) throw py::error_already_set();
              });
