@@ -13,7 +13,7 @@ from typing import Any
 import faults
 import pytest
 import torch.distributed as dist
-from faults import CASES, MATMUL_CASES, PROMPT, Report
+from faults import CASES, MATMUL_CASES, PROMPT, Ending, Report
 
 from tpkernels.algorithms import common, direct, pipelined, unfused
 
@@ -241,3 +241,41 @@ def test_an_interrupt_ends_a_wait(algorithm: str, in_gloo: bool) -> None:
             assert f"rank {VICTIM} (pid {ranks.pids[VICTIM]})" in first.text, first
             assert "it left the call with KeyboardInterrupt" in first.text, first
             assert first.seconds < PROMPT, first
+
+
+class _SlowWork:
+    """A torch.distributed work that seems to take half a second longer than it does."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.until = work, time.monotonic() + 0.5
+
+    def is_completed(self) -> bool:
+        return time.monotonic() > self.until and self.work.is_completed()
+
+    def wait(self, *_: Any) -> None:
+        if not self.is_completed():
+            time.sleep(0.02)
+            raise RuntimeError("Operation timed out!")
+        self.work.wait()
+
+
+def leaving_job(op: str) -> Ending:
+    """All but the victim end when their last call is over; it still has data to take in."""
+    group, rank = faults.new_group(), dist.get_rank()
+    finish = unfused._finish
+    if rank == VICTIM:
+        unfused._finish = lambda call, work: finish(call, _SlowWork(work))
+    ending = faults.ending_of(lambda: faults.run_op(op, group, "unfused"))
+    if rank != VICTIM and not ending.error:
+        os._exit(0)
+    return ending
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_a_rank_that_is_through_may_end(op: str) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        for outcome in faults.collect(ranks, leaving_job, op):
+            if outcome.rank == VICTIM:
+                assert outcome.ok and not outcome.value.error, outcome
+            else:
+                assert outcome.exitcode == 0, outcome

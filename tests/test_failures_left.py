@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import faults
 import pytest
@@ -19,7 +20,7 @@ from faults import Ending
 
 import tpkernels
 from tpkernels import _C
-from tpkernels.symm import rendezvous
+from tpkernels.symm import host, rendezvous
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW = 1, 2, 4
@@ -154,12 +155,12 @@ import os, pathlib, socket, sys, time
 if sys.argv[1] == "other user":
     os.setuid(65534)
 print("ready", flush=True)
-names = []
-while not names:
-    sockets = pathlib.Path("/proc/net/unix").read_text().split()
-    names = [name[1:] for name in sockets if name.startswith("@tpkernels-")]
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-    stranger.connect("\\0" + names[0])
+    connected = False
+    while not connected:
+        for name in pathlib.Path("/proc/net/unix").read_text().split():
+            if name.startswith("@tpkernels-") and not connected:
+                connected = stranger.connect_ex("\\0" + name[1:]) == 0
     if sys.argv[1] == "wrong token":
         stranger.send(b'{"token": "guessed", "rank": 1, "pid": 1}')
     print("connected", flush=True)
@@ -168,10 +169,17 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
 
 
 def late_init_job() -> Ending:
-    group = faults.group_of(dist.new_group())
-    if group.rank() == 1:
+    """Rank 0 listens for a while before rank 1 connects."""
+    group, make_arena = faults.group_of(dist.new_group()), host.make_arena
+
+    def make_later(*args: Any) -> Any:
         time.sleep(0.5)
+        return make_arena(*args)
+
+    if group.rank() == 1:
+        host.make_arena = make_later
     tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+    host.make_arena = make_arena
     return faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
