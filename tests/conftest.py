@@ -18,7 +18,8 @@ settings.load_profile("tpkernels")
 class RankPools:
     """``ranks(world)``: open ranks, kept from test to test, one set per world size."""
 
-    def __init__(self) -> None:
+    def __init__(self, **env: str) -> None:
+        self._env = env
         self._pools: dict[int, Ranks] = {}
 
     def __call__(self, world: int) -> Ranks:
@@ -26,7 +27,7 @@ class RankPools:
         for size in [size for size, pool in self._pools.items() if not pool.healthy]:
             self._pools.pop(size).close()
         if world not in self._pools:
-            self._pools[world] = Ranks(world)
+            self._pools[world] = Ranks(world, env=self._env)
         return self._pools[world]
 
     def close(self) -> None:
@@ -45,6 +46,14 @@ def _fork_server() -> None:
 def ranks() -> Iterator[RankPools]:
     """Rank processes for a test: ``ranks(4).run(function, ...)``."""
     pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[RankPools]:
+    """The same, where Triton kernels run under their interpreter."""
+    pools = RankPools(TRITON_INTERPRET="1")
     yield pools
     pools.close()
 

@@ -26,11 +26,12 @@ ALLOWED = {
     "dtypes": set[str](),
     "shards": set[str](),
     "plan": LEAVES - {"_C"},
+    "kernels": LEAVES | {"symm", "kernels"},
     "symm": LEAVES | {"symm"},
-    "algorithms": LEAVES | {"plan", "symm", "algorithms"},
+    "algorithms": LEAVES | {"plan", "symm", "algorithms", "kernels"},
     "groups": LEAVES | {"symm"},
     "backends": LEAVES | {"plan", "algorithms", "groups", "symm"},
-    "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "ops"},
+    "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops"},
 }
 # From here on anything goes: they use the package as its users do.
 USERS = {"", "__main__", "cli", "launch", "_fork_server", "_member", "_rank"}

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from tpkernels import _C
-from tpkernels.algorithms import direct, pipelined, unfused
+from tpkernels.algorithms import direct, fused, pipelined, unfused
 from tpkernels.groups import Group
 from tpkernels.plan import Plan, Problem
 from tpkernels.symm.host import HostWorkspace
@@ -18,6 +18,7 @@ _ALGORITHMS: dict[str, ModuleType] = {
     "unfused": unfused,
     "direct": direct,
     "pipelined": pipelined,
+    "fused": fused,
 }
 OPS = (
     "all_gather_matmul",

@@ -15,7 +15,7 @@ import torch
 
 from tpkernels import dtypes
 
-ALGORITHMS = ("unfused", "direct", "pipelined")
+ALGORITHMS = ("unfused", "direct", "pipelined", "fused")
 
 
 @dataclass(frozen=True)
@@ -83,22 +83,28 @@ class Plan:
 PIPELINE_MIN_ROWS = 256
 
 
-def choose(problem: Problem, *, shared_memory: bool, requested: str = "auto") -> Plan:
+def choose(
+    problem: Problem,
+    *,
+    shared_memory: bool,
+    no_kernels: str | None = None,
+    requested: str = "auto",
+) -> Plan:
     """The plan for ``problem``.
 
     Args:
         shared_memory: whether all ranks of the group can map each other's memory.
+        no_kernels: why the Triton kernels cannot run; None: they can.
         requested: an algorithm's name, or "auto".
 
     Raises:
         ValueError: ``requested`` is no algorithm.
-        NotImplementedError: the algorithm asked for cannot run this problem; the message says what
-        it
-            needs.
+        NotImplementedError: the algorithm asked for cannot run this problem; the message says
+            what it needs.
     """
     if requested != "auto":
         check_algorithm(requested)
-        obstacle = _obstacle(problem, requested, shared_memory)
+        obstacle = _obstacle(problem, requested, shared_memory, no_kernels)
         if obstacle is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {obstacle}")
         return _plan(problem, requested, "asked for")
@@ -107,7 +113,10 @@ def choose(problem: Problem, *, shared_memory: bool, requested: str = "auto") ->
     if not shared_memory:
         return _plan(problem, "unfused", "the ranks share no memory")
     rows = _rows_per_part(problem)
-    if _obstacle(problem, "pipelined", shared_memory) is None and rows >= PIPELINE_MIN_ROWS:
+    if (
+        _obstacle(problem, "pipelined", shared_memory, no_kernels) is None
+        and rows >= PIPELINE_MIN_ROWS
+    ):
         return _plan(problem, "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}")
     reason = (
         "no matmul to overlap with"
@@ -123,9 +132,11 @@ def check_algorithm(name: str) -> None:
         raise ValueError(f"unknown algorithm '{name}'; there are auto, {', '.join(ALGORITHMS)}")
 
 
-def obstacles(problem: Problem, *, shared_memory: bool) -> dict[str, str | None]:
+def obstacles(
+    problem: Problem, *, shared_memory: bool, no_kernels: str | None = None
+) -> dict[str, str | None]:
     """For each algorithm, why it cannot run ``problem`` (None: it can)."""
-    return {name: _obstacle(problem, name, shared_memory) for name in ALGORITHMS}
+    return {name: _obstacle(problem, name, shared_memory, no_kernels) for name in ALGORITHMS}
 
 
 def _has_matmul(problem: Problem) -> bool:
@@ -143,16 +154,24 @@ def _rows_per_part(problem: Problem) -> int:
     )
 
 
-def _obstacle(problem: Problem, algorithm: str, shared_memory: bool) -> str | None:
+def _obstacle(
+    problem: Problem, algorithm: str, shared_memory: bool, no_kernels: str | None
+) -> str | None:
     if algorithm == "unfused":
         return None
     if not shared_memory:
         return "needs memory shared by all ranks, and this group's ranks are on several hosts"
-    if algorithm == "pipelined":
-        if not _has_matmul(problem):
-            return "overlaps a matmul, and this op has none"
-        if problem.op == "all_gather_matmul" and problem.dim == len(problem.shape) - 1:
-            return "cannot gather the dim that the matmul sums over (it would round each part)"
+    if algorithm in ("pipelined", "fused") and not _has_matmul(problem):
+        return "overlaps a matmul, and this op has none"
+    last = problem.dim == len(problem.shape) - 1
+    if algorithm == "pipelined" and problem.op == "all_gather_matmul" and last:
+        return "cannot gather the dim that the matmul sums over (it would round each part)"
+    if algorithm == "fused":
+        if problem.dim is not None and (problem.outer != 1 or last):
+            return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"
+        if problem.dtype == torch.float64:
+            return "accumulates in float32 and takes no float64"
+        return no_kernels
     return None
 
 

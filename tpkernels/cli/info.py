@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tpkernels import _C, dtypes
+from tpkernels import _C, dtypes, kernels
 from tpkernels.algorithms.product import native
 from tpkernels.backends import OPS, TABLES
 from tpkernels.cli import environment
@@ -62,7 +62,7 @@ def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | 
     """Why each algorithm cannot run ``op``; None: it can."""
     shape = (1024, 1024, 1024) if op in MATMUL_OPS else (1024,)
     problem = Spec(op, shape, torch.float32).problem(world=2)
-    found = obstacles(problem, shared_memory=shared_memory)
+    found = obstacles(problem, shared_memory=shared_memory, no_kernels=kernels.obstacle(device))
     for name in ALGORITHMS:
         if found[name] is None and (op, name) not in TABLES[device]:
             found[name] = f"is not built for {device}"

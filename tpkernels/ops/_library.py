@@ -9,6 +9,7 @@ import torch
 
 from tpkernels.backends import Call
 from tpkernels.groups import Group
+from tpkernels.kernels import obstacle
 from tpkernels.plan import Problem, check_algorithm, choose
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
@@ -39,7 +40,13 @@ def plan_call(group: Group, problem: Problem, algorithm: str) -> Call:
     if group.world > 1 or algorithm not in ("auto", "unfused"):
         group.ready()
     shared = group.shared_memory or group.world == 1
-    return Call(group, problem, choose(problem, shared_memory=shared, requested=algorithm))
+    plan = choose(
+        problem,
+        shared_memory=shared,
+        no_kernels=obstacle(problem.device),
+        requested=algorithm,
+    )
+    return Call(group, problem, plan)
 
 
 def forbid_grad(op: str, tensors: Iterable[torch.Tensor | None]) -> None:

@@ -17,9 +17,10 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C import Phase
+from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.rendezvous import Link, Member, make_arena
 
-_HUGE_PAGE = 2 << 20
+_PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
 # How long a waiter polls before it sleeps, and from when on it offers its core to others between
 # polls: at once where ranks outnumber cores.
 _SPIN_US = 200.0
@@ -48,6 +49,7 @@ class HostWorkspace:
         self._segments: dict[int, _Segment] = {}
         self._segments_made = 0
         self._chaos: dict[str, Any] | None = None
+        self._device: DeviceWorkspace | None = None
         self._attach(member, workspace_bytes, epoch=0)
 
     @property
@@ -86,6 +88,26 @@ class HostWorkspace:
             return
         self._agree(f"growing the workspace to {nbytes} bytes for {text}")
         self._attach(self._watched(), nbytes, self.channel.epoch)
+
+    def device(self, words: int, buffer_bytes: int, text: str) -> DeviceWorkspace:
+        """The workspace of the Triton kernels under their interpreter, with at least that many
+        words from each source and such buffers. Grows collectively, as ``require`` does."""
+        if self._device is not None:
+            if self._device.holds(words, buffer_bytes):
+                return self._device
+            words = max(words, self._device.words)
+            buffer_bytes = max(buffer_bytes, self._device.buffer_bytes)
+        self._agree(f"a kernel workspace of {words} words and {buffer_bytes} bytes for {text}")
+        member = self.member
+        nbytes = region_bytes(member.world, words, buffer_bytes)
+        link = make_arena(self._watched(), "kernels", -(-nbytes // _PAGE) * _PAGE)
+        for pidfd in link.pidfds:
+            os.close(pidfd)
+        regions = [link.arena.region(rank) for rank in range(member.world)]
+        self._device = DeviceWorkspace(regions, member.rank, words, buffer_bytes, member.timeout)
+        if self._chaos is not None:
+            self._device.set_chaos(**self._chaos)
+        return self._device
 
     def _watched(self) -> Member:
         """The member, for a rendezvous in the call that has just begun: it finds a lost peer."""
@@ -136,8 +158,7 @@ class HostWorkspace:
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
         self._segments_made += 1
-        page = -(-nbytes // 4096) * 4096
-        link = make_arena(self._watched(), "empty", page)
+        link = make_arena(self._watched(), "empty", -(-nbytes // _PAGE) * _PAGE)
         for pidfd in link.pidfds:
             os.close(pidfd)
         region = link.arena.region(self.member.rank, 0, nbytes)
@@ -165,6 +186,8 @@ class HostWorkspace:
         """For tests: random delays at every publish and wait, and negative controls."""
         self._chaos = switches
         self.channel.set_chaos(**switches)
+        if self._device is not None:
+            self._device.set_chaos(**switches)
 
     def close(self) -> None:
         """Forgets the memory; it goes when the last view of it does. Peers that still wait for this
@@ -172,3 +195,4 @@ class HostWorkspace:
         self.channel.abandon("tpkernels.finalize")
         self._bases.clear()
         self._segments.clear()
+        self._device = None

@@ -1,0 +1,127 @@
+"""Compiles the Triton kernels for GPUs that this machine need not have, and reads what came out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from tpkernels.kernels import (
+    all_gather_matmul,
+    matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from tpkernels.kernels.configs import MatmulConfig
+
+NAMES = {tl.float32: "fp32", tl.float16: "fp16", tl.bfloat16: "bf16"}
+WORLD = 4
+
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "matmul": (matmul.matmul_kernel, {"before": None}),
+    "share": (
+        all_gather_matmul.share_kernel,
+        {"BLOCK": all_gather_matmul.COPY_BLOCK},
+    ),
+    "all_gather_matmul": (
+        all_gather_matmul.all_gather_matmul_kernel,
+        {"FETCHERS": 16, "COPY": all_gather_matmul.COPY_BLOCK},
+    ),
+    "matmul_reduce_scatter": (matmul_reduce_scatter.matmul_reduce_scatter_kernel, {}),
+    "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
+    "two_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": False}),
+}
+
+
+@triton.jit
+def do_nothing(context, owner, tile_m):  # type: ignore[no-untyped-def]
+    pass
+
+
+_DATA = {"a", "b", "bias", "residual", "out", "gathered", "x"}
+_WORDS = {"regions", "state", "control"}
+_ODD = {"rank", "signature", "timeout_ns", "seed"}
+
+
+@dataclass(frozen=True)
+class Build:
+    """A compiled kernel: its PTX, and what cuobjdump tells of the cubin."""
+
+    ptx: str = field(repr=False)
+    registers: int
+    stack: int
+    local: int
+    shared: int
+
+    def count(self, pattern: str) -> int:
+        """How often an instruction stands in the PTX."""
+        return len(re.findall(pattern, self.ptx))
+
+
+def build(
+    name: str,
+    dtype: Any,
+    arch: int,
+    config: MatmulConfig,
+    *,
+    b_major: str = "k",
+    delays: bool = False,
+    **changed: Any,
+) -> Build:
+    """Compiles one kernel for sizes and addresses that are multiples of 16."""
+    kernel, own = KERNELS[name]
+    constants = {
+        "WIRE": dtype,
+        "WORLD": WORLD,
+        "CHAOS": 2000 if delays else 0,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "SUM_M": config.sum_m,
+        "A_TMA": config.tma,
+        "B_TMA": b_major if config.tma else "no",
+        **own,
+    } | changed
+    if b_major == "k":
+        constants |= {"stride_bk": 1}
+    else:
+        constants |= {"stride_bn": 1}
+    signature, attributes, used = {}, {}, {}
+    for at, arg in enumerate(kernel.arg_names):
+        if arg in constants:
+            signature[arg], used[arg] = "constexpr", constants[arg]
+        elif arg in _DATA:
+            signature[arg] = f"*{NAMES[dtype]}"
+        elif arg in _WORDS:
+            signature[arg] = "*i64"
+        elif arg == "starts":
+            signature[arg] = "*i32"
+        else:
+            signature[arg] = "i64" if arg == "timeout_ns" else "i32"
+        if arg not in constants and arg not in _ODD:
+            attributes[at,] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, used, attributes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return Build(compiled.asm["ptx"], *_resources(compiled.asm["cubin"]), compiled.metadata.shared)
+
+
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """(registers, bytes of stack, bytes of local memory) of a thread."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    values = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", told))
+    return int(values["REG"]), int(values["STACK"]), int(values["LOCAL"])

@@ -1,0 +1,21 @@
+"""Triton kernels. Nothing outside this folder imports Triton; who wants a kernel imports its module
+when it is to run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+
+@functools.lru_cache
+def obstacle(device: str) -> str | None:
+    """Why the kernels cannot run on tensors of a device type; None: they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton (pip install triton)"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
+            "runs Triton kernels, on a CPU under their interpreter only: for tests, set "
+            "TRITON_INTERPRET=1 before the first import of triton"
+        )
+    return None

@@ -1,0 +1,190 @@
+"""``y = concat_r(x_r) @ w`` in one kernel: rows that are here are multiplied while others travel.
+
+Problem: rank r has rows [starts[r], starts[r+1]) of x; every rank needs all of them, in `gathered`.
+
+Algorithm: a first kernel copies the own rows into symmetric memory, for the peers, and into
+`gathered`. In the second, the first FETCHERS programs bring the peers' rows into `gathered`, chunk
+by chunk, from rank+1 on; the others run the tile loop, own rows first, then those of rank+1, ... as
+they arrive.
+
+Sync: ENTERED of a peer says that its rows are in its buffer, since the copy is an earlier kernel of
+the stream. A fetcher waits for it, and for each chunk publishes a word to its own rank, TILES +
+chunk from the chunk's owner; a tile waits for the word of its chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tpkernels.kernels.configs import MatmulConfig, choose
+from tpkernels.kernels.matmul import matmul, matmul_tiles, segment, store_result
+from tpkernels.kernels.sync import (
+    ENTERED,
+    TILES,
+    buffer_of,
+    enter,
+    fence_async_proxy,
+    leave,
+    next_buffer,
+    pointer,
+    publish_from,
+    wait_for,
+)
+from tpkernels.symm.device import DeviceWorkspace
+
+COPY_BLOCK = 4096  # elements that a program copies at a time
+
+
+@triton.jit
+def copy_elements(source, to, count, lane, lanes, BLOCK: tl.constexpr):
+    """Copies ``count`` elements, ``lane`` of ``lanes`` its part of them."""
+    for begin in range(lane * BLOCK, count, lanes * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(to + at, tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def share_kernel(
+    x, gathered, count, regions, state, rank, buffers_at, buffer_stride, BLOCK: tl.constexpr
+):
+    """Copies this rank's rows to where the peers, and where its own tiles find them."""
+    own = next_buffer(regions, state, rank, buffers_at, buffer_stride)
+    own = pointer(own, x.dtype.element_ty)
+    lane, lanes = tl.program_id(0), tl.num_programs(0)
+    copy_elements(x, own, count, lane, lanes, BLOCK)
+    copy_elements(x, gathered, count, lane, lanes, BLOCK)
+
+
+@triton.jit
+def _fetch(
+    peers,
+    gathered,
+    starts,
+    K,
+    chunk_rows,
+    lane,
+    lanes,
+    BLOCK: tl.constexpr,
+    WORLD: tl.constexpr,
+    CHAOS: tl.constexpr,
+):
+    for i in range(1, WORLD):
+        owner = (peers.rank + i) % WORLD
+        begin, end = segment(starts, 0, owner, WORLD)
+        wait_for(peers, owner, ENTERED, CHAOS)
+        theirs = pointer(buffer_of(peers, owner), gathered.dtype.element_ty)
+        for chunk in range(lane, tl.cdiv(end - begin, chunk_rows), lanes):
+            row = chunk * chunk_rows
+            count = tl.minimum(chunk_rows, end - begin - row) * K
+            to = gathered + (begin + row).to(tl.int64) * K
+            copy_elements(theirs + row.to(tl.int64) * K, to, count, 0, 1, BLOCK)
+            publish_from(peers, peers.rank, owner, TILES + chunk, CHAOS)
+
+
+@triton.jit
+def _await_rows(context, owner, tile_m):
+    """The `before` hook: waits for the chunk that a row of tiles is in."""
+    peers = context[0]
+    if owner != peers.rank:
+        wait_for(peers, owner, TILES + tile_m // context[1], context[2])
+        if context[3]:
+            fence_async_proxy()
+
+
+@triton.jit(do_not_specialize=["rank", "signature", "timeout_ns", "seed"])
+def all_gather_matmul_kernel(
+    gathered,
+    b,
+    bias,
+    out,
+    starts,
+    M,
+    N,
+    K,
+    stride_bk,
+    stride_bn,
+    chunk_tiles,
+    regions,
+    state,
+    control,
+    rank,
+    signature,
+    timeout_ns,
+    words,
+    buffers_at,
+    buffer_stride,
+    seed,
+    FETCHERS: tl.constexpr,
+    COPY: tl.constexpr,
+    WORLD: tl.constexpr,
+    CHAOS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    A_TMA: tl.constexpr,
+    B_TMA: tl.constexpr,
+):
+    """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``."""
+    peers = enter(
+        regions, state, control, rank, signature, timeout_ns, words, buffers_at, buffer_stride,
+        seed, WORLD, CHAOS,
+    )  # fmt: skip
+    lane = tl.program_id(0)
+    if lane < FETCHERS:
+        _fetch(
+            peers, gathered, starts, K, chunk_tiles * BLOCK_M, lane, FETCHERS, COPY, WORLD, CHAOS
+        )
+    else:
+        matmul_tiles(
+            gathered, b, starts, M, N, K, K, stride_bk, stride_bn, rank, lane - FETCHERS,
+            tl.num_programs(0) - FETCHERS, _await_rows, (peers, chunk_tiles, CHAOS, A_TMA),
+            store_result, (out, bias, N), WORLD,
+            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_TMA, B_TMA,
+        )  # fmt: skip
+    leave(peers, CHAOS)
+
+
+def chunk_tiles(rows: int, config: MatmulConfig) -> int:
+    """Rows of tiles that travel together: about a quarter of the longest share."""
+    return max(1, triton.cdiv(rows, 4 * config.block_m))
+
+
+def requirements(sizes: tuple[int, ...], k: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(words from one source, bytes of a buffer) that a call needs."""
+    return 1 + 4, max(sizes) * k * dtype.itemsize
+
+
+def all_gather_matmul(
+    space: DeviceWorkspace,
+    signature: int,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor,
+    sizes: tuple[int, ...],
+) -> None:
+    """x [sizes[rank], K], weights [K, N_i] -> outs [M, N_i] and gathered [M, K], where M is the sum
+    of ``sizes``. The later weights find all rows in place: theirs are plain products."""
+    (m, k), rows = gathered.shape, x.shape[0]
+    config = choose(x.device, x.dtype, m)
+    own = gathered.narrow(0, sum(sizes[: space.rank]), rows)
+    if rows:
+        share_kernel[(min(config.programs, triton.cdiv(rows * k, COPY_BLOCK)),)](
+            x, own, rows * k, space.regions, space.state, space.rank, space.buffers_at,
+            space.buffer_stride, BLOCK=COPY_BLOCK,
+        )  # fmt: skip
+    b, out = weights[0], outs[0]
+    tiles = sum(triton.cdiv(size, config.block_m) for size in sizes)
+    fetchers = config.fetchers if space.world > 1 else 0
+    lanes = min(config.programs - fetchers, tiles * triton.cdiv(out.shape[1], config.block_n))
+    all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
+        gathered, b, biases[0], out, space.starts(sizes), m, b.shape[1], k, *b.stride(),
+        chunk_tiles(max(sizes), config), **space.arguments(signature), FETCHERS=fetchers,
+        COPY=COPY_BLOCK, **config.constants(gathered, b), **config.launch(),
+    )  # fmt: skip
+    for b, bias, out in zip(weights[1:], biases[1:], outs[1:], strict=True):
+        matmul(gathered, b, bias, out=out)

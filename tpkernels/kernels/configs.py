@@ -1,0 +1,127 @@
+"""How the tile loop is cut: block sizes by architecture, dtype and rows.
+
+None of these has been measured on a GPU; they are compiled for each architecture by the tests,
+which require the tensor core instructions and refuse spills.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+
+from tpkernels.kernels.sync import INTERPRETED
+
+_TMA_ALIGNMENT = 16  # bytes, of addresses and strides
+_SMALL_M = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulConfig:
+    """One way to run the tile loop.
+
+    ``programs`` is the size of the persistent grid, 0 for one per multiprocessor; ``fetchers`` of
+    them bring the peers' rows of an all-gather.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+    programs: int = 0
+    fetchers: int = 16
+    tma: bool = False
+
+    @property
+    def sum_m(self) -> int:
+        """Rows of a tile that are summed at a time, so that they fit the registers."""
+        return max(1, min(self.block_m, 32 * 32 * self.num_warps // self.block_n))
+
+    def constants(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
+        """Compile-time arguments of the tile loop for a [M, K] and b [K, N]."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "A_TMA": self.tma and a.stride(1) == 1 and _aligned(a, a.stride(0)),
+            "B_TMA": self._major(b),
+        }
+
+    def _major(self, b: torch.Tensor) -> str:
+        if self.tma and b.stride(0) == 1 and _aligned(b, b.stride(1)):
+            return "k"
+        if self.tma and b.stride(1) == 1 and _aligned(b, b.stride(0)):
+            return "n"
+        return "no"
+
+    def launch(self) -> dict[str, int]:
+        """Arguments of the launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
+
+
+def _aligned(x: torch.Tensor, stride: int) -> bool:
+    size = x.element_size()
+    return x.data_ptr() % _TMA_ALIGNMENT == 0 and stride * size % _TMA_ALIGNMENT == 0
+
+
+# (architecture, bytes of an element, few rows) -> config.
+TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
+    (80, 2, True): MatmulConfig(block_m=16, block_n=64, block_k=64, num_stages=4),
+    (80, 2, False): MatmulConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4),
+    (80, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=32),
+    (80, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_stages=2),
+    (90, 2, True): MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True),
+    (90, 2, False): MatmulConfig(
+        block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, tma=True
+    ),
+    (90, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=32),
+    (90, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_stages=2),
+    (100, 2, True): MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True),
+    (100, 2, False): MatmulConfig(
+        block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, tma=True
+    ),
+    (100, 4, True): MatmulConfig(block_m=16, block_n=32, block_k=32),
+    (100, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_stages=2),
+}
+INTERPRETER = MatmulConfig(
+    block_m=32, block_n=32, block_k=32, group_m=2, programs=4, fetchers=2, tma=True
+)
+
+
+def choose(device: torch.device, dtype: torch.dtype, rows: int) -> MatmulConfig:
+    """The config for a product of that many rows.
+
+    Raises:
+        NotImplementedError: the device is older than sm_80.
+    """
+    if INTERPRETED:
+        return INTERPRETER
+    capability, programs = _prepared(device)
+    if capability < 80:
+        raise NotImplementedError(
+            f"the Triton kernels need compute capability 8.0; {device} has {capability / 10:.1f}"
+        )
+    known = max(arch for arch, _, _ in TABLE if arch <= capability)
+    config = TABLE[known, dtype.itemsize, rows <= _SMALL_M]
+    return MatmulConfig(**{**asdict(config), "programs": config.programs or programs})
+
+
+@functools.lru_cache
+def _prepared(device: torch.device) -> tuple[int, int]:
+    """(compute capability, multiprocessors) of a device that is ready to launch kernels."""
+
+    def allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.int8, device=device)
+
+    triton.set_allocator(allocate)  # for the descriptors that kernels make
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count

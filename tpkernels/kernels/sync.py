@@ -1,0 +1,247 @@
+"""Signals between the kernels of a group's ranks, over symmetric memory.
+
+Problem: kernels on several ranks, each a grid of programs, exchange tiles through each other's
+memory, call after call and in replayed graphs, without the host.
+
+Algorithm: every rank owns a region that all others address: words, then two buffers. A call is an
+epoch. Words and buffers are doubled by its parity. A word is (signature << 32 | epoch), pushed into
+the region of the rank that waits for it, so that every wait polls local memory.
+
+Sync: who has data writes it, then pushes a word (`publish`: release, system scope); who needs it
+waits for the word (`wait_for`: acquire, system scope), then reads. The first program of every rank
+pushes an ENTERED word to every peer when it starts, and before it ends it waits for theirs.
+
+Invariant (no overwritten read): when rank A starts epoch e+2 its kernel of e+1 has ended, so it
+has seen the ENTERED word of e+1 of every peer B. B pushed that when its kernel of e had ended,
+which was B's last reader of any buffer of epoch e, A's or its own. So A may write the buffers of
+parity e: its own, and its slots in B's. Nor can a word be two epochs ahead of a waiter; hence words
+are compared for equality. tests/protocol_model.py searches all interleavings.
+
+Programs: a program waits for words of a peer's first program, or of its program of the same number.
+Those that a program waits for before it publishes (the results of a two-shot) depend on lower
+numbers or the same alone. So it is enough that every rank starts its programs in increasing order,
+however many run at a time.
+
+The epoch lives in device memory, and the last program of a grid to end advances it: a captured
+graph replays correctly. A wait ends at its deadline, when the host sets ABORT, or when another wait
+of the grid has failed; the kernel then runs to its end with STATUS set and results that must not be
+used.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+# int64 words private to a rank, in its device's memory.
+STATE_EPOCH = tl.constexpr(0)
+STATE_ENDED = tl.constexpr(1)  # programs of the running grid that have ended
+
+# int64 words that the host reads and writes too.
+STATUS = tl.constexpr(0)  # a FAILED_ value once a wait has failed
+STATUS_PEER = tl.constexpr(1)
+STATUS_EXPECTED = tl.constexpr(2)
+STATUS_SEEN = tl.constexpr(3)
+ABORT = tl.constexpr(4)  # set by the host: 1 + the rank that is lost
+
+FAILED_MISMATCH = tl.constexpr(1)
+FAILED_TIMEOUT = tl.constexpr(2)
+FAILED_ABORT = tl.constexpr(3)
+
+# Words from one source: ENTERED, then those of tiles or chunks.
+ENTERED = tl.constexpr(0)
+TILES = tl.constexpr(1)
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+if INTERPRETED.value:
+
+    def clock() -> int:
+        return time.monotonic_ns()
+
+    def pause_for(nanoseconds: Any) -> None:
+        time.sleep(int(nanoseconds.handle.data.item()) * 1e-9)
+
+    def pause() -> None:
+        """Lets another rank have the core: ranks may outnumber them."""
+        time.sleep(0)
+
+else:
+
+    @triton.jit
+    def clock():
+        return tl.extra.cuda.globaltimer()
+
+    @triton.jit
+    def pause_for(nanoseconds):
+        begin = clock()
+        while clock() - begin < nanoseconds:
+            pass
+
+    @triton.jit
+    def pause():
+        pass
+
+
+class Peers(NamedTuple):
+    """One call as a kernel sees it; made by ``enter``."""
+
+    regions: Any  # the ranks' regions: a table of addresses
+    rank: Any
+    word: Any
+    parity: Any
+    state: Any
+    control: Any
+    timeout_ns: Any
+    words: Any  # from one source
+    buffers_at: Any  # bytes from the begin of a region
+    buffer_stride: Any  # bytes from one buffer to the other
+    world: Any
+    seed: Any  # of the delays that CHAOS asks for
+
+
+@triton.jit
+def delay(peers, place, CHAOS: tl.constexpr):
+    """For tests. CHAOS is 2 * the longest delay in ns (0: none), + 1 if waits return at once. How
+    long it takes follows from seed, call, program and place."""
+    if CHAOS > 1:
+        mixed = (peers.word + peers.seed) * 0x9E3779B1 + tl.program_id(0) * 0x5EBCA6B
+        mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D + place * 0x297A2D3
+        pause_for(((mixed >> 11) & 0x7FFFFFFF) % (CHAOS >> 1))
+
+
+@triton.jit
+def pointer(address, dtype: tl.constexpr):
+    """A pointer to an address that is a multiple of 16, which makes accesses vectors."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def next_buffer(regions, state, rank, buffers_at, buffer_stride):
+    """Address, as an integer, of the buffer of ``rank`` in the call that the next kernel begins."""
+    parity = (tl.load(state + STATE_EPOCH) + 1) & 1
+    return tl.load(regions + rank) + buffers_at + parity * buffer_stride
+
+
+@triton.jit
+def enter(
+    regions,
+    state,
+    control,
+    rank,
+    signature,
+    timeout_ns,
+    words,
+    buffers_at,
+    buffer_stride,
+    seed,
+    WORLD: tl.constexpr,
+    CHAOS: tl.constexpr,
+):
+    """Begins a call: reads the epoch, and the first program announces it to all peers."""
+    epoch = (tl.load(state + STATE_EPOCH) + 1) & 0xFFFFFFFF
+    word = (signature.to(tl.int64) << 32) | epoch
+    peers = Peers(
+        regions, rank, word, epoch & 1, state, control, timeout_ns, words, buffers_at,
+        buffer_stride, WORLD, seed,
+    )  # fmt: skip
+    if tl.program_id(0) == 0:
+        for i in range(1, WORLD):
+            publish(peers, (rank + i) % WORLD, ENTERED, CHAOS)
+    return peers
+
+
+@triton.jit
+def leave(peers, CHAOS: tl.constexpr):
+    """Ends a call: the first program has then heard of every peer, the last one advances the
+    epoch."""
+    if tl.program_id(0) == 0:
+        for i in range(1, peers.world):
+            wait_for(peers, (peers.rank + i) % peers.world, ENTERED, CHAOS)
+    ended = tl.atomic_add(peers.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
+    if ended == tl.num_programs(0) - 1:
+        tl.store(peers.state + STATE_ENDED, 0)
+        tl.store(peers.state + STATE_EPOCH, peers.word & 0xFFFFFFFF)
+
+
+@triton.jit
+def word_of(peers, rank, source, index):
+    """Where the word ``index`` from ``source`` stands in the region of ``rank``."""
+    region = tl.load(peers.regions + rank).to(tl.pointer_type(tl.int64))
+    return region + (peers.parity * peers.world + source) * peers.words + index
+
+
+@triton.jit
+def buffer_of(peers, rank):
+    """Address, as an integer, of the buffer of ``rank`` in this call."""
+    return tl.load(peers.regions + rank) + peers.buffers_at + peers.parity * peers.buffer_stride
+
+
+@triton.jit
+def publish(peers, to, index, CHAOS: tl.constexpr):
+    """Tells ``to`` that all this program wrote before is complete. Release."""
+    publish_from(peers, to, peers.rank, index, CHAOS)
+
+
+@triton.jit
+def publish_from(peers, to, source, index, CHAOS: tl.constexpr):
+    """The same for data that came from ``source``."""
+    delay(peers, index, CHAOS)
+    tl.debug_barrier()  # the word is one thread's, the data all threads'
+    word = word_of(peers, to, source, index)
+    tl.atomic_xchg(word, peers.word, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for(peers, source, index, CHAOS: tl.constexpr):
+    """Returns when the word ``index`` from ``source`` has come, or a wait has failed. Acquire."""
+    delay(peers, index, CHAOS)
+    if CHAOS & 1 == 0:
+        word = word_of(peers, peers.rank, source, index)
+        seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+        if seen != peers.word:
+            _poll(peers, source, word)
+
+
+@triton.jit
+def _poll(peers, source, awaited):
+    control, word = peers.control, peers.word
+    entered = word_of(peers, peers.rank, source, ENTERED)
+    seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
+    begin = clock()
+    status = tl.atomic_add(control + STATUS, 0, sem="relaxed", scope="sys")
+    while (seen != word) & (status == 0):
+        pause()
+        came = tl.atomic_add(entered, 0, sem="relaxed", scope="sys")
+        lost = tl.atomic_add(control + ABORT, 0, sem="relaxed", scope="sys")
+        if (came != word) & ((came & 0xFFFFFFFF) == (word & 0xFFFFFFFF)):
+            _fail(peers, FAILED_MISMATCH, source, came)
+        elif lost != 0:
+            _fail(peers, FAILED_ABORT, (lost - 1).to(tl.int32), came)
+        elif clock() - begin > peers.timeout_ns:
+            _fail(peers, FAILED_TIMEOUT, source, seen)
+        status = tl.atomic_add(control + STATUS, 0, sem="relaxed", scope="sys")
+        seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _fail(peers, kind: tl.constexpr, source, seen):
+    """Records the first failure of a grid."""
+    control = peers.control
+    none, failed = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
+    if tl.atomic_cas(control + STATUS, none, failed, sem="acq_rel", scope="sys") == 0:
+        tl.store(control + STATUS_PEER, tl.cast(source, tl.int64))
+        tl.store(control + STATUS_EXPECTED, peers.word)
+        tl.store(control + STATUS_SEEN, seen)
+
+
+@triton.jit
+def fence_async_proxy():
+    """After a wait, before TMA reads of what it guards: those go through another proxy."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        )

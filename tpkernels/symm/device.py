@@ -1,0 +1,119 @@
+"""The workspace of the Triton kernels: what each rank's region holds, and what a kernel is given.
+
+A region is, for both parities and every source rank, `words` signal words, and then two buffers.
+The protocol and its proof are in kernels/sync.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+_ALIGNMENT = 256  # bytes, of the buffers
+_WORD = 8
+_STATE_WORDS, _CONTROL_WORDS = 2, 8
+_STATUS, _STATUS_PEER, _STATUS_EXPECTED, _STATUS_SEEN, _ABORT = range(5)  # kernels/sync.py
+
+MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
+
+
+def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
+    """Bytes of a region with that many words from each source and buffers of that size."""
+    return _aligned(2 * world * words * _WORD) + 2 * _aligned(buffer_bytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Region(Protocol):
+    """Memory that all ranks of a group can address."""
+
+    @property
+    def address(self) -> int: ...
+
+
+class DeviceWorkspace:
+    """Regions of a group's ranks, and the epoch of its kernels.
+
+    Args:
+        regions: of the ranks, as this rank addresses them; zeros at first.
+        words: signal words from one source.
+        buffer_bytes: of each of the two buffers.
+        timeout: seconds that a wait may take.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        rank: int,
+        words: int,
+        buffer_bytes: int,
+        timeout: float,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._memory = regions  # keeps them mapped
+        addresses = [region.address for region in regions]
+        self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.rank, self.world = rank, len(addresses)
+        self.words, self.buffer_bytes = words, _aligned(buffer_bytes)
+        self.buffers_at = _aligned(2 * self.world * words * _WORD)
+        self.timeout = timeout
+        self.state = torch.zeros(_STATE_WORDS, dtype=torch.int64, device=device)
+        self.control = torch.zeros(_CONTROL_WORDS, dtype=torch.int64)
+        self._starts: dict[tuple[int, ...], torch.Tensor] = {}
+        self._chaos = {"seed": 0, "CHAOS": 0}
+        self.buffer_stride = self.buffer_bytes
+
+    def holds(self, words: int, buffer_bytes: int) -> bool:
+        """Whether a call with such needs fits."""
+        return words <= self.words and buffer_bytes <= self.buffer_bytes
+
+    def starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
+        """Row at which each rank's segment begins, and the end of the last."""
+        found = self._starts.get(sizes)
+        if found is None:
+            edges = [sum(sizes[:r]) for r in range(len(sizes) + 1)]
+            found = torch.tensor(edges, dtype=torch.int32, device=self.regions.device)
+            self._starts[sizes] = found
+        return found
+
+    def arguments(self, signature: int) -> dict[str, Any]:
+        """What every kernel that communicates is given."""
+        return {
+            "regions": self.regions,
+            "state": self.state,
+            "control": self.control,
+            "rank": self.rank,
+            "signature": signature - (signature >> 31 << 32),  # as a signed 32-bit number
+            "timeout_ns": int(self.timeout * 1e9),
+            "words": self.words,
+            "buffers_at": self.buffers_at,
+            "buffer_stride": self.buffer_stride,
+            "WORLD": self.world,
+            **self._chaos,
+        }
+
+    def abort(self, rank: int) -> None:
+        """Ends all waits of a running kernel: ``rank`` is lost."""
+        self.control[_ABORT] = 1 + rank
+
+    def failure(self) -> tuple[int, int, int, int] | None:
+        """(kind, peer, word expected, word seen) of the first failed wait. Kinds are
+        MISMATCH, TIMEOUT and ABORTED."""
+        kind, peer, expected, seen = self.control[: _STATUS_SEEN + 1].tolist()
+        return (kind, peer, expected & (1 << 64) - 1, seen & (1 << 64) - 1) if kind else None
+
+    def set_chaos(
+        self,
+        seed: int,
+        max_delay_us: int,
+        single_buffer: bool = False,
+        skip_waits: bool = False,
+    ) -> None:
+        """For tests: random delays at every publish and wait, and the two ways to break the
+        protocol (negative controls)."""
+        self._chaos = {"seed": seed, "CHAOS": max_delay_us * 2000 + skip_waits}
+        self.buffer_stride = 0 if single_buffer else self.buffer_bytes
