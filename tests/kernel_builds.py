@@ -47,6 +47,7 @@ def do_nothing(context, owner, tile_m):  # type: ignore[no-untyped-def]
 
 _DATA = {"a", "b", "bias", "residual", "out", "gathered", "x"}
 _WORDS = {"regions", "state", "control"}
+_ALIGNED = _DATA | _WORDS | {"starts", "slot_bytes", "results_at", "buffers_at", "buffer_stride"}
 _ODD = {"rank", "signature", "timeout_ns", "seed"}
 
 
@@ -73,9 +74,10 @@ def build(
     *,
     b_major: str = "k",
     delays: bool = False,
+    divisible: bool = True,
     **changed: Any,
 ) -> Build:
-    """Compiles one kernel for sizes and addresses that are multiples of 16."""
+    """Compiles one kernel; addresses are multiples of 16, and so are sizes if ``divisible``."""
     kernel, own = KERNELS[name]
     constants = {
         "WIRE": dtype,
@@ -106,11 +108,11 @@ def build(
             signature[arg] = "*i32"
         else:
             signature[arg] = "i64" if arg == "timeout_ns" else "i32"
-        if arg not in constants and arg not in _ODD:
+        if arg not in constants and arg not in _ODD and (divisible or arg in _ALIGNED):
             attributes[at,] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, used, attributes)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source, target=target, options=config.launch())
     return Build(compiled.asm["ptx"], *_resources(compiled.asm["cubin"]), compiled.metadata.shared)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cases import WORLDS, Case, RanksFixture, each, uneven_splits
 from ranked import check, check_cases, fresh_group, run_cases
 
+import tpkernels
 from tpkernels import groups
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -151,12 +152,14 @@ def protocol_job(seed: int, calls: int, delay_us: int, poison: bool, **broken: b
         assert workspace is not None
         workspace.set_chaos(**chaos)
         for _, case in zip(range(calls), _calls(group.size()), strict=False):
-            epoch = int(_device(group).state[0])
             if poison and case.op == "all_gather_matmul":  # the peers have read the last but one
-                _poison(_device(group), epoch + 1)
-            wrong += check(case, group)
+                _poison(_device(group), int(_device(group).state[0]) + 1)
+            try:
+                wrong += check(case, group)
+            except tpkernels.TpkernelsError as error:
+                return [*wrong, f"{case}: {error}"]
             if poison and case.op != "all_gather_matmul":  # only this rank reads what peers push
-                _poison(_device(group), epoch + 1)
+                _poison(_device(group), int(_device(group).state[0]))
     return wrong
 
 
@@ -184,7 +187,10 @@ def lagging_job(single_buffer: bool) -> list[str]:
         found = check_cases(cases[:1], group)
         delay = 400_000 if group.rank() == 0 else 0
         _device(group).set_chaos(seed=3, max_delay_us=delay, single_buffer=single_buffer)
-        return found + check_cases(cases, group)
+        space = _device(group)
+        found += check_cases(cases, group)
+        assert _device(group) is space, "the workspace grew, and the new one has two buffers"
+        return found
 
 
 @pytest.mark.parametrize("single_buffer", [False, True])

@@ -68,11 +68,44 @@ def test_a_stopped_rank_is_a_timeout(op: str) -> None:
         assert outcomes[VICTIM].timed_out, outcomes[VICTIM]
         for report, stopped_at in faults.values(outcomes, VICTIM).values():
             first = report.first
-            assert first.error == "CollectiveTimeoutError", first
+            assert first.error == "CollectiveTimeoutError" and first.peer is not None, first
             assert first.at - stopped_at < 2 * STOP_TIMEOUT + PROMPT, first
             faults.require_broken(report)
         os.kill(ranks.pids[VICTIM], signal.SIGCONT)
         ranks.collect(faults.COLLECT_SECONDS)
+
+
+def woken_job(delay_at: int) -> list[Ending]:
+    """Rank 1 sleeps through the others' deadline, then goes on; nobody may return wrong numbers."""
+    from tpkernels.kernels import matmul_all_reduce, sync
+
+    matmul_all_reduce.ONE_SHOT_BYTES = 0
+    fused._LOOK_S = faults.COLLECT_SECONDS  # the kernels alone
+    group = faults.new_group(timeout=0.5)
+    call = functools.partial(faults.run_op, "matmul_all_reduce", group, "fused", 100)
+    call()
+    places = 0
+
+    def nap(_: object) -> None:
+        nonlocal places
+        places += 1
+        if places == delay_at:
+            time.sleep(2)
+
+    if group.rank() == 1:
+        faults.workspace_of(group).set_chaos(seed=1, max_delay_us=1)
+        sync.pause_for = nap
+    return [faults.ending_of(call)]
+
+
+@pytest.mark.parametrize("delay_at", [2, 5, 9])
+def test_a_rank_that_overslept_gets_no_wrong_result(delay_at: int) -> None:
+    """Of a two-shot, whose results come from ranks that may have given up."""
+    with faults.watched_ranks(2, TRITON_INTERPRET="1") as ranks:
+        told = faults.values(faults.collect(ranks, woken_job, delay_at))
+        errors = [told[rank][0].error for rank in range(2)]
+        assert errors[0] == "CollectiveTimeoutError", told
+        assert errors[1] in ("CollectiveTimeoutError", "PeerLostError"), told
 
 
 def mismatched_job(watched: bool) -> tuple[Ending, tuple[int, ...] | None]:

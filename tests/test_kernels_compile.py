@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,27 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     assert (found.count(ACQUIRE) > 0) == communicates
     assert (found.count(RELEASE) > 0) == communicates
     assert (found.count(PROXY_FENCE) > 0) == (name == "all_gather_matmul" and config.tma)
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "share"}))
+def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
+    """Odd sizes exclude tensor descriptors; fewer arguments must not break what needs them."""
+    config = replace(TABLE[90, 2, False], tma=False)
+    found = build(name, tl.float16, 90, config, divisible=False, WORLD=world, bias=None)
+    assert found.count(TENSOR_CORES[90]) > 0
+
+
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "share"}))
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
+    """Before each release there is a barrier, and between the two no store of data."""
+    lines = build(name, tl.bfloat16, arch, TABLE[arch, 2, False]).ptx.splitlines()
+    releases = [at for at, line in enumerate(lines) if re.search(RELEASE, line)]
+    for at in releases:
+        before = (line for line in reversed(lines[:at]) if re.search(r"bar\.sync|st\.global", line))
+        assert "bar.sync" in next(before), "\n".join(lines[at - 20 : at + 1])
+    assert releases
 
 
 @pytest.mark.parametrize("b_major", ["k", "n"])

@@ -66,26 +66,24 @@ def _running(call: Call, words: int, buffer_bytes: int) -> Iterator[DeviceWorksp
     channel.publish(Phase.DATA)
     with _Watch(call, space) as watch:
         yield space
-    if space.failure() is not None:
-        _raise_failure(call, space, watch)
+    if watch.error is not None:
+        raise watch.error
+    failure = space.failure()
+    if failure is not None:
+        _raise_failure(call, *failure)
     channel.publish(Phase.RESULT)
     for peer in after(call):  # who began: the kernels' words keep the ranks in step, not these
         channel.wait(peer, Phase.DATA)
 
 
-def _raise_failure(call: Call, space: DeviceWorkspace, watch: _Watch) -> None:
+def _raise_failure(call: Call, kind: int, peer: int, expected: int, seen: int) -> None:
     """Raises what the channel knows of the peers, else what the kernel's wait has seen."""
-    if watch.error is not None:
-        raise watch.error
-    failure = space.failure()
-    assert failure is not None  # that is why we are here
-    kind, peer, expected, seen = failure
-    late = kind == device.TIMEOUT
-    call.workspace.channel.watch(Phase.RESULT, space.timeout if late else 0.0)
-    error = CollectiveTimeoutError if late else CollectiveMismatchError
+    call.workspace.channel.watch(Phase.RESULT, 0.0)
+    error = CollectiveTimeoutError if kind == device.TIMEOUT else CollectiveMismatchError
     raise error(
-        f"{call.plan.text}: rank {space.rank} waited in its kernel for rank {peer}: expected word "
-        f"{expected:#018x}, seen {seen:#018x}. The group is broken: make a new one.",
+        f"{call.plan.text}: rank {call.group.rank} waited in its kernel for rank {peer}: expected "
+        f"word {expected:#018x}, seen {seen:#018x}, timeout {call.group.timeout:g} s. The group is "
+        "broken: make a new one.",
         peer=peer,
     )
 
@@ -103,11 +101,12 @@ def all_gather_matmul(
     problem = call.problem
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
     whole = empty(problem.shape, x.dtype) if gathered is None else gathered
-    with _running(call, *kernel.requirements(sizes, x.shape[-1], x.dtype)) as space:
+    rows = as_rows(x.contiguous())
+    with _running(call, *kernel.requirements(sizes, rows)) as space:
         kernel.all_gather_matmul(
             space,
             call.plan.signature,
-            as_rows(x.contiguous()),
+            rows,
             weights,
             [None if bias is None else bias.contiguous() for bias in biases],
             [as_rows(out) for out in outs],

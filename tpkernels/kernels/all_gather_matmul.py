@@ -3,9 +3,9 @@
 Problem: rank r has rows [starts[r], starts[r+1]) of x; every rank needs all of them, in `gathered`.
 
 Algorithm: a first kernel copies the own rows into symmetric memory, for the peers, and into
-`gathered`. In the second, the first FETCHERS programs bring the peers' rows into `gathered`, chunk
-by chunk, from rank+1 on; the others run the tile loop, own rows first, then those of rank+1, ... as
-they arrive.
+`gathered`. In the second, the first FETCHERS programs bring the peers' rows into `gathered`, a row
+of tiles at a time, from rank+1 on; the others run the tile loop, own rows first, then those of
+rank+1, ... as they arrive.
 
 Sync: ENTERED of a peer says that its rows are in its buffer, since the copy is an earlier kernel of
 the stream. A fetcher waits for it, and for each chunk publishes a word to its own rank, TILES +
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.kernels.configs import MatmulConfig, choose
+from tpkernels.kernels.configs import choose
 from tpkernels.kernels.matmul import matmul, matmul_tiles, segment, store_result
 from tpkernels.kernels.sync import (
     ENTERED,
@@ -62,34 +62,39 @@ def _fetch(
     peers,
     gathered,
     starts,
+    M,
     K,
-    chunk_rows,
     lane,
     lanes,
-    BLOCK: tl.constexpr,
     WORLD: tl.constexpr,
     CHAOS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COPY: tl.constexpr,
 ):
+    """Brings the peers' rows; the fetchers take the chunks of all peers in turn."""
+    turn = lane
     for i in range(1, WORLD):
         owner = (peers.rank + i) % WORLD
-        begin, end = segment(starts, 0, owner, WORLD)
-        wait_for(peers, owner, ENTERED, CHAOS)
+        begin, end = segment(starts, M, owner, WORLD)
+        chunks = tl.cdiv(end - begin, BLOCK_M)
+        if turn < chunks:
+            wait_for(peers, owner, ENTERED, CHAOS)
         theirs = pointer(buffer_of(peers, owner), gathered.dtype.element_ty)
-        for chunk in range(lane, tl.cdiv(end - begin, chunk_rows), lanes):
-            row = chunk * chunk_rows
-            count = tl.minimum(chunk_rows, end - begin - row) * K
+        for chunk in range(turn, chunks, lanes):
+            row = chunk * BLOCK_M
+            count = tl.minimum(BLOCK_M, end - begin - row) * K
             to = gathered + (begin + row).to(tl.int64) * K
-            copy_elements(theirs + row.to(tl.int64) * K, to, count, 0, 1, BLOCK)
+            copy_elements(theirs + row.to(tl.int64) * K, to, count, 0, 1, COPY)
             publish_from(peers, peers.rank, owner, TILES + chunk, CHAOS)
+        turn += tl.cdiv(tl.maximum(chunks - turn, 0), lanes) * lanes - chunks
 
 
 @triton.jit
 def _await_rows(context, owner, tile_m):
-    """The `before` hook: waits for the chunk that a row of tiles is in."""
-    peers = context[0]
-    if owner != peers.rank:
-        wait_for(peers, owner, TILES + tile_m // context[1], context[2])
-        if context[3]:
+    """The `before` hook: waits for the chunk, a row of tiles."""
+    if owner != context[0].rank:
+        wait_for(context[0], owner, TILES + tile_m, context[1])
+        if context[2]:
             fence_async_proxy()
 
 
@@ -105,7 +110,6 @@ def all_gather_matmul_kernel(
     K,
     stride_bk,
     stride_bn,
-    chunk_tiles,
     regions,
     state,
     control,
@@ -135,26 +139,23 @@ def all_gather_matmul_kernel(
     lane = tl.program_id(0)
     if lane < FETCHERS:
         _fetch(
-            peers, gathered, starts, K, chunk_tiles * BLOCK_M, lane, FETCHERS, COPY, WORLD, CHAOS
-        )
+            peers, gathered, starts, M, K, lane, FETCHERS, WORLD, CHAOS, BLOCK_M, COPY,
+        )  # fmt: skip
     else:
         matmul_tiles(
             gathered, b, starts, M, N, K, K, stride_bk, stride_bn, rank, lane - FETCHERS,
-            tl.num_programs(0) - FETCHERS, _await_rows, (peers, chunk_tiles, CHAOS, A_TMA),
+            tl.num_programs(0) - FETCHERS, _await_rows, (peers, CHAOS, A_TMA),
             store_result, (out, bias, N), WORLD,
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_TMA, B_TMA,
         )  # fmt: skip
     leave(peers, CHAOS)
 
 
-def chunk_tiles(rows: int, config: MatmulConfig) -> int:
-    """Rows of tiles that travel together: about a quarter of the longest share."""
-    return max(1, triton.cdiv(rows, 4 * config.block_m))
-
-
-def requirements(sizes: tuple[int, ...], k: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(words from one source, bytes of a buffer) that a call needs."""
-    return 1 + 4, max(sizes) * k * dtype.itemsize
+def requirements(sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
+    """(words from one source, bytes of a buffer) that a call needs. x [rows, K]."""
+    config = choose(x.device, x.dtype, sum(sizes))
+    chunks = triton.cdiv(max(sizes), config.block_m)
+    return 1 + chunks, max(sizes) * x.shape[1] * x.dtype.itemsize
 
 
 def all_gather_matmul(
@@ -183,8 +184,8 @@ def all_gather_matmul(
     lanes = min(config.programs - fetchers, tiles * triton.cdiv(out.shape[1], config.block_n))
     all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
         gathered, b, biases[0], out, space.starts(sizes), m, b.shape[1], k, *b.stride(),
-        chunk_tiles(max(sizes), config), **space.arguments(signature), FETCHERS=fetchers,
-        COPY=COPY_BLOCK, **config.constants(gathered, b), **config.launch(),
+        **space.arguments(signature), FETCHERS=fetchers, COPY=COPY_BLOCK,
+        **config.constants(gathered, b), **config.launch(),
     )  # fmt: skip
     for b, bias, out in zip(weights[1:], biases[1:], outs[1:], strict=True):
         matmul(gathered, b, bias, out=out)

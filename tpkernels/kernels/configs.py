@@ -7,7 +7,7 @@ which require the tensor core instructions and refuse spills.
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tpkernels.kernels.sync import INTERPRETED
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
+_SUM_ELEMENTS = 16  # of a sum that a thread has at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class MatmulConfig:
     @property
     def sum_m(self) -> int:
         """Rows of a tile that are summed at a time, so that they fit the registers."""
-        return max(1, min(self.block_m, 32 * 32 * self.num_warps // self.block_n))
+        return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
     def constants(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
         """Compile-time arguments of the tile loop for a [M, K] and b [K, N]."""
@@ -61,8 +62,9 @@ class MatmulConfig:
         return "no"
 
     def launch(self) -> dict[str, int]:
-        """Arguments of the launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        """Arguments of the launch. A persistent grid has one program per multiprocessor, which may
+        have all the registers: ptxas would rather spill some, for more programs at a time."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": 255}
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -77,23 +79,23 @@ def _aligned(x: torch.Tensor, stride: int) -> bool:
 TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
     (80, 2, True): MatmulConfig(block_m=16, block_n=64, block_k=64, num_stages=4),
     (80, 2, False): MatmulConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4),
-    (80, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=32),
-    (80, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_stages=2),
+    (80, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
+    (80, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
     (90, 2, True): MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True),
     (90, 2, False): MatmulConfig(
         block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, tma=True
     ),
-    (90, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=32),
-    (90, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_stages=2),
+    (90, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
+    (90, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
     (100, 2, True): MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True),
     (100, 2, False): MatmulConfig(
         block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, tma=True
     ),
-    (100, 4, True): MatmulConfig(block_m=16, block_n=32, block_k=32),
-    (100, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_stages=2),
+    (100, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
+    (100, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
 }
 INTERPRETER = MatmulConfig(
-    block_m=32, block_n=32, block_k=32, group_m=2, programs=4, fetchers=2, tma=True
+    block_m=32, block_n=32, block_k=32, group_m=2, num_warps=1, programs=4, fetchers=2, tma=True
 )
 
 
@@ -105,23 +107,24 @@ def choose(device: torch.device, dtype: torch.dtype, rows: int) -> MatmulConfig:
     """
     if INTERPRETED:
         return INTERPRETER
-    capability, programs = _prepared(device)
+    capability, programs = _properties(device)
     if capability < 80:
         raise NotImplementedError(
             f"the Triton kernels need compute capability 8.0; {device} has {capability / 10:.1f}"
         )
-    known = max(arch for arch, _, _ in TABLE if arch <= capability)
+    triton.set_allocator(_allocate)  # for the descriptors that kernels make; of this thread
+    # From 12.0 on devices have the matrix instructions and the shared memory of 8.0.
+    known = 80 if capability >= 120 else max(arch for arch, _, _ in TABLE if arch <= capability)
     config = TABLE[known, dtype.itemsize, rows <= _SMALL_M]
-    return MatmulConfig(**{**asdict(config), "programs": config.programs or programs})
+    return replace(config, programs=config.programs or programs)
+
+
+def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.int8, device=torch.cuda.current_device())
 
 
 @functools.lru_cache
-def _prepared(device: torch.device) -> tuple[int, int]:
-    """(compute capability, multiprocessors) of a device that is ready to launch kernels."""
-
-    def allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.int8, device=device)
-
-    triton.set_allocator(allocate)  # for the descriptors that kernels make
+def _properties(device: torch.device) -> tuple[int, int]:
+    """(compute capability, multiprocessors)."""
     properties = torch.cuda.get_device_properties(device)
     return properties.major * 10 + properties.minor, properties.multi_processor_count

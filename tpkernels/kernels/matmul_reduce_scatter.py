@@ -65,7 +65,7 @@ def push(
 @triton.jit
 def slot_of(peers, rank, source, slot_bytes, WIRE: tl.constexpr):
     """Where the partials from ``source`` are in the buffer of ``rank``."""
-    return pointer(buffer_of(peers, rank) + source * slot_bytes, WIRE)
+    return pointer(buffer_of(peers, rank) + tl.cast(source, tl.int64) * slot_bytes, WIRE)
 
 
 @triton.jit

@@ -23,9 +23,11 @@ numbers or the same alone. So it is enough that every rank starts its programs i
 however many run at a time.
 
 The epoch lives in device memory, and the last program of a grid to end advances it: a captured
-graph replays correctly. A wait ends at its deadline, when the host sets ABORT, or when another wait
-of the grid has failed; the kernel then runs to its end with STATUS set and results that must not be
-used.
+graph replays correctly.
+
+Failure: a wait ends at its deadline, when the peer's ENTERED word is of another call, when the host
+sets ABORT, or when another wait of the grid has failed. From then on the grid publishes nothing, so
+that no peer takes garbage for data; the kernel runs to its end with results that must not be used.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ import triton.language as tl
 # int64 words private to a rank, in its device's memory.
 STATE_EPOCH = tl.constexpr(0)
 STATE_ENDED = tl.constexpr(1)  # programs of the running grid that have ended
+STATE_STATUS = tl.constexpr(2)  # a FAILED_ value once a wait has failed
+STATE_PEER = tl.constexpr(3)
+STATE_EXPECTED = tl.constexpr(4)
+STATE_SEEN = tl.constexpr(5)
+STATE_CLOCK = tl.constexpr(6)
+STATE_LOST = tl.constexpr(7)  # ABORT, as the device has seen it
 
-# int64 words that the host reads and writes too.
-STATUS = tl.constexpr(0)  # a FAILED_ value once a wait has failed
-STATUS_PEER = tl.constexpr(1)
-STATUS_EXPECTED = tl.constexpr(2)
-STATUS_SEEN = tl.constexpr(3)
-ABORT = tl.constexpr(4)  # set by the host: 1 + the rank that is lost
+# int64 words that the host writes.
+ABORT = tl.constexpr(0)  # 1 + the rank that is lost
 
 FAILED_MISMATCH = tl.constexpr(1)
 FAILED_TIMEOUT = tl.constexpr(2)
@@ -188,11 +192,14 @@ def publish(peers, to, index, CHAOS: tl.constexpr):
 
 @triton.jit
 def publish_from(peers, to, source, index, CHAOS: tl.constexpr):
-    """The same for data that came from ``source``."""
+    """The same for data that came from ``source``. Nothing is told after a wait has failed: what
+    was written since is not the data."""
     delay(peers, index, CHAOS)
+    status = tl.atomic_add(peers.state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
     tl.debug_barrier()  # the word is one thread's, the data all threads'
-    word = word_of(peers, to, source, index)
-    tl.atomic_xchg(word, peers.word, sem="release", scope="sys")
+    if status == 0:
+        word = word_of(peers, to, source, index)
+        tl.atomic_xchg(word, peers.word, sem="release", scope="sys")
 
 
 @triton.jit
@@ -206,36 +213,54 @@ def wait_for(peers, source, index, CHAOS: tl.constexpr):
             _poll(peers, source, word)
 
 
+# Each thread reads a clock, or memory, at a time of its own, but the threads of a program must take
+# the same way. What an atomic returns was read by one of them for all.
+
+
+@triton.jit
+def _now(state):
+    """The latest that any program has told of the time."""
+    tl.atomic_max(state + STATE_CLOCK, tl.cast(clock(), tl.int64), sem="relaxed", scope="gpu")
+    return tl.atomic_add(state + STATE_CLOCK, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _lost(peers):
+    """ABORT, at the latest when asked a second time."""
+    abort = tl.load(peers.control + ABORT, volatile=True)
+    return tl.atomic_max(peers.state + STATE_LOST, abort, sem="relaxed", scope="gpu")
+
+
 @triton.jit
 def _poll(peers, source, awaited):
-    control, word = peers.control, peers.word
+    state, word = peers.state, peers.word
     entered = word_of(peers, peers.rank, source, ENTERED)
+    begin = _now(state)
+    status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
     seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
-    begin = clock()
-    status = tl.atomic_add(control + STATUS, 0, sem="relaxed", scope="sys")
     while (seen != word) & (status == 0):
         pause()
         came = tl.atomic_add(entered, 0, sem="relaxed", scope="sys")
-        lost = tl.atomic_add(control + ABORT, 0, sem="relaxed", scope="sys")
+        lost = _lost(peers)
         if (came != word) & ((came & 0xFFFFFFFF) == (word & 0xFFFFFFFF)):
             _fail(peers, FAILED_MISMATCH, source, came)
         elif lost != 0:
-            _fail(peers, FAILED_ABORT, (lost - 1).to(tl.int32), came)
-        elif clock() - begin > peers.timeout_ns:
+            _fail(peers, FAILED_ABORT, lost - 1, came)
+        elif _now(state) - begin > peers.timeout_ns:
             _fail(peers, FAILED_TIMEOUT, source, seen)
-        status = tl.atomic_add(control + STATUS, 0, sem="relaxed", scope="sys")
+        status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
         seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
 def _fail(peers, kind: tl.constexpr, source, seen):
     """Records the first failure of a grid."""
-    control = peers.control
+    state = peers.state
     none, failed = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
-    if tl.atomic_cas(control + STATUS, none, failed, sem="acq_rel", scope="sys") == 0:
-        tl.store(control + STATUS_PEER, tl.cast(source, tl.int64))
-        tl.store(control + STATUS_EXPECTED, peers.word)
-        tl.store(control + STATUS_SEEN, seen)
+    if tl.atomic_cas(state + STATE_STATUS, none, failed, sem="acq_rel", scope="gpu") == 0:
+        tl.store(state + STATE_PEER, tl.cast(source, tl.int64))
+        tl.store(state + STATE_EXPECTED, peers.word)
+        tl.store(state + STATE_SEEN, seen)
 
 
 @triton.jit

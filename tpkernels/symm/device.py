@@ -13,8 +13,9 @@ import torch
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
-_STATE_WORDS, _CONTROL_WORDS = 2, 8
-_STATUS, _STATUS_PEER, _STATUS_EXPECTED, _STATUS_SEEN, _ABORT = range(5)  # kernels/sync.py
+# kernels/sync.py
+_STATE_WORDS, _CONTROL_WORDS = 8, 1
+_STATUS, _SEEN, _ABORT = 2, 5, 0
 
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
@@ -62,7 +63,8 @@ class DeviceWorkspace:
         self.buffers_at = _aligned(2 * self.world * words * _WORD)
         self.timeout = timeout
         self.state = torch.zeros(_STATE_WORDS, dtype=torch.int64, device=device)
-        self.control = torch.zeros(_CONTROL_WORDS, dtype=torch.int64)
+        pinned = self.regions.is_cuda  # the host writes it while a kernel runs
+        self.control = torch.zeros(_CONTROL_WORDS, dtype=torch.int64, pin_memory=pinned)
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self._chaos = {"seed": 0, "CHAOS": 0}
         self.buffer_stride = self.buffer_bytes
@@ -103,7 +105,7 @@ class DeviceWorkspace:
     def failure(self) -> tuple[int, int, int, int] | None:
         """(kind, peer, word expected, word seen) of the first failed wait. Kinds are
         MISMATCH, TIMEOUT and ABORTED."""
-        kind, peer, expected, seen = self.control[: _STATUS_SEEN + 1].tolist()
+        kind, peer, expected, seen = self.state[_STATUS : _SEEN + 1].tolist()
         return (kind, peer, expected & (1 << 64) - 1, seen & (1 << 64) - 1) if kind else None
 
     def set_chaos(

@@ -1,0 +1,128 @@
+"""Calls of the fused kernels for the GPU suite, on the ranks of a group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_stages import _integers, synchronize, times_ms
+from tpkernels.kernels import all_gather_matmul as gather
+from tpkernels.kernels import matmul_all_reduce as reduce
+from tpkernels.kernels import matmul_reduce_scatter as scatter
+from tpkernels.kernels.matmul import matmul
+from tpkernels.shards import shard_sizes
+from tpkernels.symm.device import DeviceWorkspace
+
+TIMEOUT = 20.0
+WORDS, BUFFER_BYTES = 1 << 14, 256 << 20
+REHEARSAL_BYTES = 1 << 20
+
+
+class FusedCalls:
+    """The kernels with a workspace of their own, and inputs that every rank can make."""
+
+    def __init__(self, device: str, pg: dist.ProcessGroup | None) -> None:
+        assert pg is not None
+        self.device, self.rank, self.world = device, pg.rank(), pg.size()
+        self.space = self._workspace(pg)
+        self._signature = 1
+
+    def _workspace(self, pg: dist.ProcessGroup) -> DeviceWorkspace:
+        if self.device == "cuda":
+            from tpkernels.symm.cuda import make_workspace
+
+            index = self.rank % torch.cuda.device_count()
+            torch.cuda.set_device(index)
+            return make_workspace(pg, WORDS, BUFFER_BYTES, TIMEOUT, torch.device("cuda", index))
+        import tpkernels
+        from tpkernels import groups
+
+        tpkernels.init(pg, timeout=TIMEOUT)
+        workspace = groups.get(pg.group_name).workspace
+        assert workspace is not None
+        return workspace.device(WORDS, REHEARSAL_BYTES, "a rehearsal")
+
+    def run(
+        self, op: str, x: torch.Tensor, w: torch.Tensor, sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """One call; the all-gather takes this rank's rows of x, the others all rows."""
+        self._signature += 1
+        rows, n = sum(sizes), w.shape[1]
+        if op == "all_gather_matmul":
+            out = x.new_empty(rows, n)
+            gathered = x.new_empty(rows, x.shape[1])
+            gather.all_gather_matmul(
+                self.space, self._signature, x, [w], [None], [out], gathered, sizes
+            )
+        elif op == "matmul_reduce_scatter":
+            out = x.new_empty(sizes[self.rank], n)
+            scatter.matmul_reduce_scatter(
+                self.space, self._signature, x, w, None, None, out, sizes, x.dtype
+            )
+        else:
+            reduce.ONE_SHOT_BYTES = 0 if op == "two_shot" else 1 << 40
+            out = x.new_empty(rows, n)
+            reduce.matmul_all_reduce(self.space, self._signature, x, w, None, None, out, x.dtype)
+        return out
+
+    def check(self, op: str, seed: int, rows: int, n: int = 72, k: int = 40) -> bool:
+        """Whether one call on integers is exact."""
+        sizes = tuple(shard_sizes(rows, self.world))
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+        xs = [_integers(seed * 9 + r, self.device, dtype, rows, k) for r in range(self.world)]
+        ws = [_integers(seed * 9 + 5 + r, self.device, dtype, k, n) for r in range(self.world)]
+        begin = sum(sizes[: self.rank])
+        own = slice(begin, begin + sizes[self.rank])
+        if op == "all_gather_matmul":
+            got = self.run(op, xs[0][own].contiguous(), ws[self.rank], sizes)
+            exact = xs[0].double() @ ws[self.rank].double()
+        else:
+            got = self.run(op, xs[self.rank], ws[self.rank], sizes)
+            exact = sum(x.double() @ w.double() for x, w in zip(xs, ws, strict=True))
+            exact = exact[own] if op == "matmul_reduce_scatter" else exact
+        synchronize(self.device)
+        return self.space.failure() is None and torch.equal(got.double(), exact)
+
+    def beside_plain(self, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
+        """(op, ms, ms of the plain kernel) at world size 1, bf16."""
+        x = torch.randn(m, k, device=self.device).to(torch.bfloat16)
+        w = torch.randn(n, k, device=self.device).to(torch.bfloat16).t()
+        told = []
+        for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot"):
+            jobs = [lambda op=op: self.run(op, x, w, (m,)), lambda: matmul(x, w)]
+            told.append((op, *times_ms(self.device, jobs)))
+        return told
+
+    def replay(self, replays: int, rows: int = 256, n: int = 128, k: int = 64) -> int:
+        """Captures an all-gather and a reduce-scatter and replays them with new input each time;
+        how many replays were wrong."""
+        sizes = tuple(shard_sizes(rows, self.world))
+        begin = sum(sizes[: self.rank])
+        own = slice(begin, begin + sizes[self.rank])
+        w = _integers(1, self.device, torch.bfloat16, k, n)
+        v = _integers(2, self.device, torch.bfloat16, n, k)
+        x = _integers(3, self.device, torch.bfloat16, rows, k)[own].contiguous()
+
+        def block() -> torch.Tensor:
+            h = self.run("all_gather_matmul", x, w, sizes)
+            return self.run("matmul_reduce_scatter", h.clamp(-1, 1), v, sizes)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles
+            block()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            y = block()
+        wrong = 0
+        for i in range(replays):
+            everything = _integers(100 + i, self.device, torch.bfloat16, rows, k)
+            x.copy_(everything[own])
+            recorded.replay()
+            torch.cuda.synchronize()
+            h = (everything.double() @ w.double()).clamp(-1, 1)
+            exact = self.world * (h @ v.double())[own]
+            wrong += not torch.equal(y.double(), exact.to(torch.bfloat16).double())
+        return wrong + (self.space.failure() is not None)

@@ -1,0 +1,197 @@
+"""The stages of the GPU suite. Each yields results; checks come before measurements."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.launch import Ranks
+
+Job = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how long."""
+
+    device: str
+    budget_s: float
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.device == "cpu"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report; ``ok`` is None where nothing was checked."""
+
+    stage: str
+    what: str
+    value: str = ""
+    ok: bool | None = True
+
+    def __str__(self) -> str:
+        return f"{'WRONG ' if self.ok is False else ''}{self.what}: {self.value}"
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def times_ms(device: str, jobs: list[Job], rounds: int = 5) -> list[float]:
+    """The median time of each job, measured by turns."""
+    told: list[list[float]] = [[] for _ in jobs]
+    for _ in range(rounds):
+        for job, times in zip(jobs, told, strict=True):
+            if device == "cuda":
+                import triton
+
+                times.append(triton.testing.do_bench(job, warmup=5, rep=20, return_mode="median"))
+            else:
+                begin = time.perf_counter()
+                job()
+                times.append((time.perf_counter() - begin) * 1e3)
+    return [statistics.median(times) for times in told]
+
+
+def _random(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def _integers(seed: int, device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Small integers, the same wherever they are drawn: their products are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, 2, shape, generator=generator).to(dtype).to(device)
+
+
+def matmul_check(setting: Setting) -> Iterator[Result]:
+    """The tile loop against float64: odd sizes, both layouts of the weight, every dtype."""
+    from tpkernels.kernels.matmul import matmul
+
+    sizes = [(1, 33, 7), (65, 70, 40)]
+    if not setting.rehearsal:
+        sizes += [(1, 4096, 4096), (7, 1023, 33), (1023, 129, 1000), (2048, 1024, 4096)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for m, n, k in sizes:
+            for major in ("k", "n"):
+                a = _random(setting.device, dtype, m, k)
+                b = _random(setting.device, dtype, *((n, k) if major == "k" else (k, n)))
+                b = b.t() if major == "k" else b
+                exact, terms = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+                unit = torch.finfo(torch.float32).eps
+                bound = torch.finfo(dtype).eps / 2 * exact.abs() + (k + 2) * unit * terms
+                worst = ((matmul(a, b) - exact).abs() / bound).max().item()
+                what = f"matmul {m}x{n}x{k} {dtype} {major}-major"
+                yield Result("matmul_check", what, f"error / bound {worst:.2f}", worst <= 1)
+
+
+# (N, K) before the split over 8 ranks: the layers of Llama-like models.
+GATHERS = [(11008, 4096), (14336, 4096), (28672, 8192), (53248, 16384), (29568, 8192)]
+SCATTERS = [(4096, 11008), (4096, 14336), (8192, 28672), (16384, 53248), (8192, 29568)]
+
+
+def matmul_speed(setting: Setting) -> Iterator[Result]:
+    """The tile loop beside torch.matmul, bf16, K-major weights."""
+    from tpkernels.kernels.matmul import matmul
+
+    world = 8
+    shapes = [(m, n // world, k) for m in (1024, 4096, 8192) for n, k in GATHERS]
+    shapes += [(m, n, k // world) for m in (1024, 4096, 8192) for n, k in SCATTERS]
+    if setting.rehearsal:
+        shapes = [(64, 64, 64)]
+    ratios = []
+    for m, n, k in shapes:
+        a = _random(setting.device, torch.bfloat16, m, k)
+        b = _random(setting.device, torch.bfloat16, n, k).t()
+        jobs: list[Job] = [lambda a=a, b=b: matmul(a, b), lambda a=a, b=b: torch.matmul(a, b)]
+        ours, torchs = times_ms(setting.device, jobs)
+        ratios.append(torchs / ours)
+        rate = 2 * m * n * k / ours * 1e-9
+        value = f"{ours:.4f} ms, torch {torchs:.4f} ms: {torchs / ours:.3f}x, {rate:.0f} TFLOP/s"
+        yield Result("matmul_speed", f"{m}x{n}x{k}", value, ok=None)
+    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+    what = f"geometric mean over {len(ratios)} of {len(shapes)} shapes"
+    yield Result("matmul_speed", what, f"{mean:.3f}x of torch.matmul", ok=None)
+
+
+def _fused_job(device: str, calls: int, delay_us: int, rows: int) -> list[tuple[str, bool]]:
+    """On every rank: the fused ops on exact integers, uneven shards, call after call."""
+    from benchmarks.gpu_calls import FusedCalls
+
+    calls_of = FusedCalls(device, dist.group.WORLD)
+    calls_of.space.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
+    told: dict[str, bool] = {}
+    for i in range(calls):
+        for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot", "two_shot"):
+            right = calls_of.check(op, i, rows + i % 3)
+            told[op] = told.get(op, True) and right
+    return list(told.items())
+
+
+def _over_ranks(setting: Setting, world: int, job: Callable[..., object], *args: object) -> list:
+    env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    if setting.rehearsal:
+        env["TRITON_INTERPRET"] = "1"
+    with Ranks(world, backend="gloo", env=env) as ranks:
+        return ranks.run(job, setting.device, *args, timeout=setting.budget_s)
+
+
+def fused_check(setting: Setting) -> Iterator[Result]:
+    """The fused kernels on 1, 2 and 4 ranks of one GPU, with and without delays."""
+    calls, rows, worlds = (1, 40, (1, 2)) if setting.rehearsal else (20, 300, (1, 2, 4))
+    for world in worlds:
+        for delay_us in (0, 200):
+            told = _over_ranks(setting, world, _fused_job, calls, delay_us, rows)
+            for op in dict(told[0]):
+                right = all(dict(rank)[op] for rank in told)
+                what = f"{op}, {world} ranks, delays up to {delay_us} us"
+                yield Result("fused_check", what, f"{calls} calls", right)
+
+
+def _overhead_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
+    from benchmarks.gpu_calls import FusedCalls
+
+    return FusedCalls(device, dist.group.WORLD).beside_plain(m, n, k)
+
+
+def fused_speed(setting: Setting) -> Iterator[Result]:
+    """The fused kernels at world size 1 beside the plain kernel: what the hooks and words cost."""
+    shapes = [(1024, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 4096)]
+    for m, n, k in [(32, 32, 32)] if setting.rehearsal else shapes:
+        for op, fused, plain in _over_ranks(setting, 1, _overhead_job, m, n, k)[0]:
+            value = f"{fused:.4f} ms, plain {plain:.4f} ms: {fused / plain:.3f}x"
+            yield Result("fused_speed", f"{op} {m}x{n}x{k}", value, ok=None)
+
+
+def _graph_job(device: str, replays: int) -> int:
+    from benchmarks.gpu_calls import FusedCalls
+
+    return FusedCalls(device, dist.group.WORLD).replay(replays)
+
+
+def graph(setting: Setting) -> Iterator[Result]:
+    """A captured CUDA graph of the fused all-gather and reduce-scatter, replayed with new input."""
+    if setting.rehearsal:
+        yield Result("graph", "CUDA graphs need a GPU", ok=None)
+        return
+    for world in (1, 2):
+        for rank, wrong in enumerate(_over_ranks(setting, world, _graph_job, 100)):
+            what = f"100 replays, rank {rank} of {world}"
+            yield Result("graph", what, f"{wrong} wrong", wrong == 0)
+
+
+STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
+    "matmul_check": matmul_check,
+    "fused_check": fused_check,
+    "graph": graph,
+    "matmul_speed": matmul_speed,
+    "fused_speed": fused_speed,
+}

@@ -1,0 +1,123 @@
+"""What a machine with an NVIDIA GPU has to tell: ``python -m benchmarks.gpu_suite``.
+
+Runs stages, each within its budget; the first check results, the later ones measure. Prints a table
+and writes it as JSON and Markdown, with device, driver, versions and date. Needs torch, triton and
+this package, nothing else. ``--device cpu`` walks through the stages under Triton's interpreter, at
+sizes that say nothing about speed: a rehearsal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_stages import STAGES, Result, Setting
+
+
+def environment(device: str) -> dict[str, str]:
+    """What the figures depend on."""
+    import triton
+
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
+    if device == "cpu":
+        return found | {"device": "cpu, Triton's interpreter: no figure here is a measurement"}
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found | {
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+        "driver": driver.stdout.splitlines()[0] if driver.stdout else "unknown",
+    }
+
+
+def run_stage(name: str, setting: Setting) -> list[Result]:
+    """One stage; an exception or an exhausted budget is a result as well."""
+    begin = time.monotonic()
+    print(f"== {name} (budget {setting.budget_s:g} s)", flush=True)
+    results: list[Result] = []
+    try:
+        for result in STAGES[name](setting):
+            print(f"   {result}", flush=True)
+            results.append(result)
+            if time.monotonic() - begin > setting.budget_s:
+                results.append(Result(name, "budget exhausted: the rest was not run", ok=None))
+                break
+    except Exception as error:  # the later stages are worth running
+        text = f"{type(error).__name__}: {error}"
+        print(text, flush=True)
+        results.append(Result(name, text.splitlines()[0][:300], ok=False))
+    print(f"   {time.monotonic() - begin:.1f} s", flush=True)
+    return results
+
+
+def markdown(found: dict[str, Any], command: str) -> str:
+    """The report as Markdown."""
+    lines = [f"# {found['environment']['device']}, {found['environment']['date']}", ""]
+    lines += [f"`{command}`", ""]
+    lines += [f"- {name}: {value}" for name, value in found["environment"].items()]
+    lines += ["", "| stage | what | value | right |", "|---|---|---|---|"]
+    for row in found["results"]:
+        right = {True: "yes", False: "NO", None: ""}[row["ok"]]
+        lines.append(f"| {row['stage']} | {row['what']} | {row['value']} | {right} |")
+    missing = [name for name in STAGES if name not in found["stages"]]
+    lines += ["", f"Not run: {', '.join(missing) or 'nothing'}.", ""]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_suite",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", help=f"stages, of {','.join(STAGES)}; all by default")
+    parser.add_argument("--budget-s", type=float, default=120.0, help="seconds for each stage")
+    parser.add_argument("--out", type=Path, help="folder for gpu_suite.json and gpu_suite.md")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    given = parser.parse_args(arguments)
+    stages = given.only.split(",") if given.only else list(STAGES)
+    unknown = [name for name in stages if name not in STAGES]
+    if unknown:
+        parser.error(f"unknown stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU; --device cpu rehearses the stages")
+    if given.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    setting = Setting(given.device, given.budget_s)
+    results = [result for name in stages for result in run_stage(name, setting)]
+    found = {
+        "environment": environment(given.device),
+        "stages": stages,
+        "results": [asdict(result) for result in results],
+    }
+    command = f"python -m benchmarks.gpu_suite {' '.join(arguments or sys.argv[1:])}".strip()
+    report = markdown(found, command)
+    print(report)
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "gpu_suite.json").write_text(json.dumps(found, indent=1))
+        (given.out / "gpu_suite.md").write_text(report)
+    return 1 if any(result.ok is False for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

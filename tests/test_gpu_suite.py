@@ -1,0 +1,60 @@
+"""The GPU suite, rehearsed under Triton's interpreter: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
+    ended = _run("--device", "cpu", "--out", str(tmp_path))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "gpu_suite.json").read_text())
+    assert {row["stage"] for row in found["results"]} == set(found["stages"])
+    checked = [row for row in found["results"] if row["ok"]]
+    assert len(checked) == 12 + 2 * 2 * 4
+    report = (tmp_path / "gpu_suite.md").read_text()
+    assert "no figure here is a measurement" in report and "Not run: nothing." in report
+
+
+def test_a_budget_ends_a_stage() -> None:
+    ended = _run("--device", "cpu", "--only", "matmul_check", "--budget-s", "0")
+    assert ended.returncode == 0 and "budget exhausted" in ended.stdout
+    assert "Not run: fused_check, graph, matmul_speed, fused_speed." in ended.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--only", "speed"), ("--device", "tpu")])
+def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
+    ended = _run(*arguments)
+    assert ended.returncode == 2 and arguments[1] in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    ended = _run()
+    assert ended.returncode == 2 and "torch sees no GPU" in ended.stderr
+
+
+def test_a_wrong_result_fails_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import gpu_stages, gpu_suite
+
+    def wrong(setting: gpu_stages.Setting):  # type: ignore[no-untyped-def]
+        yield gpu_stages.Result("wrong", "2 + 2", "5", ok=False)
+
+    monkeypatch.setattr(gpu_suite, "STAGES", {"wrong": wrong})
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert gpu_suite.main(["--device", "cpu"]) == 1
