@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,7 +137,8 @@ def _fused_job(device: str, calls: int, delay_us: int, rows: int) -> list[tuple[
     return list(told.items())
 
 
-def _over_ranks(setting: Setting, world: int, job: Callable[..., object], *args: object) -> list:
+def over_ranks(setting: Setting, world: int, job: Callable[..., Any], *args: object) -> list[Any]:
+    """What ``job(device, *args)`` returns on each of ``world`` ranks."""
     env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     if setting.rehearsal:
         env["TRITON_INTERPRET"] = "1"
@@ -149,7 +151,7 @@ def fused_check(setting: Setting) -> Iterator[Result]:
     calls, rows, worlds = (1, 40, (1, 2)) if setting.rehearsal else (20, 300, (1, 2, 4))
     for world in worlds:
         for delay_us in (0, 200):
-            told = _over_ranks(setting, world, _fused_job, calls, delay_us, rows)
+            told = over_ranks(setting, world, _fused_job, calls, delay_us, rows)
             for op in dict(told[0]):
                 right = all(dict(rank)[op] for rank in told)
                 what = f"{op}, {world} ranks, delays up to {delay_us} us"
@@ -166,7 +168,7 @@ def fused_speed(setting: Setting) -> Iterator[Result]:
     """The fused kernels at world size 1 beside the plain kernel: what the hooks and words cost."""
     shapes = [(1024, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 4096)]
     for m, n, k in [(32, 32, 32)] if setting.rehearsal else shapes:
-        for op, fused, plain in _over_ranks(setting, 1, _overhead_job, m, n, k)[0]:
+        for op, fused, plain in over_ranks(setting, 1, _overhead_job, m, n, k)[0]:
             value = f"{fused:.4f} ms, plain {plain:.4f} ms: {fused / plain:.3f}x"
             yield Result("fused_speed", f"{op} {m}x{n}x{k}", value, ok=None)
 
@@ -183,15 +185,6 @@ def graph(setting: Setting) -> Iterator[Result]:
         yield Result("graph", "CUDA graphs need a GPU", ok=None)
         return
     for world in (1, 2):
-        for rank, wrong in enumerate(_over_ranks(setting, world, _graph_job, 100)):
+        for rank, wrong in enumerate(over_ranks(setting, world, _graph_job, 100)):
             what = f"100 replays, rank {rank} of {world}"
             yield Result("graph", what, f"{wrong} wrong", wrong == 0)
-
-
-STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
-    "matmul_check": matmul_check,
-    "fused_check": fused_check,
-    "graph": graph,
-    "matmul_speed": matmul_speed,
-    "fused_speed": fused_speed,
-}

@@ -16,13 +16,25 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_stages import STAGES, Result, Setting
+from benchmarks import gpu_stages, gpu_tune
+from benchmarks.gpu_stages import Result, Setting
+
+STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
+    "matmul_check": gpu_stages.matmul_check,
+    "fused_check": gpu_stages.fused_check,
+    "graph": gpu_stages.graph,
+    "matmul_speed": gpu_stages.matmul_speed,
+    "fused_speed": gpu_stages.fused_speed,
+    "symm_mem": gpu_tune.symm_mem,
+    "tune": gpu_tune.tune,
+}
 
 
 def environment(device: str) -> dict[str, str]:

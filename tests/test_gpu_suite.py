@@ -34,13 +34,20 @@ def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
 def test_a_budget_ends_a_stage() -> None:
     ended = _run("--device", "cpu", "--only", "matmul_check", "--budget-s", "0")
     assert ended.returncode == 0 and "budget exhausted" in ended.stdout
-    assert "Not run: fused_check, graph, matmul_speed, fused_speed." in ended.stdout
+    assert "Not run: fused_check, graph, matmul_speed, fused_speed, symm_mem, tune." in ended.stdout
 
 
 @pytest.mark.parametrize("arguments", [("--only", "speed"), ("--device", "tpu")])
 def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
     ended = _run(*arguments)
     assert ended.returncode == 2 and arguments[1] in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("stage", ["matmul_check", "fused_check", "graph"])
+def test_the_kernels_are_right_on_a_gpu(stage: str) -> None:
+    ended = _run("--only", stage)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

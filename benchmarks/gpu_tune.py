@@ -1,0 +1,130 @@
+"""Stages of the GPU suite that choose: block sizes, and whose fused ops to use."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_stages import Result, Setting, over_ranks, synchronize, times_ms
+
+# (block_m, block_n, block_k, num_warps, num_stages)
+CANDIDATES = {
+    True: [(64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (64, 256, 64, 4, 3)],
+    False: [
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (256, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 128, 64, 4, 4),
+        (128, 128, 128, 8, 3),
+    ],
+}
+SHAPES = {
+    True: [(16, 3584, 8192), (64, 3584, 8192), (64, 8192, 3584)],
+    False: [(1024, 3584, 8192), (4096, 3584, 8192), (4096, 8192, 3584), (8192, 6656, 16384)],
+}
+GROUPS = (4, 8, 16)
+
+
+def tune(setting: Setting) -> Iterator[Result]:
+    """The candidates for the config table, bf16, beside torch.matmul. The best of each class is to
+    be put into kernels/configs.py by hand, with device, date and this command."""
+    from tpkernels.kernels.configs import choose
+    from tpkernels.kernels.matmul import matmul
+
+    for few, candidates in CANDIDATES.items():
+        shapes = [(32, 32, 32)] if setting.rehearsal else SHAPES[few]
+        told: list[tuple[float, str]] = []
+        for blocks in candidates[:1] if setting.rehearsal else candidates:
+            for group_m in GROUPS[:1] if few or setting.rehearsal else GROUPS:
+                ratios = []
+                for m, n, k in shapes:
+                    a = torch.randn(m, k, device=setting.device).to(torch.bfloat16)
+                    b = torch.randn(n, k, device=setting.device).to(torch.bfloat16).t()
+                    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+                    changed = dict(zip(names, blocks, strict=True))
+                    config = replace(choose(a.device, a.dtype, m), group_m=group_m, **changed)
+                    jobs: list[Callable[[], object]] = [
+                        lambda a=a, b=b, config=config: matmul(a, b, config=config),
+                        lambda a=a, b=b: torch.matmul(a, b),
+                    ]
+                    try:
+                        ours, torchs = times_ms(setting.device, jobs, rounds=3)
+                    except Exception as error:  # out of shared memory: no candidate here
+                        yield Result("tune", str(config), type(error).__name__, ok=None)
+                        break
+                    ratios.append(torchs / ours)
+                else:
+                    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+                    told.append((mean, str(config)))
+                    yield Result("tune", str(config), f"{mean:.3f}x of torch.matmul", ok=None)
+        if told:
+            best, config_text = max(told)
+            what = f"best for {'few' if few else 'many'} rows: {config_text}"
+            yield Result("tune", what, f"{best:.3f}x of torch.matmul", ok=None)
+
+
+def _median_ms(device: str, job: Callable[[], object], repeats: int) -> float:
+    """The same number of calls on every rank, or they would wait for each other for ever."""
+    job()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        job()
+        end.record()
+        synchronize(device)
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
+    """(op, our ms, their ms) on ranks that may share a GPU, bf16."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    from benchmarks.gpu_calls import FusedCalls
+
+    group = dist.group.WORLD
+    assert group is not None
+    calls = FusedCalls(device, group)
+    symmetric.enable_symm_mem_for_group(group.group_name)
+    world, sizes = calls.world, (m // calls.world,) * calls.world
+    shard = torch.randn(m // world, k, device=device).to(torch.bfloat16)
+    whole = torch.randn(m, k, device=device).to(torch.bfloat16)
+    w = torch.randn(n, k, device=device).to(torch.bfloat16).t()
+    theirs = torch.ops.symm_mem
+    name = group.group_name
+    pairs = {
+        "all_gather_matmul": (
+            lambda: calls.run("all_gather_matmul", shard, w, sizes),
+            lambda: theirs.fused_all_gather_matmul(shard, [w], 0, name),
+        ),
+        "matmul_reduce_scatter": (
+            lambda: calls.run("matmul_reduce_scatter", whole, w, sizes),
+            lambda: theirs.fused_matmul_reduce_scatter(whole, w, "sum", 0, name),
+        ),
+    }
+    return [
+        (op, _median_ms(device, ours, 20), _median_ms(device, other, 20))
+        for op, (ours, other) in pairs.items()
+    ]
+
+
+def symm_mem(setting: Setting) -> Iterator[Result]:
+    """The fused kernels beside torch.ops.symm_mem.fused_*, two ranks."""
+    if setting.rehearsal:
+        yield Result("symm_mem", "torch.ops.symm_mem needs a GPU", ok=None)
+        return
+    for m, n, k in [(512, 4096, 4096), (2048, 4096, 4096), (8192, 4096, 4096)]:
+        told = over_ranks(setting, 2, _symm_mem_job, m, n, k)
+        for rows in zip(*told, strict=True):
+            op, ours, theirs = rows[0][0], max(r[1] for r in rows), max(r[2] for r in rows)
+            value = f"{ours:.4f} ms, symm_mem {theirs:.4f} ms: {theirs / ours:.2f}x"
+            yield Result("symm_mem", f"{op} {m}x{n}x{k}, 2 ranks", value, ok=None)
