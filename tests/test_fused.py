@@ -173,6 +173,14 @@ def test_fifty_calls_with_delays_and_poison(interpreting: RanksFixture, world: i
         assert not wrong, wrong[:3]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_more_calls_with_other_delays(interpreting: RanksFixture, world: int) -> None:
+    told = interpreting(world).run(protocol_job, 70 + world, 150, 5000, True, timeout=840)
+    assert not any(told), told
+
+
 def test_a_wait_that_is_left_out_is_found(interpreting: RanksFixture) -> None:
     """Negative control: the test above can fail."""
     told = interpreting(3).run(protocol_job, 5, 20, 20_000, False, timeout=250, skip_waits=True)

@@ -77,6 +77,11 @@ class DeviceWorkspace:
         """Row at which each rank's segment begins, and the end of the last."""
         found = self._starts.get(sizes)
         if found is None:
+            if self.regions.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"rows {list(sizes)} are new to this group: call the op once with them before "
+                    "the capture of a graph"
+                )
             edges = [sum(sizes[:r]) for r in range(len(sizes) + 1)]
             found = torch.tensor(edges, dtype=torch.int32, device=self.regions.device)
             self._starts[sizes] = found
