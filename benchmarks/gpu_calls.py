@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_stages import _integers, synchronize, times_ms
+from benchmarks.gpu_stages import integers, synchronize, times_ms
 from tpkernels.kernels import all_gather_matmul as gather
 from tpkernels.kernels import matmul_all_reduce as reduce
 from tpkernels.kernels import matmul_reduce_scatter as scatter
@@ -42,6 +42,11 @@ class FusedCalls:
         assert workspace is not None
         return workspace.device(WORDS, REHEARSAL_BYTES, "a rehearsal")
 
+    def _own(self, sizes: tuple[int, ...]) -> slice:
+        """This rank's rows."""
+        begin = sum(sizes[: self.rank])
+        return slice(begin, begin + sizes[self.rank])
+
     def run(
         self, op: str, x: torch.Tensor, w: torch.Tensor, sizes: tuple[int, ...]
     ) -> torch.Tensor:
@@ -69,10 +74,9 @@ class FusedCalls:
         """Whether one call on integers is exact."""
         sizes = tuple(shard_sizes(rows, self.world))
         dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
-        xs = [_integers(seed * 9 + r, self.device, dtype, rows, k) for r in range(self.world)]
-        ws = [_integers(seed * 9 + 5 + r, self.device, dtype, k, n) for r in range(self.world)]
-        begin = sum(sizes[: self.rank])
-        own = slice(begin, begin + sizes[self.rank])
+        xs = [integers(seed * 9 + r, self.device, dtype, rows, k) for r in range(self.world)]
+        ws = [integers(seed * 9 + 5 + r, self.device, dtype, k, n) for r in range(self.world)]
+        own = self._own(sizes)
         if op == "all_gather_matmul":
             got = self.run(op, xs[0][own].contiguous(), ws[self.rank], sizes)
             exact = xs[0].double() @ ws[self.rank].double()
@@ -97,11 +101,10 @@ class FusedCalls:
         """Captures an all-gather and a reduce-scatter and replays them with new input each time;
         how many replays were wrong."""
         sizes = tuple(shard_sizes(rows, self.world))
-        begin = sum(sizes[: self.rank])
-        own = slice(begin, begin + sizes[self.rank])
-        w = _integers(1, self.device, torch.bfloat16, k, n)
-        v = _integers(2, self.device, torch.bfloat16, n, k)
-        x = _integers(3, self.device, torch.bfloat16, rows, k)[own].contiguous()
+        own = self._own(sizes)
+        w = integers(1, self.device, torch.bfloat16, k, n)
+        v = integers(2, self.device, torch.bfloat16, n, k)
+        x = integers(3, self.device, torch.bfloat16, rows, k)[own].contiguous()
 
         def block() -> torch.Tensor:
             h = self.run("all_gather_matmul", x, w, sizes)
@@ -118,7 +121,7 @@ class FusedCalls:
             y = block()
         wrong = 0
         for i in range(replays):
-            everything = _integers(100 + i, self.device, torch.bfloat16, rows, k)
+            everything = integers(100 + i, self.device, torch.bfloat16, rows, k)
             x.copy_(everything[own])
             recorded.replay()
             torch.cuda.synchronize()

@@ -67,7 +67,7 @@ def _random(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=device).to(dtype)
 
 
-def _integers(seed: int, device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def integers(seed: int, device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Small integers, the same wherever they are drawn: their products are exact."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-1, 2, shape, generator=generator).to(dtype).to(device)

@@ -43,6 +43,15 @@ class Reduction:
         )
 
 
+def empty_share(call: Call, dtype: torch.dtype) -> torch.Tensor:
+    """For this rank's share of what a reduce-scatter scatters."""
+    problem = call.problem
+    assert problem.dim is not None  # a reduce-scatter has one
+    shape = list(problem.shape)
+    shape[problem.dim] = problem.sizes[call.group.rank]
+    return empty(shape, dtype)
+
+
 def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     """The result where one rank's partial is the whole sum; ``partial`` itself if that is all."""
     plain = reduction.bias is None and reduction.residual is None

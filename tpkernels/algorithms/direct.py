@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels import _C, dtypes
-from tpkernels.algorithms.common import Reduction, as_rows, matmul_partial
+from tpkernels.algorithms.common import Reduction, as_rows, empty_share, matmul_partial
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 
@@ -56,12 +56,8 @@ def all_gather_matmul(
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    problem = call.problem
-    assert problem.dim is not None  # a reduce-scatter has one
     x = x.contiguous()
-    shape = list(problem.shape)
-    shape[problem.dim] = problem.sizes[call.group.rank]
-    out = empty(shape, reduction.out_dtype)
+    out = empty_share(call, reduction.out_dtype)
     segment, offset = call.workspace.locate(x)
     _C.reduce_scatter(
         call.workspace.channel,

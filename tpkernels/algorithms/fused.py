@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels._C import Phase
-from tpkernels.algorithms.common import Reduction, after, as_rows, share_rows
+from tpkernels.algorithms.common import Reduction, after, as_rows, empty_share, share_rows
 from tpkernels.algorithms.memory import empty
 from tpkernels.errors import CollectiveMismatchError, CollectiveTimeoutError, TpkernelsError
 from tpkernels.symm import device
@@ -121,11 +121,8 @@ def matmul_reduce_scatter(
     from tpkernels.kernels import matmul_reduce_scatter as kernel
 
     problem, rows = call.problem, as_rows(x)
-    assert problem.dim is not None  # a reduce-scatter has one
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
-    shape = list(problem.shape)
-    shape[problem.dim] = problem.sizes[call.group.rank]
-    out = empty(shape, reduction.out_dtype)
+    out = empty_share(call, reduction.out_dtype)
     needs = kernel.requirements(sizes, w.shape[1], problem.dtype, rows)
     with _running(call, *needs) as space:
         kernel.matmul_reduce_scatter(

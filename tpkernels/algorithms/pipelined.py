@@ -24,6 +24,7 @@ from tpkernels.algorithms.common import (
     Reduction,
     after,
     as_rows,
+    empty_share,
     reduce_into,
     runs,
     share_rows,
@@ -123,9 +124,7 @@ def matmul_reduce_scatter(
         for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
             product(flat[row : row + count], w, to[at - begin : at - begin + count])
 
-    shape = list(problem.shape)
-    shape[problem.dim] = problem.sizes[rank]
-    out = empty(shape, reduction.out_dtype)
+    out = empty_share(call, reduction.out_dtype)
     result = as_rows(out)
     row_bytes = max(columns) * wire.itemsize
     step, begins = _steps(call, max(rows), row_bytes * problem.world)

@@ -25,6 +25,7 @@ from tpkernels._C import Phase
 from tpkernels.algorithms.common import (
     Reduction,
     as_rows,
+    empty_share,
     matmul_partial,
     reduce_into,
     reduced,
@@ -155,9 +156,7 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     if group.world == 1:
         return reduced(partial, reduction)
     assert problem.dim is not None  # a reduce-scatter has one
-    shape = list(partial.shape)
-    shape[problem.dim] = problem.sizes[group.rank]
-    out = empty(shape, reduction.out_dtype)
+    out = empty_share(call, reduction.out_dtype)
     shares = [share.reshape(-1) for share in partial.split(list(problem.sizes), problem.dim)]
     flat = out.view(-1)
     step = _STEP_BYTES // partial.element_size()

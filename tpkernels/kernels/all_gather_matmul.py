@@ -179,9 +179,8 @@ def all_gather_matmul(
             space.buffer_stride, BLOCK=COPY_BLOCK,
         )  # fmt: skip
     b, out = weights[0], outs[0]
-    tiles = sum(triton.cdiv(size, config.block_m) for size in sizes)
     fetchers = config.fetchers if space.world > 1 else 0
-    lanes = min(config.programs - fetchers, tiles * triton.cdiv(out.shape[1], config.block_n))
+    lanes = min(config.programs - fetchers, config.tiles(sizes, out.shape[1]))
     all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
         gathered, b, biases[0], out, space.starts(sizes), m, b.shape[1], k, *b.stride(),
         **space.arguments(signature), FETCHERS=fetchers, COPY=COPY_BLOCK,

@@ -7,7 +7,8 @@ which require the tensor core instructions and refuse spills.
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,8 +67,9 @@ class MatmulConfig:
         have all the registers: ptxas would rather spill some, for more programs at a time."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": 255}
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
+    def tiles(self, sizes: Iterable[int], n: int) -> int:
+        """Tiles of segments of ``sizes`` rows and ``n`` columns."""
+        return sum(triton.cdiv(size, self.block_m) for size in sizes) * triton.cdiv(n, self.block_n)
 
 
 def _aligned(x: torch.Tensor, stride: int) -> bool:

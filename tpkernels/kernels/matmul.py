@@ -228,8 +228,7 @@ def matmul(
     if m == 0:
         return out
     config = config or choose(a.device, a.dtype, m)
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    matmul_kernel[(min(tiles, config.programs),)](
+    matmul_kernel[(min(config.tiles([m], n), config.programs),)](
         a, b, bias, out, m, n, k, a.stride(0), *b.stride(), None,
         **config.constants(a, b), **config.launch(),
     )  # fmt: skip

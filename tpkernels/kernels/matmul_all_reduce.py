@@ -158,8 +158,7 @@ def _layout(
 ) -> tuple[int, int, int]:
     """(bytes of a slot, where results begin in a buffer, first word of results)."""
     slot = slot_bytes(max(sizes), n, wire)
-    tiles = triton.cdiv(max(sizes), config.block_m) * triton.cdiv(n, config.block_n)
-    return slot, world * slot, 1 + tiles
+    return slot, world * slot, 1 + config.tiles([max(sizes)], n)
 
 
 def matmul_all_reduce(
@@ -176,10 +175,7 @@ def matmul_all_reduce(
     x, (m, k), n = contiguous_rows(x), x.shape, w.shape[1]
     config = choose(x.device, x.dtype, m)
     sizes = _segments(m, n, space.world, wire, config)
-    tiles = sum(triton.cdiv(size, config.block_m) for size in sizes) * triton.cdiv(
-        n, config.block_n
-    )
-    matmul_all_reduce_kernel[(max(min(tiles, config.programs), 1),)](
+    matmul_all_reduce_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
         x, w, bias, residual, out, space.starts(sizes), m, n, k, x.stride(0), *w.stride(),
         *_layout(sizes, n, space.world, wire, config), **space.arguments(signature),
         ONE_SHOT=len(sizes) == 1, WIRE=TRITON_DTYPES[wire],

@@ -219,10 +219,7 @@ def matmul_reduce_scatter(
     """x [M, K], w [K, N] -> out [sizes[rank], N]; residual like out."""
     x, (m, k), n = contiguous_rows(x), x.shape, w.shape[1]
     config = choose(x.device, x.dtype, m)
-    tiles = sum(triton.cdiv(size, config.block_m) for size in sizes) * triton.cdiv(
-        n, config.block_n
-    )
-    matmul_reduce_scatter_kernel[(max(min(tiles, config.programs), 1),)](
+    matmul_reduce_scatter_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
         x, w, bias, residual, out, space.starts(sizes), m, n, k, x.stride(0), *w.stride(),
         slot_bytes(max(sizes), n, wire), **space.arguments(signature), WIRE=TRITON_DTYPES[wire],
         SUM_M=config.sum_m, **config.constants(x, w), **config.launch(),
@@ -234,5 +231,4 @@ def requirements(
 ) -> tuple[int, int]:
     """(words from one source, bytes of a buffer) that a call needs."""
     config = choose(x.device, x.dtype, sum(sizes))
-    tiles = triton.cdiv(max(sizes), config.block_m) * triton.cdiv(n, config.block_n)
-    return 1 + tiles, len(sizes) * slot_bytes(max(sizes), n, wire)
+    return 1 + config.tiles([max(sizes)], n), len(sizes) * slot_bytes(max(sizes), n, wire)

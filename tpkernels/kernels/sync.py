@@ -38,22 +38,21 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# int64 words private to a rank, in its device's memory.
-STATE_EPOCH = tl.constexpr(0)
-STATE_ENDED = tl.constexpr(1)  # programs of the running grid that have ended
-STATE_STATUS = tl.constexpr(2)  # a FAILED_ value once a wait has failed
-STATE_PEER = tl.constexpr(3)
-STATE_EXPECTED = tl.constexpr(4)
-STATE_SEEN = tl.constexpr(5)
-STATE_CLOCK = tl.constexpr(6)
-STATE_LOST = tl.constexpr(7)  # ABORT, as the device has seen it
+from tpkernels.symm import device
 
-# int64 words that the host writes.
-ABORT = tl.constexpr(0)  # 1 + the rank that is lost
-
-FAILED_MISMATCH = tl.constexpr(1)
-FAILED_TIMEOUT = tl.constexpr(2)
-FAILED_ABORT = tl.constexpr(3)
+# What the host reads and writes too: symm/device.py says what they are.
+STATE_EPOCH = tl.constexpr(device.EPOCH)
+STATE_ENDED = tl.constexpr(device.ENDED)
+STATE_STATUS = tl.constexpr(device.STATUS)
+STATE_PEER = tl.constexpr(device.PEER)
+STATE_EXPECTED = tl.constexpr(device.EXPECTED)
+STATE_SEEN = tl.constexpr(device.SEEN)
+STATE_CLOCK = tl.constexpr(device.CLOCK)
+STATE_LOST = tl.constexpr(device.LOST)
+ABORT = tl.constexpr(device.ABORT)
+FAILED_MISMATCH = tl.constexpr(device.MISMATCH)
+FAILED_TIMEOUT = tl.constexpr(device.TIMEOUT)
+FAILED_ABORT = tl.constexpr(device.ABORTED)
 
 # Words from one source: ENTERED, then those of tiles or chunks.
 ENTERED = tl.constexpr(0)

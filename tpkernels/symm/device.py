@@ -13,10 +13,13 @@ import torch
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
-# kernels/sync.py
-_STATE_WORDS, _CONTROL_WORDS = 8, 1
-_STATUS, _SEEN, _ABORT = 2, 5, 0
 
+# `state`: int64 words in the device's memory, private to a rank. ENDED: programs of the running
+# grid that have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
+STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST = range(8)
+# `control`: int64 words that the host writes. ABORT: 1 + the rank that is lost.
+CONTROL = (ABORT,) = range(1)
+# What STATUS says.
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
 
@@ -62,9 +65,9 @@ class DeviceWorkspace:
         self.words, self.buffer_bytes = words, _aligned(buffer_bytes)
         self.buffers_at = _aligned(2 * self.world * words * _WORD)
         self.timeout = timeout
-        self.state = torch.zeros(_STATE_WORDS, dtype=torch.int64, device=device)
+        self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
         pinned = self.regions.is_cuda  # the host writes it while a kernel runs
-        self.control = torch.zeros(_CONTROL_WORDS, dtype=torch.int64, pin_memory=pinned)
+        self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self._chaos = {"seed": 0, "CHAOS": 0}
         self.buffer_stride = self.buffer_bytes
@@ -105,12 +108,12 @@ class DeviceWorkspace:
 
     def abort(self, rank: int) -> None:
         """Ends all waits of a running kernel: ``rank`` is lost."""
-        self.control[_ABORT] = 1 + rank
+        self.control[ABORT] = 1 + rank
 
     def failure(self) -> tuple[int, int, int, int] | None:
         """(kind, peer, word expected, word seen) of the first failed wait. Kinds are
         MISMATCH, TIMEOUT and ABORTED."""
-        kind, peer, expected, seen = self.state[_STATUS : _SEEN + 1].tolist()
+        kind, peer, expected, seen = self.state[STATUS : SEEN + 1].tolist()
         return (kind, peer, expected & (1 << 64) - 1, seen & (1 << 64) - 1) if kind else None
 
     def set_chaos(

@@ -99,15 +99,19 @@ class HostWorkspace:
             buffer_bytes = max(buffer_bytes, self._device.buffer_bytes)
         self._agree(f"a kernel workspace of {words} words and {buffer_bytes} bytes for {text}")
         member = self.member
-        nbytes = region_bytes(member.world, words, buffer_bytes)
-        link = make_arena(self._watched(), "kernels", -(-nbytes // _PAGE) * _PAGE)
-        for pidfd in link.pidfds:
-            os.close(pidfd)
-        regions = [link.arena.region(rank) for rank in range(member.world)]
+        arena = self._further_arena("kernels", region_bytes(member.world, words, buffer_bytes))
+        regions = [arena.region(rank) for rank in range(member.world)]
         self._device = DeviceWorkspace(regions, member.rank, words, buffer_bytes, member.timeout)
         if self._chaos is not None:
             self._device.set_chaos(**self._chaos)
         return self._device
+
+    def _further_arena(self, purpose: str, nbytes: int) -> _C.Arena:
+        """An arena beside the channel's, whose ranks the channel watches already. Collective."""
+        link = make_arena(self._watched(), purpose, -(-nbytes // _PAGE) * _PAGE)
+        for pidfd in link.pidfds:
+            os.close(pidfd)
+        return link.arena
 
     def _watched(self) -> Member:
         """The member, for a rendezvous in the call that has just begun: it finds a lost peer."""
@@ -158,13 +162,11 @@ class HostWorkspace:
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
         self._segments_made += 1
-        link = make_arena(self._watched(), "empty", -(-nbytes // _PAGE) * _PAGE)
-        for pidfd in link.pidfds:
-            os.close(pidfd)
-        region = link.arena.region(self.member.rank, 0, nbytes)
+        arena = self._further_arena("empty", nbytes)
+        region = arena.region(self.member.rank, 0, nbytes)
         segment = _Segment(self._segments_made, region)
         self._segments[segment.identity] = segment
-        self.channel.add_segment(segment.identity, link.arena)
+        self.channel.add_segment(segment.identity, arena)
         weakref.finalize(region, self._segments.pop, segment.identity, None).atexit = False
         if prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
