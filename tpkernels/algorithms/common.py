@@ -43,13 +43,13 @@ class Reduction:
         )
 
 
-def empty_share(call: Call, dtype: torch.dtype) -> torch.Tensor:
+def empty_share(call: Call, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """For this rank's share of what a reduce-scatter scatters."""
     problem = call.problem
     assert problem.dim is not None  # a reduce-scatter has one
     shape = list(problem.shape)
     shape[problem.dim] = problem.sizes[call.group.rank]
-    return empty(shape, dtype)
+    return empty(shape, dtype, device)
 
 
 def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -57,7 +57,7 @@ def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     plain = reduction.bias is None and reduction.residual is None
     if plain and reduction.out_dtype == partial.dtype:
         return partial
-    out = empty(partial.shape, reduction.out_dtype)
+    out = empty(partial.shape, reduction.out_dtype, partial.device)
     reduce_into(out, [partial.contiguous()], reduction)
     return out
 
@@ -67,6 +67,9 @@ def reduce_into(
 ) -> None:
     """``out = round(sum of partials in order + bias + residual)``. All contiguous and of one size;
     they stand at element ``begin`` of the whole output."""
+    if out.device.type != "cpu":
+        _reduce_by_torch(out, partials, reduction, begin)
+        return
     if begin and reduction.residual is not None:
         rest = reduction.residual.view(-1)[begin:]
         reduction = Reduction(reduction.out_dtype, reduction.bias, rest)
@@ -77,9 +80,25 @@ def reduce_into(
     )
 
 
+def _reduce_by_torch(
+    out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int
+) -> None:
+    wide, count = dtypes.accumulator(partials[0].dtype), out.numel()
+    total = partials[0].reshape(-1).to(wide, copy=True)
+    for partial in partials[1:]:
+        total += partial.reshape(-1)
+    if reduction.bias is not None and count:
+        columns = reduction.bias.numel()
+        bias = reduction.bias.roll(-(begin % columns))
+        total += bias.repeat(-(-count // columns))[:count]
+    if reduction.residual is not None:
+        total += reduction.residual.view(-1)[begin : begin + count]
+    out.view(-1).copy_(total)
+
+
 def matmul_partial(call: Call, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """``x @ w`` in the dtype that partials travel in. x [..., K], w [K, N] -> [..., N]."""
-    partial = empty((*x.shape[:-1], w.shape[1]), call.problem.dtype)
+    partial = empty((*x.shape[:-1], w.shape[1]), call.problem.dtype, x.device)
     product(as_rows(x), w, as_rows(partial))
     return partial
 

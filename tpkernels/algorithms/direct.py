@@ -36,7 +36,7 @@ def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-    out = empty(call.problem.shape, x.dtype)
+    out = empty(call.problem.shape, x.dtype, x.device)
     _gather_into(call, x, out)
     return out
 
@@ -49,7 +49,7 @@ def all_gather_matmul(
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    whole = empty(call.problem.shape, x.dtype) if gathered is None else gathered
+    whole = empty(call.problem.shape, x.dtype, x.device) if gathered is None else gathered
     _gather_into(call, x, whole)
     for w, bias, out in zip(weights, biases, outs, strict=True):
         product(as_rows(whole), w, as_rows(out), bias)
@@ -57,7 +57,7 @@ def all_gather_matmul(
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     x = x.contiguous()
-    out = empty_share(call, reduction.out_dtype)
+    out = empty_share(call, reduction.out_dtype, x.device)
     segment, offset = call.workspace.locate(x)
     _C.reduce_scatter(
         call.workspace.channel,
@@ -103,6 +103,6 @@ def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
     partial = matmul_partial(call, x, w)
-    out = empty(partial.shape, reduction.out_dtype)
+    out = empty(partial.shape, reduction.out_dtype, x.device)
     all_reduce(call, partial, out, reduction)
     return out

@@ -100,7 +100,7 @@ def all_gather_matmul(
 
     problem = call.problem
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
-    whole = empty(problem.shape, x.dtype) if gathered is None else gathered
+    whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
     rows = as_rows(x.contiguous())
     with _running(call, *kernel.requirements(sizes, rows)) as space:
         kernel.all_gather_matmul(
@@ -122,7 +122,7 @@ def matmul_reduce_scatter(
 
     problem, rows = call.problem, as_rows(x)
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
-    out = empty_share(call, reduction.out_dtype)
+    out = empty_share(call, reduction.out_dtype, x.device)
     needs = kernel.requirements(sizes, w.shape[1], problem.dtype, rows)
     with _running(call, *needs) as space:
         kernel.matmul_reduce_scatter(
@@ -145,7 +145,7 @@ def matmul_all_reduce(
     from tpkernels.kernels import matmul_all_reduce as kernel
 
     problem, rows = call.problem, as_rows(x)
-    out = empty(problem.shape, reduction.out_dtype)
+    out = empty(problem.shape, reduction.out_dtype, x.device)
     needs = kernel.requirements(
         rows.shape[0], w.shape[1], problem.world, problem.dtype, reduction.out_dtype, rows
     )

@@ -1,4 +1,4 @@
-"""Memory for results and large temporaries on the CPU."""
+"""Memory for results and large temporaries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tpkernels import _C
 _HUGE_BYTES = 4 << 20
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """``torch.empty`` on the CPU; large tensors ask the kernel for huge pages."""
-    out = torch.empty(shape, dtype=dtype)
-    if out.nbytes >= _HUGE_BYTES:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.empty``; large tensors on the CPU ask the kernel for huge pages."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and out.nbytes >= _HUGE_BYTES:
         _C.advise_huge_pages(out.data_ptr(), out.nbytes)
     return out

@@ -124,7 +124,7 @@ def matmul_reduce_scatter(
         for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
             product(flat[row : row + count], w, to[at - begin : at - begin + count])
 
-    out = empty_share(call, reduction.out_dtype)
+    out = empty_share(call, reduction.out_dtype, x.device)
     result = as_rows(out)
     row_bytes = max(columns) * wire.itemsize
     step, begins = _steps(call, max(rows), row_bytes * problem.world)
@@ -151,7 +151,7 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     problem, workspace, rank = call.problem, call.workspace, call.group.rank
     flat, wire, columns = as_rows(x), problem.dtype, w.shape[1]
-    out = empty(problem.shape, reduction.out_dtype)
+    out = empty(problem.shape, reduction.out_dtype, x.device)
     result = as_rows(out)
     row_bytes = columns * (wire.itemsize + reduction.out_dtype.itemsize)
     step, begins = _steps(call, problem.rows, row_bytes)

@@ -50,9 +50,12 @@ def product(
     if rows == 0 or w.shape[1] == 0:
         return out
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
-    if same and (native(x.dtype) or rows < _MIN_ROWS):
+    if same and (x.is_cuda or native(x.dtype) or rows < _MIN_ROWS):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
-    wide = empty(x.shape, torch.float32).copy_(x)
+    if x.is_cuda:
+        wide = torch.mm(x, w, out_dtype=torch.float32)
+        return out.copy_(wide if bias is None else wide.add_(bias))
+    wide = empty(x.shape, torch.float32, x.device).copy_(x)
     wide_bias = None if bias is None else bias.float()
     for begin in range(0, w.shape[1], _PANEL_COLUMNS):
         columns = slice(begin, begin + _PANEL_COLUMNS)

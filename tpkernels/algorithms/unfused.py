@@ -156,7 +156,7 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     if group.world == 1:
         return reduced(partial, reduction)
     assert problem.dim is not None  # a reduce-scatter has one
-    out = empty_share(call, reduction.out_dtype)
+    out = empty_share(call, reduction.out_dtype, partial.device)
     shares = [share.reshape(-1) for share in partial.split(list(problem.sizes), problem.dim)]
     flat = out.view(-1)
     step = _STEP_BYTES // partial.element_size()
@@ -211,6 +211,6 @@ def matmul_all_reduce(
     partial = matmul_partial(call, x, w)
     if call.group.world == 1:
         return reduced(partial, reduction)
-    out = empty(partial.shape, reduction.out_dtype)
+    out = empty(partial.shape, reduction.out_dtype, partial.device)
     all_reduce(call, partial, out, reduction)
     return out

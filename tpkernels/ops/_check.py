@@ -17,6 +17,13 @@ def dim(value: int, ndim: int, what: str) -> int:
     return value
 
 
+def device(x: torch.Tensor) -> str:
+    """The type of x's device, of those that the ops run on."""
+    if x.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"x is on {x.device}; the ops run on cpu and cuda")
+    return x.device.type
+
+
 def matrix_input(x: torch.Tensor) -> None:
     """x [..., K] of a dtype that can be multiplied."""
     dtypes.check_supported(x.dtype, "x")

@@ -16,11 +16,12 @@ _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _MOST_CALLS = 4096  # remembered per group
 
 
-def define(schema: str, *, cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes ``torch.ops.tpkernels.<name>`` with a CPU kernel and a fake kernel."""
+def define(schema: str, *, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Makes ``torch.ops.tpkernels.<name>`` with a kernel for CPU and CUDA tensors and a fake one."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"tpkernels::{name}", fake, lib=_LIBRARY)
 
 

@@ -34,7 +34,7 @@ def _prepare(
     shape[dim] = sum(sizes)
     problem = Problem(
         op="all_gather",
-        device=x.device.type,
+        device=_check.device(x),
         world=group.world,
         shape=tuple(shape),
         dim=dim,
@@ -44,7 +44,7 @@ def _prepare(
     return plan_call(group, problem, algorithm)
 
 
-def _cpu(
+def _run(
     x: torch.Tensor,
     group: str,
     gather_dim: int = 0,
@@ -55,7 +55,7 @@ def _cpu(
     forbid_grad("all_gather", (x,))
     own = groups.get(group)
     sizes = None if shard_sizes is None else tuple(shard_sizes)
-    key = ("all_gather", x.shape, x.dtype, gather_dim, sizes, algorithm)
+    key = ("all_gather", x.shape, x.dtype, x.device, gather_dim, sizes, algorithm)
     call = own.calls.get(key)
     if call is None:
         call = remember(own, key, _prepare(own, x, gather_dim, shard_sizes, algorithm))
@@ -78,7 +78,7 @@ def _fake(
     return x.new_empty(shape)
 
 
-define(SCHEMA, cpu=_cpu, fake=_fake)
+define(SCHEMA, run=_run, fake=_fake)
 
 
 def all_gather(

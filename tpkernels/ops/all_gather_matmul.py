@@ -53,7 +53,7 @@ def _prepare(
         options.append("return_gathered")
     problem = Problem(
         op="all_gather_matmul",
-        device=x.device.type,
+        device=_check.device(x),
         world=group.world,
         shape=tuple(shape),
         dim=dim,
@@ -64,7 +64,7 @@ def _prepare(
     return plan_call(group, problem, algorithm)
 
 
-def _cpu(
+def _run(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     group: str,
@@ -82,6 +82,7 @@ def _cpu(
         "all_gather_matmul",
         x.shape,
         x.dtype,
+        x.device,
         tuple((w.shape, w.dtype) for w in weights),
         gather_dim,
         biases is not None and tuple(None if b is None else (b.shape, b.dtype) for b in biases),
@@ -97,8 +98,8 @@ def _cpu(
         )
         remember(own, key, call)
     lead = call.problem.shape[:-1]
-    outs = [empty((*lead, w.shape[1]), out_dtype or x.dtype) for w in weights]
-    gathered = empty(call.problem.shape, x.dtype) if return_gathered else None
+    outs = [empty((*lead, w.shape[1]), out_dtype or x.dtype, x.device) for w in weights]
+    gathered = empty(call.problem.shape, x.dtype, x.device) if return_gathered else None
     run(call, x, weights, biases or [None] * len(weights), outs, gathered)
     return (x.new_empty(0) if gathered is None else gathered), outs
 
@@ -123,7 +124,7 @@ def _fake(
     return x.new_empty(shape if return_gathered else [0]), outs
 
 
-define(SCHEMA, cpu=_cpu, fake=_fake)
+define(SCHEMA, run=_run, fake=_fake)
 
 
 @overload

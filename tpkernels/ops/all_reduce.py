@@ -24,7 +24,7 @@ SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto')
 def _call(x: torch.Tensor, group: str, out_dtype: torch.dtype | None, algorithm: str) -> Call:
     forbid_grad("all_reduce", (x,))
     own = groups.get(group)
-    key = ("all_reduce", x.shape, x.dtype, out_dtype, algorithm)
+    key = ("all_reduce", x.shape, x.dtype, x.device, out_dtype, algorithm)
     call = own.calls.get(key)
     if call is None:
         call = remember(own, key, _prepare(own, x, out_dtype, algorithm))
@@ -35,7 +35,7 @@ def _prepare(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None, algor
     dtypes.check_supported(x.dtype, "x")
     problem = Problem(
         op="all_reduce",
-        device=x.device.type,
+        device=_check.device(x),
         world=group.world,
         shape=tuple(x.shape),
         dim=None,
@@ -46,7 +46,7 @@ def _prepare(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None, algor
     return plan_call(group, problem, algorithm)
 
 
-def _cpu(
+def _run(
     x: torch.Tensor,
     group: str,
     *,
@@ -54,12 +54,12 @@ def _cpu(
     algorithm: str = "auto",
 ) -> torch.Tensor:
     call = _call(x, group, out_dtype, algorithm)
-    out = empty(x.shape, out_dtype or x.dtype)
+    out = empty(x.shape, out_dtype or x.dtype, x.device)
     run(call, x, out, reduction_of(x, out_dtype))
     return out
 
 
-def _cpu_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
+def _run_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
     call = _call(x, group, None, algorithm)
     out = x if x.is_contiguous() else x.new_empty(x.shape)
     run(call, x, out, reduction_of(x, None))
@@ -82,8 +82,8 @@ def _fake_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> N
     groups.get(group)
 
 
-define(SCHEMA, cpu=_cpu, fake=_fake)
-define(SCHEMA_IN_PLACE, cpu=_cpu_in_place, fake=_fake_in_place)
+define(SCHEMA, run=_run, fake=_fake)
+define(SCHEMA_IN_PLACE, run=_run_in_place, fake=_fake_in_place)
 
 
 def all_reduce(

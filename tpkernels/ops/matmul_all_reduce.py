@@ -39,7 +39,7 @@ def _prepare(
     wire = _check.wire_dtype(wire_dtype, x)
     problem = Problem(
         op="matmul_all_reduce",
-        device=x.device.type,
+        device=_check.device(x),
         world=group.world,
         shape=shape,
         dim=None,
@@ -50,7 +50,7 @@ def _prepare(
     return plan_call(group, problem, algorithm)
 
 
-def _cpu(
+def _run(
     x: torch.Tensor,
     w: torch.Tensor,
     group: str,
@@ -67,6 +67,7 @@ def _cpu(
         "matmul_all_reduce",
         x.shape,
         x.dtype,
+        x.device,
         w.shape,
         w.dtype,
         bias is not None and (bias.shape, bias.dtype),
@@ -98,7 +99,7 @@ def _fake(
     return x.new_empty((*x.shape[:-1], w.shape[1]), dtype=out_dtype)
 
 
-define(SCHEMA, cpu=_cpu, fake=_fake)
+define(SCHEMA, run=_run, fake=_fake)
 
 
 def matmul_all_reduce(

@@ -47,7 +47,7 @@ def _prepare(
     wire = _check.wire_dtype(wire_dtype, x)
     problem = Problem(
         op="matmul_reduce_scatter",
-        device=x.device.type,
+        device=_check.device(x),
         world=group.world,
         shape=tuple(shape),
         dim=dim,
@@ -58,7 +58,7 @@ def _prepare(
     return plan_call(group, problem, algorithm)
 
 
-def _cpu(
+def _run(
     x: torch.Tensor,
     w: torch.Tensor,
     group: str,
@@ -77,6 +77,7 @@ def _cpu(
         "matmul_reduce_scatter",
         x.shape,
         x.dtype,
+        x.device,
         w.shape,
         w.dtype,
         scatter_dim,
@@ -129,7 +130,7 @@ def _fake(
     return x.new_empty(shape, dtype=out_dtype)
 
 
-define(SCHEMA, cpu=_cpu, fake=_fake)
+define(SCHEMA, run=_run, fake=_fake)
 
 
 def matmul_reduce_scatter(

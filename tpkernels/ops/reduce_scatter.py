@@ -34,7 +34,7 @@ def _prepare(
     sizes = _check.scatter_sizes(shard_sizes, x.shape[dim], group.world)
     problem = Problem(
         op="reduce_scatter",
-        device=x.device.type,
+        device=_check.device(x),
         world=group.world,
         shape=tuple(x.shape),
         dim=dim,
@@ -45,7 +45,7 @@ def _prepare(
     return plan_call(group, problem, algorithm)
 
 
-def _cpu(
+def _run(
     x: torch.Tensor,
     group: str,
     scatter_dim: int = 0,
@@ -57,7 +57,7 @@ def _cpu(
     forbid_grad("reduce_scatter", (x,))
     own = groups.get(group)
     sizes = None if shard_sizes is None else tuple(shard_sizes)
-    key = ("reduce_scatter", x.shape, x.dtype, scatter_dim, out_dtype, sizes, algorithm)
+    key = ("reduce_scatter", x.shape, x.dtype, x.device, scatter_dim, out_dtype, sizes, algorithm)
     call = own.calls.get(key)
     if call is None:
         call = _prepare(own, x, scatter_dim, out_dtype, shard_sizes, algorithm)
@@ -82,7 +82,7 @@ def _fake(
     return x.new_empty(shape, dtype=out_dtype)
 
 
-define(SCHEMA, cpu=_cpu, fake=_fake)
+define(SCHEMA, run=_run, fake=_fake)
 
 
 def reduce_scatter(
