@@ -5,42 +5,33 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+import tpkernels
 from benchmarks.gpu_stages import integers, synchronize, times_ms
-from tpkernels.kernels import all_gather_matmul as gather
+from tpkernels import groups
 from tpkernels.kernels import matmul_all_reduce as reduce
-from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.matmul import matmul
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.device import DeviceWorkspace
 
 TIMEOUT = 20.0
-WORDS, BUFFER_BYTES = 1 << 14, 256 << 20
-REHEARSAL_BYTES = 1 << 20
 
 
 class FusedCalls:
-    """The kernels with a workspace of their own, and inputs that every rank can make."""
+    """The fused ops on a group of their own, and inputs that every rank can make."""
 
-    def __init__(self, device: str, pg: dist.ProcessGroup | None) -> None:
-        assert pg is not None
-        self.device, self.rank, self.world = device, pg.rank(), pg.size()
-        self.space = self._workspace(pg)
-        self._signature = 1
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.group = dist.new_group()
+        assert self.group is not None
+        self.rank, self.world = self.group.rank(), self.group.size()
+        if device == "cuda":
+            torch.cuda.set_device(self.rank % torch.cuda.device_count())
+        tpkernels.init(self.group, timeout=TIMEOUT)
 
-    def _workspace(self, pg: dist.ProcessGroup) -> DeviceWorkspace:
-        if self.device == "cuda":
-            from tpkernels.symm.cuda import make_workspace
-
-            index = self.rank % torch.cuda.device_count()
-            torch.cuda.set_device(index)
-            return make_workspace(pg, WORDS, BUFFER_BYTES, TIMEOUT, torch.device("cuda", index))
-        import tpkernels
-        from tpkernels import groups
-
-        tpkernels.init(pg, timeout=TIMEOUT)
-        workspace = groups.get(pg.group_name).workspace
+    def set_chaos(self, seed: int, max_delay_us: int) -> None:
+        """Random delays at every publish and wait from now on."""
+        workspace = groups.get(self.group.group_name).workspace
         assert workspace is not None
-        return workspace.device(WORDS, REHEARSAL_BYTES, "a rehearsal")
+        workspace.set_chaos(seed=seed, max_delay_us=max_delay_us)
 
     def _own(self, sizes: tuple[int, ...]) -> slice:
         """This rank's rows."""
@@ -51,24 +42,12 @@ class FusedCalls:
         self, op: str, x: torch.Tensor, w: torch.Tensor, sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """One call; the all-gather takes this rank's rows of x, the others all rows."""
-        self._signature += 1
-        rows, n = sum(sizes), w.shape[1]
-        if op == "all_gather_matmul":
-            out = x.new_empty(rows, n)
-            gathered = x.new_empty(rows, x.shape[1])
-            gather.all_gather_matmul(
-                self.space, self._signature, x, [w], [None], [out], gathered, sizes
-            )
-        elif op == "matmul_reduce_scatter":
-            out = x.new_empty(sizes[self.rank], n)
-            scatter.matmul_reduce_scatter(
-                self.space, self._signature, x, w, None, None, out, sizes, x.dtype
-            )
-        else:
+        if "shot" in op:
             reduce.ONE_SHOT_BYTES = 0 if op == "two_shot" else 1 << 40
-            out = x.new_empty(rows, n)
-            reduce.matmul_all_reduce(self.space, self._signature, x, w, None, None, out, x.dtype)
-        return out
+            return tpkernels.matmul_all_reduce(x, w, self.group, algorithm="fused")
+        function = getattr(tpkernels, op)
+        result: torch.Tensor = function(x, w, self.group, shard_sizes=sizes, algorithm="fused")
+        return result
 
     def check(self, op: str, seed: int, rows: int, n: int = 72, k: int = 40) -> bool:
         """Whether one call on integers is exact."""
@@ -85,7 +64,7 @@ class FusedCalls:
             exact = sum(x.double() @ w.double() for x, w in zip(xs, ws, strict=True))
             exact = exact[own] if op == "matmul_reduce_scatter" else exact
         synchronize(self.device)
-        return self.space.failure() is None and torch.equal(got.double(), exact)
+        return torch.equal(got.double(), exact)
 
     def beside_plain(self, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
         """(op, ms, ms of the plain kernel) at world size 1, bf16."""
@@ -128,4 +107,4 @@ class FusedCalls:
             h = (everything.double() @ w.double()).clamp(-1, 1)
             exact = self.world * (h @ v.double())[own]
             wrong += not torch.equal(y.double(), exact.to(torch.bfloat16).double())
-        return wrong + (self.space.failure() is not None)
+        return wrong

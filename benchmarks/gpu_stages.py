@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ class Setting:
 
     device: str
     budget_s: float
+    small: bool = False  #: sizes that say nothing about speed
 
     @property
     def rehearsal(self) -> bool:
@@ -78,7 +82,7 @@ def matmul_check(setting: Setting) -> Iterator[Result]:
     from tpkernels.kernels.matmul import matmul
 
     sizes = [(1, 33, 7), (65, 70, 40)]
-    if not setting.rehearsal:
+    if not setting.small:
         sizes += [(1, 4096, 4096), (7, 1023, 33), (1023, 129, 1000), (2048, 1024, 4096)]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for m, n, k in sizes:
@@ -106,7 +110,7 @@ def matmul_speed(setting: Setting) -> Iterator[Result]:
     world = 8
     shapes = [(m, n // world, k) for m in (1024, 4096, 8192) for n, k in GATHERS]
     shapes += [(m, n, k // world) for m in (1024, 4096, 8192) for n, k in SCATTERS]
-    if setting.rehearsal:
+    if setting.small:
         shapes = [(64, 64, 64)]
     ratios = []
     for m, n, k in shapes:
@@ -127,8 +131,8 @@ def _fused_job(device: str, calls: int, delay_us: int, rows: int) -> list[tuple[
     """On every rank: the fused ops on exact integers, uneven shards, call after call."""
     from benchmarks.gpu_calls import FusedCalls
 
-    calls_of = FusedCalls(device, dist.group.WORLD)
-    calls_of.space.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
+    calls_of = FusedCalls(device)
+    calls_of.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
     told: dict[str, bool] = {}
     for i in range(calls):
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot", "two_shot"):
@@ -148,7 +152,7 @@ def over_ranks(setting: Setting, world: int, job: Callable[..., Any], *args: obj
 
 def fused_check(setting: Setting) -> Iterator[Result]:
     """The fused kernels on 1, 2 and 4 ranks of one GPU, with and without delays."""
-    calls, rows, worlds = (1, 40, (1, 2)) if setting.rehearsal else (20, 300, (1, 2, 4))
+    calls, rows, worlds = (1, 40, (1, 2)) if setting.small else (20, 300, (1, 2, 4))
     for world in worlds:
         for delay_us in (0, 200):
             told = over_ranks(setting, world, _fused_job, calls, delay_us, rows)
@@ -161,13 +165,13 @@ def fused_check(setting: Setting) -> Iterator[Result]:
 def _overhead_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
     from benchmarks.gpu_calls import FusedCalls
 
-    return FusedCalls(device, dist.group.WORLD).beside_plain(m, n, k)
+    return FusedCalls(device).beside_plain(m, n, k)
 
 
 def fused_speed(setting: Setting) -> Iterator[Result]:
     """The fused kernels at world size 1 beside the plain kernel: what the hooks and words cost."""
     shapes = [(1024, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 4096)]
-    for m, n, k in [(32, 32, 32)] if setting.rehearsal else shapes:
+    for m, n, k in [(32, 32, 32)] if setting.small else shapes:
         for op, fused, plain in over_ranks(setting, 1, _overhead_job, m, n, k)[0]:
             value = f"{fused:.4f} ms, plain {plain:.4f} ms: {fused / plain:.3f}x"
             yield Result("fused_speed", f"{op} {m}x{n}x{k}", value, ok=None)
@@ -176,7 +180,7 @@ def fused_speed(setting: Setting) -> Iterator[Result]:
 def _graph_job(device: str, replays: int) -> int:
     from benchmarks.gpu_calls import FusedCalls
 
-    return FusedCalls(device, dist.group.WORLD).replay(replays)
+    return FusedCalls(device).replay(replays)
 
 
 def graph(setting: Setting) -> Iterator[Result]:
@@ -188,3 +192,20 @@ def graph(setting: Setting) -> Iterator[Result]:
         for rank, wrong in enumerate(over_ranks(setting, world, _graph_job, 100)):
             what = f"100 replays, rank {rank} of {world}"
             yield Result("graph", what, f"{wrong} wrong", wrong == 0)
+
+
+def sanitize(setting: Setting) -> Iterator[Result]:
+    """The small checks under compute-sanitizer."""
+    tool = shutil.which("compute-sanitizer")
+    if setting.rehearsal or tool is None:
+        yield Result("sanitize", "needs a GPU and compute-sanitizer", ok=None)
+        return
+    for check in ("memcheck", "racecheck"):
+        options = ["--tool", check, "--target-processes", "all", "--error-exitcode", "9"]
+        suite = ["-m", "benchmarks.gpu_suite", "--small", "--only", "matmul_check,fused_check"]
+        command = [tool, *options, sys.executable, *suite, "--budget-s", str(setting.budget_s / 4)]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=setting.budget_s, check=False
+        )
+        said = [line for line in ended.stdout.splitlines() if line.startswith("=====")]
+        yield Result("sanitize", check, said[-1] if said else "", ended.returncode == 0)

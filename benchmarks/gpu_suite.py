@@ -3,7 +3,8 @@
 Runs stages, each within its budget; the first check results, the later ones measure. Prints a table
 and writes it as JSON and Markdown, with device, driver, versions and date. Needs torch, triton and
 this package, nothing else. ``--device cpu`` walks through the stages under Triton's interpreter, at
-sizes that say nothing about speed: a rehearsal.
+sizes that say nothing about speed: a rehearsal. ``--only sanitize`` repeats the small checks under
+compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "fused_speed": gpu_stages.fused_speed,
     "symm_mem": gpu_tune.symm_mem,
     "tune": gpu_tune.tune,
+    "sanitize": gpu_stages.sanitize,
 }
+ON_REQUEST = {"sanitize"}  # takes many times as long as what it runs
 
 
 def environment(device: str) -> dict[str, str]:
@@ -101,12 +104,16 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", help=f"stages, of {','.join(STAGES)}; all by default")
+    by_default = [name for name in STAGES if name not in ON_REQUEST]
+    parser.add_argument(
+        "--only", help=f"stages, of {','.join(STAGES)}; by default {','.join(by_default)}"
+    )
     parser.add_argument("--budget-s", type=float, default=120.0, help="seconds for each stage")
     parser.add_argument("--out", type=Path, help="folder for gpu_suite.json and gpu_suite.md")
+    parser.add_argument("--small", action="store_true", help="the sizes of a rehearsal")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     given = parser.parse_args(arguments)
-    stages = given.only.split(",") if given.only else list(STAGES)
+    stages = given.only.split(",") if given.only else by_default
     unknown = [name for name in stages if name not in STAGES]
     if unknown:
         parser.error(f"unknown stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
@@ -114,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("torch sees no GPU; --device cpu rehearses the stages")
     if given.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-    setting = Setting(given.device, given.budget_s)
+    setting = Setting(given.device, given.budget_s, given.small or given.device == "cpu")
     results = [result for name in stages for result in run_stage(name, setting)]
     found = {
         "environment": environment(given.device),

@@ -38,10 +38,10 @@ def tune(setting: Setting) -> Iterator[Result]:
     from tpkernels.kernels.matmul import matmul
 
     for few, candidates in CANDIDATES.items():
-        shapes = [(32, 32, 32)] if setting.rehearsal else SHAPES[few]
+        shapes = [(32, 32, 32)] if setting.small else SHAPES[few]
         told: list[tuple[float, str]] = []
-        for blocks in candidates[:1] if setting.rehearsal else candidates:
-            for group_m in GROUPS[:1] if few or setting.rehearsal else GROUPS:
+        for blocks in candidates[:1] if setting.small else candidates:
+            for group_m in GROUPS[:1] if few or setting.small else GROUPS:
                 ratios = []
                 for m, n, k in shapes:
                     a = torch.randn(m, k, device=setting.device).to(torch.bfloat16)
@@ -93,7 +93,7 @@ def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float,
 
     group = dist.group.WORLD
     assert group is not None
-    calls = FusedCalls(device, group)
+    calls = FusedCalls(device)
     symmetric.enable_symm_mem_for_group(group.group_name)
     world, sizes = calls.world, (m // calls.world,) * calls.world
     shard = torch.randn(m // world, k, device=device).to(torch.bfloat16)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu_stages, gpu_suite
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -25,16 +27,20 @@ def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
     assert {row["stage"] for row in found["results"]} == set(found["stages"])
+    assert set(gpu_suite.STAGES) - set(found["stages"]) == {"sanitize"}
     checked = [row for row in found["results"] if row["ok"]]
     assert len(checked) == 12 + 2 * 2 * 4
     report = (tmp_path / "gpu_suite.md").read_text()
-    assert "no figure here is a measurement" in report and "Not run: nothing." in report
+    assert "no figure here is a measurement" in report and "Not run: sanitize." in report
 
 
 def test_a_budget_ends_a_stage() -> None:
     ended = _run("--device", "cpu", "--only", "matmul_check", "--budget-s", "0")
     assert ended.returncode == 0 and "budget exhausted" in ended.stdout
-    assert "Not run: fused_check, graph, matmul_speed, fused_speed, symm_mem, tune." in ended.stdout
+    assert (
+        "Not run: fused_check, graph, matmul_speed, fused_speed, symm_mem, tune, sanitize."
+        in ended.stdout
+    )
 
 
 @pytest.mark.parametrize("arguments", [("--only", "speed"), ("--device", "tpu")])
@@ -57,8 +63,6 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_a_wrong_result_fails_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import gpu_stages, gpu_suite
-
     def wrong(setting: gpu_stages.Setting):  # type: ignore[no-untyped-def]
         yield gpu_stages.Result("wrong", "2 + 2", "5", ok=False)
 

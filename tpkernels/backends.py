@@ -29,14 +29,17 @@ OPS = (
     "all_reduce",
 )
 
-TABLES: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
-    "cpu": {
-        (op, name): getattr(module, op)
-        for name, module in _ALGORITHMS.items()
+
+def _table(*names: str) -> dict[tuple[str, str], Callable[..., Any]]:
+    return {
+        (op, name): getattr(_ALGORITHMS[name], op)
+        for name in names
         for op in OPS
-        if hasattr(module, op)
+        if hasattr(_ALGORITHMS[name], op)
     }
-}
+
+
+TABLES = {"cpu": _table(*_ALGORITHMS), "cuda": _table("unfused", "fused")}
 
 
 @dataclass(frozen=True, eq=False)

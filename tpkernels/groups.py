@@ -41,6 +41,7 @@ class Group:
         self.lock = threading.RLock()
         self._ready = False
         self._broken: str | None = None
+        self._no_gpu_kernels: dict[torch.device, str | None] = {}
 
     @property
     def pg(self) -> dist.ProcessGroup:
@@ -102,6 +103,25 @@ class Group:
                 )
         return all(other["host"] == said[0]["host"] for other in said)
 
+    def no_gpu_kernels(self, device: torch.device, own: str | None) -> str | None:
+        """Why the Triton kernels cannot run on the ranks' GPUs, this rank's being ``device``; None:
+        they can. ``own`` is what this rank knows already. The ranks find out together, at the first
+        call, by trying: collective."""
+        if self.workspace is None:
+            return own
+        if device not in self._no_gpu_kernels:
+            with self.lock:
+                self.check_usable()
+                try:
+                    self.workspace.open_cuda(device, own)
+                    self._no_gpu_kernels[device] = None
+                except NotImplementedError as obstacle:
+                    self._no_gpu_kernels[device] = f"does not run here: {obstacle}"
+                except BaseException as error:
+                    self.leave(error)
+                    raise
+        return self._no_gpu_kernels[device]
+
     def leave(self, error: BaseException) -> None:
         """This rank left a call with ``error``: peers that wait for it are told, and no further
         call can run."""
@@ -109,7 +129,7 @@ class Group:
         if self.workspace is not None:
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)
-            self.workspace.channel.abandon(self._broken, late, -1 if peer is None else peer)
+            self.workspace.abandon(self._broken, late, -1 if peer is None else peer)
 
     def check_usable(self) -> None:
         """Raises ``GroupBrokenError`` after a failure."""

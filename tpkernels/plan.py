@@ -112,6 +112,8 @@ def choose(
         return _plan(problem, "unfused", "one rank: nothing to communicate")
     if not shared_memory:
         return _plan(problem, "unfused", "the ranks share no memory")
+    if problem.device == "cuda":
+        return _plan(problem, "unfused", "nothing else is known to be faster on this GPU")
     rows = _rows_per_part(problem)
     if (
         _obstacle(problem, "pipelined", shared_memory, no_kernels) is None
@@ -159,6 +161,8 @@ def _obstacle(
 ) -> str | None:
     if algorithm == "unfused":
         return None
+    if problem.device == "cuda" and algorithm != "fused":
+        return "runs on CPU tensors only"
     if not shared_memory:
         return "needs memory shared by all ranks, and this group's ranks are on several hosts"
     if algorithm in ("pipelined", "fused") and not _has_matmul(problem):

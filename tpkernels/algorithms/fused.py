@@ -3,15 +3,15 @@
 On CPU tensors the kernels run under Triton's interpreter, one process per rank, over the arena of
 the host: slow, and the very code that GPUs run.
 
-Sync: among kernels as in kernels/sync.py. On the host each call is an epoch of the channel, so a
-peer in a call of another algorithm is found too; while a kernel runs, a thread watches the peers,
-and ends its waits when one is lost.
+Sync: among kernels as in kernels/sync.py. A thread watches the peers and ends the kernels' waits
+when one is lost. On CPU tensors each call is an epoch of the host's channel too, so a peer in a
+call of another algorithm is found. On GPUs a call only queues its kernel; a failure shows in its
+results, which are NaN, and is raised by the group's next call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,70 +20,74 @@ import torch
 from tpkernels._C import Phase
 from tpkernels.algorithms.common import Reduction, after, as_rows, empty_share, share_rows
 from tpkernels.algorithms.memory import empty
-from tpkernels.errors import CollectiveMismatchError, CollectiveTimeoutError, TpkernelsError
+from tpkernels.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    TpkernelsError,
+)
 from tpkernels.symm import device
 from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.watch import Watch
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
 
-_LOOK_S = 0.02  # between two looks at the peers
-
-
-class _Watch:
-    """A thread that looks after the peers while a kernel waits for them."""
-
-    def __init__(self, call: Call, space: DeviceWorkspace) -> None:
-        self.error: TpkernelsError | None = None
-        self._channel, self._space = call.workspace.channel, space
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def _look(self) -> None:
-        while not self._over.wait(_LOOK_S):
-            try:
-                self._channel.watch(Phase.RESULT, 0.0)
-            except TpkernelsError as error:
-                self.error = error
-                self._space.abort(0 if error.peer is None else error.peer)
-                return
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
 
 @contextlib.contextmanager
-def _running(call: Call, words: int, buffer_bytes: int) -> Iterator[DeviceWorkspace]:
-    """One call: a kernel is launched within, and has ended well when this returns."""
+def _running(
+    call: Call, x: torch.Tensor, words: int, buffer_bytes: int
+) -> Iterator[DeviceWorkspace]:
+    """One call: a kernel is launched within. On CPU tensors it has ended well when this returns."""
+    if call.problem.device == "cuda":
+        with _queued(call, x.device, words, buffer_bytes) as space:
+            yield space
+        return
     space = call.workspace.device(words, buffer_bytes, call.plan.text)
     channel = call.workspace.channel
     channel.begin(call.plan.signature, call.plan.text)
     channel.publish(Phase.DATA)
-    with _Watch(call, space) as watch:
+    with Watch(channel, [space]) as watch:
         yield space
     if watch.error is not None:
         raise watch.error
     failure = space.failure()
     if failure is not None:
-        _raise_failure(call, *failure)
+        channel.watch(Phase.RESULT, 0.0)  # it knows more of the peers
+        raise _error(call, "", *failure)
     channel.publish(Phase.RESULT)
     for peer in after(call):  # who began: the kernels' words keep the ranks in step, not these
         channel.wait(peer, Phase.DATA)
 
 
-def _raise_failure(call: Call, kind: int, peer: int, expected: int, seen: int) -> None:
-    """Raises what the channel knows of the peers, else what the kernel's wait has seen."""
-    call.workspace.channel.watch(Phase.RESULT, 0.0)
-    error = CollectiveTimeoutError if kind == device.TIMEOUT else CollectiveMismatchError
-    raise error(
-        f"{call.plan.text}: rank {call.group.rank} waited in its kernel for rank {peer}: expected "
-        f"word {expected:#018x}, seen {seen:#018x}, timeout {call.group.timeout:g} s. The group is "
-        "broken: make a new one.",
+@contextlib.contextmanager
+def _queued(
+    call: Call, on: torch.device, words: int, buffer_bytes: int
+) -> Iterator[DeviceWorkspace]:
+    """A call whose kernel is left to run; what became of the ones before is found here."""
+    memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
+    failure = memory.failure()
+    if failure is None or failure[0] == device.ABORTED:
+        memory.check()
+    if failure is not None:
+        raise _error(call, "an earlier call of the group, found by ", *failure)
+    with memory.in_order():
+        yield memory.current
+
+
+def _error(
+    call: Call, where: str, kind: int, peer: int, expected: int, seen: int
+) -> TpkernelsError:
+    """What a kernel's wait has seen, as an exception."""
+    error = {
+        device.TIMEOUT: CollectiveTimeoutError,
+        device.MISMATCH: CollectiveMismatchError,
+        device.ABORTED: PeerLostError,
+    }[kind]
+    return error(
+        f"{where}{call.plan.text}: rank {call.group.rank} waited in its kernel for rank {peer}: "
+        f"expected word {expected:#018x}, seen {seen:#018x}, timeout {call.group.timeout:g} s. The "
+        "results are NaN and the group is broken: make a new one.",
         peer=peer,
     )
 
@@ -102,7 +106,7 @@ def all_gather_matmul(
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
     whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
     rows = as_rows(x.contiguous())
-    with _running(call, *kernel.requirements(sizes, rows)) as space:
+    with _running(call, x, *kernel.requirements(sizes, rows)) as space:
         kernel.all_gather_matmul(
             space,
             call.plan.signature,
@@ -124,7 +128,7 @@ def matmul_reduce_scatter(
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
     out = empty_share(call, reduction.out_dtype, x.device)
     needs = kernel.requirements(sizes, w.shape[1], problem.dtype, rows)
-    with _running(call, *needs) as space:
+    with _running(call, x, *needs) as space:
         kernel.matmul_reduce_scatter(
             space,
             call.plan.signature,
@@ -149,7 +153,7 @@ def matmul_all_reduce(
     needs = kernel.requirements(
         rows.shape[0], w.shape[1], problem.world, problem.dtype, reduction.out_dtype, rows
     )
-    with _running(call, *needs) as space:
+    with _running(call, x, *needs) as space:
         kernel.matmul_all_reduce(
             space,
             call.plan.signature,

@@ -45,15 +45,19 @@ _LOOK = timedelta(seconds=0.02)  # between looks at the peers
 
 def _enter(call: Call) -> None:
     workspace = call.group.workspace
-    if workspace is not None and call.group.world > 1:
+    if workspace is not None and call.group.world > 1 and call.problem.device == "cpu":
         workspace.channel.begin(call.plan.signature, call.plan.text)
         workspace.channel.barrier()
 
 
 def _finish(call: Call, work: Any) -> None:
     """Waits for torch.distributed, and watches the peers meanwhile: gloo itself tells only the
-    neighbours of a rank that it died, and nobody that it gave up."""
+    neighbours of a rank that it died, and nobody that it gave up. On GPUs it is the stream that
+    waits, and torch.distributed that watches."""
     group = call.group
+    if call.problem.device == "cuda":
+        work.wait()
+        return
     if group.workspace is not None:
         group.workspace.channel.publish(Phase.READ)
     while not work.is_completed():
@@ -84,7 +88,7 @@ def _watch(group: Group, waited: float) -> None:
 
 def _leave(call: Call) -> None:
     """Tells the peers that this rank needs nothing more of them: its process may end."""
-    if call.group.workspace is not None:
+    if call.group.workspace is not None and call.problem.device == "cpu":
         call.group.workspace.channel.publish(Phase.RESULT)
 
 
@@ -106,14 +110,26 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
         padded = x.new_zeros((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
         padded.narrow(dim, 0, x.shape[dim]).copy_(x)
         x = padded
-    flat = x.new_empty(group.world * x.numel())
-    options = _options(AllgatherOptions, call)
-    _finish(call, group.pg._allgather_base(flat, x.reshape(-1), options))
+    stacked = _all_gather(call, x.reshape(-1)).view(group.world, *x.shape)
     _leave(call)
-    stacked = flat.view(group.world, *x.shape)
     if dim == 0 and all(size == largest for size in sizes):
         return stacked.flatten(0, 1)
     return torch.cat([stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
+
+
+def _all_gather(call: Call, own: torch.Tensor) -> torch.Tensor:
+    """own [N] of all ranks [world * N]."""
+    sent = own.cpu() if _through_host(call) else own
+    received = sent.new_empty(call.group.world * sent.numel())
+    options = _options(AllgatherOptions, call)
+    _finish(call, call.group.pg._allgather_base(received, sent, options))
+    return received.to(own.device)
+
+
+def _through_host(call: Call) -> bool:
+    """Whether torch.distributed moves these tensors in the host's memory only."""
+    cuda = torch.device("cuda")
+    return call.problem.device == "cuda" and call.group.pg._get_backend(cuda).name() == "gloo"
 
 
 def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -121,12 +137,15 @@ def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
     group = call.group
     count = pieces[group.rank].numel()
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    device = sent.device
+    if _through_host(call):
+        sent = sent.cpu()
     received = sent.new_empty(count * group.world)
     options = _options(AllToAllOptions, call)
     splits = [piece.numel() for piece in pieces]
     work = group.pg.alltoall_base(received, sent, [count] * group.world, splits, options)
     _finish(call, work)
-    return received.view(group.world, -1).unbind(0)
+    return received.to(device).view(group.world, -1).unbind(0)
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -159,12 +178,19 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     out = empty_share(call, reduction.out_dtype, partial.device)
     shares = [share.reshape(-1) for share in partial.split(list(problem.sizes), problem.dim)]
     flat = out.view(-1)
-    step = _STEP_BYTES // partial.element_size()
+    step = _step(call, partial)
     for begin in range(0, max(share.numel() for share in shares), step):
         received = _scatter(call, [share[begin : begin + step] for share in shares])
         reduce_into(flat[begin : begin + step], received, reduction, begin)
     _leave(call)
     return out
+
+
+def _step(call: Call, partial: torch.Tensor) -> int:
+    """Elements of a rank's share that move at a time; all of them on a GPU."""
+    if call.problem.device == "cuda":
+        return max(partial.numel(), 1)
+    return _STEP_BYTES // partial.element_size()
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -189,7 +215,7 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
         if x.data_ptr() != out.data_ptr():
             result.copy_(reduced(flat, reduction))
         return
-    step = _STEP_BYTES // x.element_size() * group.world
+    step = _step(call, x) * group.world
     for first in range(0, flat.numel(), step):
         count = min(step, flat.numel() - first)
         part = -(-count // group.world)
@@ -198,10 +224,7 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
         own = result.new_empty(part)
         begin, end = edges[group.rank], edges[group.rank + 1]
         reduce_into(own[: end - begin], received, reduction, begin)
-        everything = own.new_empty(part * group.world)
-        options = _options(AllgatherOptions, call)
-        _finish(call, group.pg._allgather_base(everything, own, options))
-        result[first : first + count].copy_(everything[:count])
+        result[first : first + count].copy_(_all_gather(call, own)[:count])
     _leave(call)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +20,7 @@ from tpkernels.cli.options import DTYPES
 from tpkernels.cli.output import byte_size, console, table
 from tpkernels.plan import ALGORITHMS, obstacles
 
+_NO_GPU = "needs a GPU that torch sees"
 _NATIVE = "native: torch multiplies it at full speed"
 _CONVERTED = "converted to float32 by panels: no instructions for it on this processor"
 
@@ -60,8 +62,10 @@ def gather() -> dict[str, Any]:
 
 def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | None]:
     """Why each algorithm cannot run ``op``; None: it can."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return dict.fromkeys(ALGORITHMS, _NO_GPU)
     shape = (1024, 1024, 1024) if op in MATMUL_OPS else (1024,)
-    problem = Spec(op, shape, torch.float32).problem(world=2)
+    problem = replace(Spec(op, shape, torch.float32).problem(world=2), device=device)
     found = obstacles(problem, shared_memory=shared_memory, no_kernels=kernels.obstacle(device))
     for name in ALGORITHMS:
         if found[name] is None and (op, name) not in TABLES[device]:
@@ -96,7 +100,12 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         grid.add_row(f"[bold]{name}[/bold]", text)
     out.print(grid)
     for device in TABLES:
-        out.print(_algorithm_table(device, facts))
+        reasons = {why for each in facts["algorithms"][device].values() for why in each.values()}
+        out.print(
+            f"on {device}: nothing, it {_NO_GPU}"
+            if reasons == {_NO_GPU}
+            else _algorithm_table(device, facts)
+        )
 
 
 def _algorithm_table(device: str, facts: dict[str, Any]) -> Table:

@@ -7,6 +7,10 @@ import functools
 import importlib.util
 import os
 
+import torch
+
+OLDEST = (8, 0)  # compute capability
+
 
 @functools.lru_cache
 def obstacle(device: str) -> str | None:
@@ -18,4 +22,11 @@ def obstacle(device: str) -> str | None:
             "runs Triton kernels, on a CPU under their interpreter only: for tests, set "
             "TRITON_INTERPRET=1 before the first import of triton"
         )
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            return "needs a GPU that torch sees"
+        found = torch.cuda.get_device_capability()
+        if found < OLDEST:
+            name = torch.cuda.get_device_name()
+            return f"needs compute capability 8.0; {name} has {found[0]}.{found[1]}"
     return None

@@ -30,6 +30,7 @@ from tpkernels.kernels.sync import (
     next_buffer,
     pointer,
     publish_from,
+    spoil,
     wait_for,
 )
 from tpkernels.symm.device import DeviceWorkspace
@@ -148,7 +149,9 @@ def all_gather_matmul_kernel(
             store_result, (out, bias, N), WORLD,
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_TMA, B_TMA,
         )  # fmt: skip
-    leave(peers, CHAOS)
+    if leave(peers, CHAOS):
+        spoil(out, tl.cast(M, tl.int64) * N)
+        spoil(gathered, tl.cast(M, tl.int64) * K)  # what later weights multiply
 
 
 def requirements(sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from tpkernels.kernels.matmul import (
     tile_at,
     tiles_before,
 )
-from tpkernels.kernels.sync import TILES, buffer_of, enter, leave, pointer, publish, wait_for
+from tpkernels.kernels.sync import TILES, buffer_of, enter, leave, pointer, publish, spoil, wait_for
 from tpkernels.symm.device import DeviceWorkspace
 
 
@@ -189,7 +189,9 @@ def matmul_reduce_scatter_kernel(
         peers, starts, M, N, rank, out, 0, bias, residual, slot_bytes, lane, lanes, None, None,
         WIRE, WORLD, WORLD, CHAOS, BLOCK_M, BLOCK_N, GROUP_M, SUM_M,
     )  # fmt: skip
-    leave(peers, CHAOS)
+    if leave(peers, CHAOS):
+        begin, end = segment(starts, M, rank, WORLD)
+        spoil(out, tl.cast(end - begin, tl.int64) * N)
 
 
 TRITON_DTYPES = {

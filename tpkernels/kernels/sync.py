@@ -27,7 +27,8 @@ graph replays correctly.
 
 Failure: a wait ends at its deadline, when the peer's ENTERED word is of another call, when the host
 sets ABORT, or when another wait of the grid has failed. From then on the grid publishes nothing, so
-that no peer takes garbage for data; the kernel runs to its end with results that must not be used.
+that no peer takes garbage for data; the kernel runs to its end, and its last program fills the
+results with NaN. The host finds FAILED set when it looks next.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ STATE_SEEN = tl.constexpr(device.SEEN)
 STATE_CLOCK = tl.constexpr(device.CLOCK)
 STATE_LOST = tl.constexpr(device.LOST)
 ABORT = tl.constexpr(device.ABORT)
+FAILED = tl.constexpr(device.FAILED)
 FAILED_MISMATCH = tl.constexpr(device.MISMATCH)
 FAILED_TIMEOUT = tl.constexpr(device.TIMEOUT)
 FAILED_ABORT = tl.constexpr(device.ABORTED)
@@ -160,14 +162,28 @@ def enter(
 @triton.jit
 def leave(peers, CHAOS: tl.constexpr):
     """Ends a call: the first program has then heard of every peer, the last one advances the
-    epoch."""
+    epoch. True for the last one of a grid in which a wait has failed: it is to `spoil` results."""
     if tl.program_id(0) == 0:
         for i in range(1, peers.world):
             wait_for(peers, (peers.rank + i) % peers.world, ENTERED, CHAOS)
+    tl.debug_barrier()  # the count is one thread's, the results all threads'
     ended = tl.atomic_add(peers.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
-    if ended == tl.num_programs(0) - 1:
+    status = tl.atomic_add(peers.state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
+    last = ended == tl.num_programs(0) - 1
+    if last:
         tl.store(peers.state + STATE_ENDED, 0)
         tl.store(peers.state + STATE_EPOCH, peers.word & 0xFFFFFFFF)
+    return last & (status != 0)
+
+
+@triton.jit
+def spoil(out, count):
+    """Fills ``out`` with NaN: nobody shall take it for a result."""
+    BLOCK: tl.constexpr = 1024
+    nan = tl.full((BLOCK,), float("nan"), out.dtype.element_ty)
+    for begin in range(0, count, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(out + at, nan, mask=at < count)
 
 
 @triton.jit
@@ -260,6 +276,8 @@ def _fail(peers, kind: tl.constexpr, source, seen):
         tl.store(state + STATE_PEER, tl.cast(source, tl.int64))
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
+        tl.debug_barrier()
+        tl.atomic_xchg(peers.control + FAILED, failed * 0 + 1, sem="release", scope="sys")
 
 
 @triton.jit

@@ -17,7 +17,7 @@ _MOST_CALLS = 4096  # remembered per group
 
 
 def define(schema: str, *, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes ``torch.ops.tpkernels.<name>`` with a kernel for CPU and CUDA tensors and a fake one."""
+    """Makes ``torch.ops.tpkernels.<name>``, for CPU and CUDA tensors, and its fake kernel."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CPU")
@@ -33,7 +33,7 @@ def remember(group: Group, key: Hashable, call: Call) -> Call:
     return call
 
 
-def plan_call(group: Group, problem: Problem, algorithm: str) -> Call:
+def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
     """Plans a call whose arguments have been checked. Makes the group's workspace if that is its
     first."""
     if algorithm != "auto":
@@ -41,10 +41,13 @@ def plan_call(group: Group, problem: Problem, algorithm: str) -> Call:
     if group.world > 1 or algorithm not in ("auto", "unfused"):
         group.ready()
     shared = group.shared_memory or group.world == 1
+    no_kernels = obstacle(problem.device)
+    if algorithm == "fused" and problem.device == "cuda":
+        no_kernels = group.no_gpu_kernels(on, no_kernels)
     plan = choose(
         problem,
         shared_memory=shared,
-        no_kernels=obstacle(problem.device),
+        no_kernels=no_kernels,
         requested=algorithm,
     )
     return Call(group, problem, plan)

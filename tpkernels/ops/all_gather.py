@@ -41,7 +41,7 @@ def _prepare(
         sizes=sizes,
         dtype=x.dtype,
     )
-    return plan_call(group, problem, algorithm)
+    return plan_call(group, problem, algorithm, x.device)
 
 
 def _run(

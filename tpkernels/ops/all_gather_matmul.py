@@ -61,7 +61,7 @@ def _prepare(
         dtype=x.dtype,
         options=tuple(options),
     )
-    return plan_call(group, problem, algorithm)
+    return plan_call(group, problem, algorithm, x.device)
 
 
 def _run(

@@ -43,7 +43,7 @@ def _prepare(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None, algor
         dtype=x.dtype,
         options=describe(x.dtype, _check.out_dtype(out_dtype, x)),
     )
-    return plan_call(group, problem, algorithm)
+    return plan_call(group, problem, algorithm, x.device)
 
 
 def _run(

@@ -55,7 +55,7 @@ def _prepare(
         dtype=wire,
         options=describe(x.dtype, out, bias, residual),
     )
-    return plan_call(group, problem, algorithm)
+    return plan_call(group, problem, algorithm, x.device)
 
 
 def _run(

@@ -42,7 +42,7 @@ def _prepare(
         dtype=x.dtype,
         options=describe(x.dtype, _check.out_dtype(out_dtype, x)),
     )
-    return plan_call(group, problem, algorithm)
+    return plan_call(group, problem, algorithm, x.device)
 
 
 def _run(

@@ -1,15 +1,24 @@
-"""Regions of the Triton kernels in torch's symmetric memory: GPUs that can address each other."""
+"""Workspaces of the kernels on GPUs that can address each other, in torch's symmetric memory.
+
+A call only queues a kernel, so nothing on the host is in step with its words. What the host has for
+such a group is a channel of its own, in one call for ever, on which a thread sees peers die, and
+whose end it tells to peers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
+from tpkernels import _C
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
+from tpkernels.symm.rendezvous import Member, exchange
+from tpkernels.symm.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -18,26 +27,141 @@ class _Region:
     memory: Any  # what keeps it mapped
 
 
+class CudaSpace:
+    """The workspace of a group's kernels on one device, which grows, and the watch over its peers.
+
+    Args:
+        member: this rank's place in the group.
+        channel: of its own, in a call that all ranks have begun and nobody ends.
+        device: of this rank's tensors.
+    """
+
+    def __init__(self, member: Member, channel: _C.Channel, device: torch.device) -> None:
+        self.device = device
+        self._member, self._channel = member, channel
+        # All that were ever made: a captured graph may go on using one that has been outgrown.
+        self.spaces: list[DeviceWorkspace] = []
+        self._chaos: dict[str, Any] | None = None
+        self._watch = Watch(channel, self.spaces).__enter__()
+        self._last: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def current(self) -> DeviceWorkspace:
+        """The largest one."""
+        return self.spaces[-1]
+
+    def grow(self, words: int, buffer_bytes: int, obstacle: str | None = None) -> None:
+        """Makes a workspace of at least that size, and of twice the last one's, so that all of them
+        together stay below twice the largest. Collective; raises what ``make_workspace`` does."""
+        if self.spaces:
+            words = max(words, 2 * self.current.words)
+            buffer_bytes = max(buffer_bytes, 2 * self.current.buffer_bytes)
+        space = make_workspace(self._member, words, buffer_bytes, self.device, obstacle)
+        if self._chaos is not None:
+            space.set_chaos(**self._chaos)
+        self.spaces.append(space)
+
+    def check(self) -> None:
+        """Raises if a peer is lost."""
+        if self._watch.error is not None:
+            raise self._watch.error
+
+    def failure(self) -> tuple[int, int, int, int] | None:
+        """The first failure of a kernel in any of the workspaces."""
+        return next((told for space in self.spaces if (told := space.failure())), None)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Kernels of a group follow each other, also from different streams. (Replays of a graph
+        are ordered by whoever replays it.)"""
+        if self.device.type != "cuda":  # a rehearsal
+            yield
+            return
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            captured = torch.cuda.is_current_stream_capturing()
+            if self._last is not None and self._stream != stream and not captured:
+                stream.wait_event(self._last)
+            yield
+            if not captured:
+                self._stream, self._last = stream, stream.record_event(self._last)
+
+    def set_chaos(self, **switches: Any) -> None:
+        """For tests; see ``DeviceWorkspace.set_chaos``."""
+        self._chaos = switches
+        for space in self.spaces:
+            space.set_chaos(**switches)
+
+    def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
+        """Stops the watch and tells the peers; memory goes with the last use of it."""
+        self._watch.__exit__()
+        self._channel.abandon(why, late, culprit)
+
+
 def make_workspace(
-    pg: dist.ProcessGroup, words: int, buffer_bytes: int, timeout: float, device: torch.device
+    member: Member,
+    words: int,
+    buffer_bytes: int,
+    device: torch.device,
+    obstacle: str | None = None,
 ) -> DeviceWorkspace:
     """The workspace of a group whose ranks' GPUs can address each other. Collective; waits for the
-    device.
+    device. ``obstacle`` is why this rank already knows that it cannot be.
 
     Raises:
-        NotImplementedError: they cannot: no peer access, no virtual memory management, ranks that
-            share a GPU without TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+        NotImplementedError: on all ranks alike, where they cannot: no peer access, no virtual
+            memory management, ranks that share a GPU without
+            TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
+        CollectiveTimeoutError, PeerLostError: a rank did not come, or left.
     """
-    nbytes = region_bytes(pg.size(), words, buffer_bytes)
+    nbytes = region_bytes(member.world, words, buffer_bytes)
+    memory = handle = None
+    if obstacle is None:
+        try:
+            make = torch.empty if member.world == 1 else symmetric.empty
+            memory = make(nbytes, dtype=torch.uint8, device=device)
+            memory.zero_()
+            if memory.is_cuda:
+                torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            obstacle = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
+    _agree(member, obstacle, _describe(device))  # and no peer writes before all is zero
+    assert memory is not None  # or all ranks would have raised
+    if member.world == 1:
+        own = _Region(memory.data_ptr(), memory)
+        return DeviceWorkspace([own], 0, words, buffer_bytes, member.timeout, device)
     try:
-        memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        memory.zero_()
-        torch.cuda.synchronize(device)
-        handle = symmetric.rendezvous(memory, pg.group_name)
+        handle = symmetric.rendezvous(memory, cast(Any, member.group))  # a NewType of str
     except RuntimeError as error:
-        raise NotImplementedError(
-            f"the GPUs of group '{pg.group_name}' share no symmetric memory: {error}"
-        ) from error
-    dist.barrier(pg)  # no peer writes before all is zero
+        obstacle = (
+            f"cannot map the other ranks' memory: {error}. Ranks that share a GPU need "
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+        )
+    _agree(member, obstacle, "")
+    assert handle is not None  # likewise
     regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
-    return DeviceWorkspace(regions, pg.rank(), words, buffer_bytes, timeout, device)
+    return DeviceWorkspace(regions, member.rank, words, buffer_bytes, member.timeout, device)
+
+
+def _describe(device: torch.device) -> str:
+    """What the ranks' GPUs must have in common: grids and configs follow from it."""
+    if device.type != "cuda":  # a rehearsal
+        return device.type
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} (sm_{found.major}{found.minor}, {found.multi_processor_count} processors)"
+
+
+def _agree(member: Member, error: str | None, kind: str) -> None:
+    said = exchange(member, "kernels on GPUs", {"error": error, "kind": kind})
+    for rank, other in enumerate(said):
+        if other["error"] is not None:
+            raise NotImplementedError(
+                f"the kernels of group '{member.group}' cannot run on GPUs: rank {rank} "
+                f"{other['error']}"
+            )
+        if other["kind"] != said[0]["kind"]:
+            raise NotImplementedError(
+                f"the kernels of group '{member.group}' need GPUs of one kind: rank 0 has "
+                f"{said[0]['kind']}, rank {rank} {other['kind']}"
+            )

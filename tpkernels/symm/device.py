@@ -17,8 +17,9 @@ _WORD = 8
 # `state`: int64 words in the device's memory, private to a rank. ENDED: programs of the running
 # grid that have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
 STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST = range(8)
-# `control`: int64 words that the host writes. ABORT: 1 + the rank that is lost.
-CONTROL = (ABORT,) = range(1)
+# `control`: int64 words in the host's memory. ABORT: 1 + the rank that is lost; the host writes it.
+# FAILED: 1 once STATUS is set; a kernel writes it.
+CONTROL = ABORT, FAILED = range(2)
 # What STATUS says.
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
@@ -66,7 +67,7 @@ class DeviceWorkspace:
         self.buffers_at = _aligned(2 * self.world * words * _WORD)
         self.timeout = timeout
         self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
-        pinned = self.regions.is_cuda  # the host writes it while a kernel runs
+        pinned = self.regions.is_cuda  # host and kernel write it while the other looks
         self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self._chaos = {"seed": 0, "CHAOS": 0}
@@ -111,10 +112,12 @@ class DeviceWorkspace:
         self.control[ABORT] = 1 + rank
 
     def failure(self) -> tuple[int, int, int, int] | None:
-        """(kind, peer, word expected, word seen) of the first failed wait. Kinds are
-        MISMATCH, TIMEOUT and ABORTED."""
+        """(kind, peer, word expected, word seen) of the first failed wait, as far as the kernels
+        have come; costs nothing while there is none. Kinds are MISMATCH, TIMEOUT and ABORTED."""
+        if not self.control[FAILED]:
+            return None
         kind, peer, expected, seen = self.state[STATUS : SEEN + 1].tolist()
-        return (kind, peer, expected & (1 << 64) - 1, seen & (1 << 64) - 1) if kind else None
+        return kind, peer, expected & (1 << 64) - 1, seen & (1 << 64) - 1
 
     def set_chaos(
         self,

@@ -17,10 +17,13 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C import Phase
+from tpkernels.symm.cuda import CudaSpace
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.rendezvous import Link, Member, make_arena
 
 _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
+# Of a GPU's first workspace; it grows when a call needs more.
+_FIRST_WORDS, _FIRST_BYTES = 1 << 10, 1 << 20
 # How long a waiter polls before it sleeps, and from when on it offers its core to others between
 # polls: at once where ranks outnumber cores.
 _SPIN_US = 200.0
@@ -50,6 +53,7 @@ class HostWorkspace:
         self._segments_made = 0
         self._chaos: dict[str, Any] | None = None
         self._device: DeviceWorkspace | None = None
+        self._cuda: dict[torch.device, CudaSpace] = {}
         self._attach(member, workspace_bytes, epoch=0)
 
     @property
@@ -60,18 +64,8 @@ class HostWorkspace:
     def _attach(self, member: Member, capacity: int, epoch: int) -> None:
         region = _C.Channel.region_bytes(member.world, capacity)
         region = -(-region // _HUGE_PAGE) * _HUGE_PAGE
-        link: Link = make_arena(member, "workspace", region)
-        crowded = member.world > len(os.sched_getaffinity(0))
-        self.channel = _C.Channel(
-            link.arena,
-            member.rank,
-            link.pidfds,
-            link.pids,
-            timeout=member.timeout,
-            spin_us=_SPIN_US,
-            yield_us=0.0 if crowded else _YIELD_US,
-            epoch=epoch,
-        )
+        link = make_arena(member, "workspace", region)
+        self.channel = _channel(link, member, epoch)
         self._arena = link.arena
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for segment in tuple(self._segments.values()):
@@ -105,6 +99,43 @@ class HostWorkspace:
         if self._chaos is not None:
             self._device.set_chaos(**self._chaos)
         return self._device
+
+    def open_cuda(self, device: torch.device, obstacle: str | None) -> None:
+        """Sets up kernels on GPUs, this rank's being ``device``. Collective.
+
+        Raises:
+            NotImplementedError: on all ranks alike, where one has an ``obstacle`` or the GPUs share
+                no memory.
+        """
+        self._agree("the first call of kernels on GPUs")
+        nbytes = _C.Channel.region_bytes(self.member.world, _PAGE)
+        link = make_arena(self._watched(), "watch", -(-nbytes // _PAGE) * _PAGE)
+        channel = _channel(link, self.member, epoch=0)
+        channel.begin(1, "kernels on GPUs")
+        channel.barrier()
+        space = CudaSpace(self.member, channel, device)
+        try:
+            space.grow(_FIRST_WORDS, _FIRST_BYTES, obstacle)
+        except BaseException:
+            space.close("no kernels on GPUs")
+            raise
+        self._cuda[device] = space
+
+    def cuda(self, device: torch.device, words: int, buffer_bytes: int, text: str) -> CudaSpace:
+        """The workspace of kernels on GPUs, as ``device`` does it for the interpreter.
+
+        Raises:
+            RuntimeError: it would have to grow while a graph is captured.
+        """
+        space = self._cuda[device]
+        if not space.current.holds(words, buffer_bytes):
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{text} needs a larger workspace: call it once before the capture of a graph"
+                )
+            self._agree(f"a GPU workspace of {words} words and {buffer_bytes} bytes for {text}")
+            space.grow(words, buffer_bytes)
+        return space
 
     def _further_arena(self, purpose: str, nbytes: int) -> _C.Arena:
         """An arena beside the channel's, whose ranks the channel watches already. Collective."""
@@ -190,11 +221,34 @@ class HostWorkspace:
         self.channel.set_chaos(**switches)
         if self._device is not None:
             self._device.set_chaos(**switches)
+        for space in self._cuda.values():
+            space.set_chaos(**switches)
+
+    def abandon(self, why: str, late: bool = False, culprit: int = -1) -> None:
+        """This rank goes no further, because of itself or of another rank: peers that wait are
+        told."""
+        self.channel.abandon(why, late, culprit)
+        for space in self._cuda.values():
+            space.close(why, late, culprit)
+        self._cuda.clear()
 
     def close(self) -> None:
-        """Forgets the memory; it goes when the last view of it does. Peers that still wait for this
-        rank are told."""
-        self.channel.abandon("tpkernels.finalize")
+        """Forgets the memory; it goes when the last view of it does."""
+        self.abandon("tpkernels.finalize")
         self._bases.clear()
         self._segments.clear()
         self._device = None
+
+
+def _channel(link: Link, member: Member, epoch: int) -> _C.Channel:
+    crowded = member.world > len(os.sched_getaffinity(0))
+    return _C.Channel(
+        link.arena,
+        member.rank,
+        link.pidfds,
+        link.pids,
+        timeout=member.timeout,
+        spin_us=_SPIN_US,
+        yield_us=0.0 if crowded else _YIELD_US,
+        epoch=epoch,
+    )

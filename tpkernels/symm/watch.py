@@ -1,0 +1,44 @@
+"""A thread that looks after the peers while kernels wait for their words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from tpkernels import _C
+from tpkernels._C import Phase
+from tpkernels.errors import TpkernelsError
+from tpkernels.symm.device import DeviceWorkspace
+
+LOOK_S = 0.02  # between two looks at the peers
+
+
+class Watch:
+    """Ends the waits of kernels on ``spaces`` when a peer is lost.
+
+    Nobody else may use ``channel`` meanwhile, and nobody publishes RESULT in its call.
+    """
+
+    def __init__(self, channel: _C.Channel, spaces: Sequence[DeviceWorkspace]) -> None:
+        self.error: TpkernelsError | None = None
+        self._channel, self._spaces = channel, spaces
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="tpkernels-watch", daemon=True)
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                self._channel.watch(Phase.RESULT, 0.0)
+            except TpkernelsError as error:
+                self.error = error
+                for space in tuple(self._spaces):
+                    space.abort(0 if error.peer is None else error.peer)
+                return
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
