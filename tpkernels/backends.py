@@ -9,13 +9,14 @@ from types import ModuleType
 from typing import Any
 
 from tpkernels import _C
-from tpkernels.algorithms import direct, fused, pipelined, unfused
+from tpkernels.algorithms import direct, fused, pipelined, ring, unfused
 from tpkernels.groups import Group
 from tpkernels.plan import Plan, Problem
 from tpkernels.symm.host import HostWorkspace
 
 _ALGORITHMS: dict[str, ModuleType] = {
     "unfused": unfused,
+    "ring": ring,
     "direct": direct,
     "pipelined": pipelined,
     "fused": fused,

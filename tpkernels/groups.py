@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.rendezvous import Member, exchange, host_identity
+from tpkernels.symm.waiter import Waiter
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
@@ -39,6 +40,7 @@ class Group:
         self.workspace: HostWorkspace | None = None
         self.calls: dict[Hashable, Any] = {}  # checked and planned calls, by their arguments
         self.lock = threading.RLock()
+        self.waiter = Waiter()
         self._ready = False
         self._broken: str | None = None
 
@@ -121,6 +123,7 @@ class Group:
 
     def close(self) -> None:
         """Gives the workspace back."""
+        self.waiter.close()
         if self.workspace is not None:
             self.workspace.close()
             self.workspace = None

@@ -15,7 +15,7 @@ import torch
 
 from tpkernels import dtypes
 
-ALGORITHMS = ("unfused", "direct", "pipelined", "fused")
+ALGORITHMS = ("unfused", "ring", "direct", "pipelined", "fused")
 
 
 @dataclass(frozen=True)
@@ -157,15 +157,15 @@ def _rows_per_part(problem: Problem) -> int:
 def _obstacle(
     problem: Problem, algorithm: str, shared_memory: bool, no_kernels: str | None
 ) -> str | None:
-    if algorithm == "unfused":
+    last = problem.dim == len(problem.shape) - 1
+    if algorithm in ("ring", "pipelined") and problem.op == "all_gather_matmul" and last:
+        return "cannot gather the dim that the matmul sums over (it would round each part)"
+    if algorithm in ("unfused", "ring"):
         return None
     if not shared_memory:
         return "needs memory shared by all ranks, and this group's ranks are on several hosts"
     if algorithm in ("pipelined", "fused") and not _has_matmul(problem):
         return "overlaps a matmul, and this op has none"
-    last = problem.dim == len(problem.shape) - 1
-    if algorithm == "pipelined" and problem.op == "all_gather_matmul" and last:
-        return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm == "fused":
         if problem.dim is not None and (problem.outer != 1 or last):
             return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"

@@ -110,3 +110,43 @@ def runs(problem: Problem, rank: int, begin: int, end: int) -> Iterator[tuple[in
         count = min(end - row, width - at)
         yield row, block * pitch + before + at, count
         row += count
+
+
+def multiply_share(
+    problem: Problem,
+    owner: int,
+    begin: int,
+    share: torch.Tensor,
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
+    gathered: torch.Tensor | None = None,
+) -> None:
+    """All-gather and matmul on a part of it: rows ``begin`` and after of ``owner``'s share, [rows,
+    K], times each (weight, bias, whole output). They are also copied to the whole ``gathered``."""
+    for at, row, count in runs(problem, owner, begin, begin + share.shape[0]):
+        part = share[at - begin : at - begin + count]
+        for w, bias, out in factors:
+            product(part, w, out[row : row + count], bias)
+        if gathered is not None:
+            gathered[row : row + count].copy_(part)
+
+
+def partial_of_share(
+    problem: Problem, owner: int, begin: int, x: torch.Tensor, w: torch.Tensor, to: torch.Tensor
+) -> None:
+    """Matmul and reduce-scatter on a part of it: ``to`` is rows ``begin`` and after of ``owner``'s
+    share of ``x @ w``. x [rows, K], w [K, N]."""
+    if problem.dim == len(problem.shape) - 1:
+        first = sum(problem.sizes[:owner])
+        columns = w[:, first : first + problem.sizes[owner]]
+        product(x[begin : begin + to.shape[0]], columns, to)
+        return
+    for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
+        product(x[row : row + count], w, to[at - begin : at - begin + count])
+
+
+def share_shape(problem: Problem, owner: int) -> list[int]:
+    """Shape of ``owner``'s share of what is gathered or scattered."""
+    assert problem.dim is not None  # an all-reduce has no shares
+    shape = list(problem.shape)
+    shape[problem.dim] = problem.sizes[owner]
+    return shape

@@ -4,16 +4,12 @@ It runs on any process group, and is what ``auto`` chooses where ranks share no 
 move the partials with an all-to-all and sum them here, in fp32 and in rank order: the same bytes
 travel as in a reduce-scatter, and the bits are those of every other algorithm.
 
-Where there is a workspace its barrier comes first, so that a rank in another call is found before
-anything is sent. The words that follow order nothing; they tell how far a rank has come: READ, it
-has called torch.distributed; RESULT, it is through.
+A rank in another call is found before anything is sent (links.py, waiting.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from tpkernels._C import Phase
 from tpkernels.algorithms.common import (
     Reduction,
     as_rows,
@@ -29,62 +24,16 @@ from tpkernels.algorithms.common import (
     reduce_into,
     reduced,
 )
+from tpkernels.algorithms.links import enter
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
-from tpkernels.errors import CollectiveTimeoutError, PeerLostError
+from tpkernels.algorithms.waiting import finish, leave
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
-    from tpkernels.groups import Group
 
 # A reduction moves in steps whose buffers the allocator keeps, rather than taking fresh pages.
 _STEP_BYTES = 4 << 20
-_LOOK = timedelta(seconds=0.02)  # between looks at the peers
-
-
-def _enter(call: Call) -> None:
-    workspace = call.group.workspace
-    if workspace is not None and call.group.world > 1:
-        workspace.channel.begin(call.plan.signature, call.plan.text)
-        workspace.channel.barrier()
-
-
-def _finish(call: Call, work: Any) -> None:
-    """Waits for torch.distributed, and watches the peers meanwhile: gloo itself tells only the
-    neighbours of a rank that it died, and nobody that it gave up."""
-    group = call.group
-    if group.workspace is not None:
-        group.workspace.channel.publish(Phase.READ)
-    while not work.is_completed():
-        with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised again below
-            work.wait(_LOOK)
-            return
-        _watch(group, 0.0)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        late = "timed out" in str(error).lower()
-        # A connection may close a little before the kernel reports the process as ended.
-        until = time.monotonic() + 0.2
-        while time.monotonic() < until:
-            _watch(group, group.timeout if late else 0.0)
-            time.sleep(0.005)
-        kind = CollectiveTimeoutError if late else PeerLostError
-        where = f"{call.plan.text}: rank {group.rank} waited for torch.distributed"
-        raise kind(f"{where}: {error}. The group is broken: make a new one.") from error
-
-
-def _watch(group: Group, waited: float) -> None:
-    """Raises if a peer is lost, or late: those first that have not called torch.distributed."""
-    if group.workspace is not None:
-        group.workspace.channel.watch(Phase.READ, waited)
-        group.workspace.channel.watch(Phase.RESULT, waited)
-
-
-def _leave(call: Call) -> None:
-    """Tells the peers that this rank needs nothing more of them: its process may end."""
-    if call.group.workspace is not None:
-        call.group.workspace.channel.publish(Phase.RESULT)
 
 
 def _options(cls: Any, call: Call) -> Any:
@@ -107,8 +56,8 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
         x = padded
     flat = x.new_empty(group.world * x.numel())
     options = _options(AllgatherOptions, call)
-    _finish(call, group.pg._allgather_base(flat, x.reshape(-1), options))
-    _leave(call)
+    finish(call, group.pg._allgather_base(flat, x.reshape(-1), options))
+    leave(call)
     stacked = flat.view(group.world, *x.shape)
     if dim == 0 and all(size == largest for size in sizes):
         return stacked.flatten(0, 1)
@@ -124,12 +73,12 @@ def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
     options = _options(AllToAllOptions, call)
     splits = [piece.numel() for piece in pieces]
     work = group.pg.alltoall_base(received, sent, [count] * group.world, splits, options)
-    _finish(call, work)
+    finish(call, work)
     return received.view(group.world, -1).unbind(0)
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-    _enter(call)
+    enter(call).meet()
     gathered = _gather(call, x)
     return gathered.clone() if call.group.world == 1 else gathered
 
@@ -142,7 +91,7 @@ def all_gather_matmul(
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    _enter(call)
+    enter(call).meet()
     whole = _gather(call, x)
     if gathered is not None:
         gathered.copy_(whole)
@@ -164,12 +113,12 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     for begin in range(0, max(share.numel() for share in shares), step):
         received = _scatter(call, [share[begin : begin + step] for share in shares])
         reduce_into(flat[begin : begin + step], received, reduction, begin)
-    _leave(call)
+    leave(call)
     return out
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    _enter(call)
+    enter(call).meet()
     out = _reduce_scatter(call, x, reduction)
     return out.clone(memory_format=torch.contiguous_format) if out is x else out
 
@@ -177,13 +126,19 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
-    _enter(call)
-    return _reduce_scatter(call, matmul_partial(call, x, w), reduction)
+    link = enter(call)
+    partial = matmul_partial(call, x, w)
+    link.meet()
+    return _reduce_scatter(call, partial, reduction)
 
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    enter(call).meet()
+    _all_reduce(call, x, out, reduction)
+
+
+def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """Each rank reduces its part of every step of the flat tensor, then the parts are gathered."""
-    _enter(call)
     group = call.group
     flat, result = x.reshape(-1), out.view(-1)
     if group.world == 1:
@@ -201,17 +156,19 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
         reduce_into(own[: end - begin], received, reduction, begin)
         everything = own.new_empty(part * group.world)
         options = _options(AllgatherOptions, call)
-        _finish(call, group.pg._allgather_base(everything, own, options))
+        finish(call, group.pg._allgather_base(everything, own, options))
         result[first : first + count].copy_(everything[:count])
-    _leave(call)
+    leave(call)
 
 
 def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
+    link = enter(call)
     partial = matmul_partial(call, x, w)
     if call.group.world == 1:
         return reduced(partial, reduction)
+    link.meet()
     out = empty(partial.shape, reduction.out_dtype)
-    all_reduce(call, partial, out, reduction)
+    _all_reduce(call, partial, out, reduction)
     return out
