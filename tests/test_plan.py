@@ -73,13 +73,13 @@ def test_columns_are_split_if_there_are_many_rows() -> None:
         assert choose(columns, shared_memory=True).algorithm == algorithm
 
 
-def test_a_gather_of_k_is_never_pipelined() -> None:
+@pytest.mark.parametrize("way", ["ring", "pipelined"])
+def test_a_gather_of_k_is_never_split(way: str) -> None:
     along_k = problem("all_gather_matmul", shape=(LARGE, 512), dim=1, sizes=(128,) * 4)
-    assert choose(along_k, shared_memory=True).algorithm == "direct"
-    with pytest.raises(
-        NotImplementedError, match=r"'pipelined' of all_gather_matmul cannot gather"
-    ):
-        choose(along_k, shared_memory=True, requested="pipelined")
+    for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
+        assert choose(along_k, shared_memory=shared_memory).algorithm == algorithm
+    with pytest.raises(NotImplementedError, match=f"'{way}' of all_gather_matmul cannot gather"):
+        choose(along_k, shared_memory=True, requested=way)
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
@@ -111,11 +111,9 @@ def test_without_shared_memory_all_is_unfused(op: str) -> None:
             choose(problem(op), shared_memory=False, requested=algorithm)
 
 
-@pytest.mark.parametrize("requested", ["ring", "Direct", "", "auto "])
+@pytest.mark.parametrize("requested", ["tree", "Direct", "", "auto "])
 def test_an_unknown_algorithm_is_refused(requested: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"'{requested}'; there are auto, unfused, direct, pipelined"
-    ):
+    with pytest.raises(ValueError, match=f"'{requested}'; there are auto, unfused, ring, direct"):
         choose(problem("all_gather"), shared_memory=True, requested=requested)
 
 

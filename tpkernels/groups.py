@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
 from tpkernels.symm.host import HostWorkspace
-from tpkernels.symm.rendezvous import Member, exchange, host_identity
+from tpkernels.symm.reach import share_a_host
+from tpkernels.symm.rendezvous import Member
 from tpkernels.symm.waiter import Waiter
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
@@ -93,16 +94,16 @@ class Group:
             self._ready = True
 
     def _one_host(self, member: Member, workspace_bytes: int) -> bool:
-        """Agrees with the other ranks on the options, and on whether all are on one host."""
+        """Agrees with the other ranks on the options, and on whether all can share memory."""
         options = {"timeout": member.timeout, "workspace_bytes": workspace_bytes}
-        said = exchange(member, "init", {"host": host_identity(), "options": options})
+        one_host, said = share_a_host(member, {"options": options})
         for rank, other in enumerate(said):
             if other["options"] != options:
                 raise ValueError(
                     f"tpkernels.init of group '{self.name}': rank {self.rank} gives {options}, "
                     f"rank {rank} gives {other['options']}; all ranks must give the same"
                 )
-        return all(other["host"] == said[0]["host"] for other in said)
+        return one_host
 
     def leave(self, error: BaseException) -> None:
         """This rank left a call with ``error``: peers that wait for it are told, and no further
