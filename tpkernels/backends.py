@@ -10,6 +10,7 @@ from typing import Any
 
 from tpkernels import _C
 from tpkernels.algorithms import direct, fused, pipelined, ring, unfused
+from tpkernels.algorithms.links import hang_up
 from tpkernels.groups import Group
 from tpkernels.plan import Plan, Problem
 from tpkernels.symm.host import HostWorkspace
@@ -73,4 +74,5 @@ def run(call: Call, *args: Any) -> Any:
             return call.function(call, *args)
         except BaseException as error:
             group.leave(error)
+            hang_up(call)
             raise

@@ -9,6 +9,8 @@ and is never waited for longer than its sender's greeting.
 
 Sync: messages between two ranks under one tag arrive in the order in which they were sent, so the
 n-th greeting is that of the n-th call.
+
+Failure: a rank that leaves a call with an error closes its connections, and who waits for it fails.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.algorithms.common import after
-from tpkernels.algorithms.waiting import finish
+from tpkernels.algorithms.waiting import finish, raise_failure
 from tpkernels.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 Message = tuple[torch.Tensor, int]  # what, and to or from which rank
 
 _GREETING_TAG = 0x74706B73
+_HANG_UP_TAG = _GREETING_TAG + 1
 _GREETING_BYTES = 256
 
 
@@ -89,7 +92,10 @@ class Link:
         ]
         if not operations:
             return []
-        works = dist.batch_isend_irecv(operations)  # one for all of them where they are coalesced
+        try:
+            works = dist.batch_isend_irecv(operations)  # one for all where they are coalesced
+        except RuntimeError as error:  # a connection that has closed already
+            raise_failure(self._call, error, None)
         return [(work, op.group_peer) for work, op in zip(works, operations, strict=False)]
 
     def wait(self, works: Sequence[tuple[Any, int]]) -> None:
@@ -113,6 +119,22 @@ def enter(call: Call) -> Link:
     elif group.world > 1 and call.problem.device == "cpu":
         link.greet()
     return link
+
+
+def hang_up(call: Call) -> None:
+    """Closes this rank's connections after a failure, where nothing else tells the peers: those
+    that wait for it fail at once, and hang up in turn. gloo does so when a wait times out."""
+    group = call.group
+    if group.workspace is not None or group.world == 1 or call.problem.device != "cpu":
+        return
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in after(call):
+        try:
+            work = group.pg.recv([nothing], peer, _HANG_UP_TAG)
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                return  # else this one had closed already, and the others go on
 
 
 def _greeting(call: Call) -> torch.Tensor:

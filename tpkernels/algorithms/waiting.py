@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpkernels._C import Phase
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
@@ -37,20 +37,25 @@ def finish(call: Call, work: Any) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        late = "timed out" in str(error).lower()
-        # A connection may close a little before the kernel reports the process as ended.
-        until = time.monotonic() + 0.2
-        while time.monotonic() < until and group.workspace is not None:
-            _watch(group, group.timeout if late else 0.0)
-            time.sleep(0.005)
-        kind = CollectiveTimeoutError if late else PeerLostError
-        peer = getattr(error, "peer", None)
-        whom = "torch.distributed" if peer is None else f"rank {peer}"
-        raise kind(
-            f"{call.plan.text}: rank {group.rank} waited for {whom}, timeout {group.timeout:g} s: "
-            f"{error}. The group is broken: make a new one.",
-            peer=peer,
-        ) from error
+        raise_failure(call, error, getattr(error, "peer", None))
+
+
+def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn:
+    """Raises what torch.distributed's ``error`` means: what is known of the peers, or of ``peer``,
+    the rank that was waited for."""
+    group, late = call.group, "timed out" in str(error).lower()
+    # A connection may close a little before the kernel reports the process as ended.
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until and group.workspace is not None:
+        _watch(group, group.timeout if late else 0.0)
+        time.sleep(0.005)
+    kind = CollectiveTimeoutError if late else PeerLostError
+    whom = "torch.distributed" if peer is None else f"rank {peer}"
+    raise kind(
+        f"{call.plan.text}: rank {group.rank} waited for {whom}, timeout {group.timeout:g} s: "
+        f"{error}. The group is broken: make a new one.",
+        peer=peer,
+    ) from error
 
 
 def _watch(group: Group, waited: float) -> None:
