@@ -10,7 +10,9 @@ nothing leaves the machine. The switch can hold the links to a rate (tc, token b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from types import TracebackType
@@ -20,15 +22,17 @@ _SETUP_S = 10.0
 _RUN_S = 3600.0
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments: str) -> str:
     command = ["ip", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SETUP_S, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
 
 
 class Hosts:
-    """``count`` hosts, there between enter and exit. ``mbit``: what each may send, in Mbit/s.
+    """``count`` hosts, there between enter and exit, which ends what runs on them. ``mbit``: what
+    each may send, in Mbit/s.
 
     Raises ``OSError`` on enter, with what is missing, where namespaces cannot be made.
     """
@@ -76,7 +80,11 @@ class Hosts:
     def _remove(self) -> None:
         """The links go with the namespaces."""
         while self._made:
-            _ip("netns", "del", self._made.pop())
+            name = self._made.pop()
+            for pid in _ip("netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "del", name)
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
@@ -117,11 +125,7 @@ def main() -> int:
             hosts.torchrun(host, given.nproc, "tpkernels", *given.command)
             for host in range(given.hosts)
         ]
-        try:
-            said = [process.communicate(timeout=_RUN_S) for process in started]
-        finally:
-            for process in started:
-                process.kill()
+        said = [process.communicate(timeout=_RUN_S) for process in started]
     failed = [i for i, process in enumerate(started) if process.returncode]
     for i in failed:
         print(f"host {i}:\n{said[i][1]}", file=sys.stderr)
