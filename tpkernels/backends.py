@@ -74,5 +74,5 @@ def run(call: Call, *args: Any) -> Any:
             return call.function(call, *args)
         except BaseException as error:
             group.leave(error)
-            hang_up(call)
+            hang_up(call, error)
             raise

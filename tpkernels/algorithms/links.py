@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,60 +29,60 @@ from tpkernels.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from tpkernels.backends import Call
 
-Message = tuple[torch.Tensor, int]  # what, and to or from which rank
+Message: TypeAlias = tuple[torch.Tensor, int]  # what, and to or from which rank
+Started: TypeAlias = tuple[Any, int]  # a work, and the rank on its other side
 
 _GREETING_TAG = 0x74706B73
 _HANG_UP_TAG = _GREETING_TAG + 1
 _GREETING_BYTES = 256
 
 
-class Link:
-    """This rank's connection to its peers in one call. Only what it has sent and received by
-    `wait` or `meet` is over when the call is."""
+class _Greetings:
+    """What this rank and its peers say at the begin of a call. It waits like a work."""
 
     def __init__(self, call: Call) -> None:
-        self._call = call
-        self._greetings: list[tuple[Any, int]] = []
-        self._heard: dict[int, torch.Tensor] = {}
-        self._said: torch.Tensor | None = None
+        self.call = call
+        self.said = _greeting(call)
+        self.heard = {peer: torch.empty_like(self.said) for peer in after(call)}
 
-    def greet(self) -> None:
-        """Tells the peers which call this is."""
-        self._said = _greeting(self._call)
-        self._heard = {peer: torch.empty_like(self._said) for peer in after(self._call)}
-        self._greetings = self._start(
-            [(self._said, peer) for peer in self._heard],
-            [(heard, peer) for peer, heard in self._heard.items()],
-            _GREETING_TAG,
-        )
-
-    def meet(self) -> None:
-        """Returns when all ranks have come to this call.
-
-        Raises:
-            CollectiveMismatchError: one of them is in another.
-        """
-        if not self._greetings:
-            return
-        self.wait(self._greetings)
-        self._greetings = []
-        for peer, heard in self._heard.items():
-            assert self._said is not None  # there are greetings
-            if not torch.equal(heard, self._said):
+    def wait(self, _: timedelta) -> None:
+        """Compares them, which are all here. Raises ``CollectiveMismatchError``."""
+        for peer, heard in self.heard.items():
+            if not torch.equal(heard, self.said):
                 raise CollectiveMismatchError(
-                    f"rank {self._call.group.rank} is in {self._call.plan.text}, but rank {peer} "
+                    f"rank {self.call.group.rank} is in {self.call.plan.text}, but rank {peer} "
                     f"is in {_text_of(heard)}. The group is broken: make a new one.",
                     peer=peer,
                 )
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[tuple[Any, int]]:
+
+class Link:
+    """This rank's connection to its peers in one call."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._greetings: list[Started] = []
+
+    def greet(self) -> None:
+        """Tells the peers which call this is; the next `wait` hears them."""
+        greetings = _Greetings(self._call)
+        self._greetings = [
+            *self._start(
+                [(greetings.said, peer) for peer in greetings.heard],
+                [(heard, peer) for peer, heard in greetings.heard.items()],
+                _GREETING_TAG,
+            ),
+            (greetings, self._call.group.rank),
+        ]
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Started]:
         """Begins to send and to receive contiguous tensors; those without elements do not travel.
         The peers start the other side of each in the same order."""
         return self._start(sends, receives, self._call.plan.signature & 0x7FFFFFFF)
 
     def _start(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> list[tuple[Any, int]]:
+    ) -> list[Started]:
         pg = self._call.group.pg
         operations = [
             dist.P2POp(function, tensor, group=pg, tag=tag, group_peer=peer)
@@ -98,9 +98,15 @@ class Link:
             raise_failure(self._call, error, None)
         return [(work, op.group_peer) for work, op in zip(works, operations, strict=False)]
 
-    def wait(self, works: Sequence[tuple[Any, int]]) -> None:
-        """Waits for what `start` has begun. On a GPU the stream waits, not the host."""
-        group = self._call.group
+    def wait(self, started: Sequence[Started] = ()) -> None:
+        """Waits for what `start` has begun, and first until all ranks have come to this call. On a
+        GPU the stream waits, not the host.
+
+        Raises:
+            CollectiveMismatchError: one of them is in another.
+        """
+        group, works = self._call.group, [*self._greetings, *started]
+        self._greetings = []
         if self._call.problem.device != "cpu":
             for work, _ in works:
                 work.wait()
@@ -110,8 +116,7 @@ class Link:
 
 
 def enter(call: Call) -> Link:
-    """Begins a call. No data that a peer could mistake may be sent before `Link.meet`, but by
-    `Link.start`."""
+    """Begins a call. Before the first `Link.wait` nothing may be sent but by `Link.start`."""
     link, group = Link(call), call.group
     if group.world > 1 and group.workspace is not None:
         group.workspace.channel.begin(call.plan.signature, call.plan.text)
@@ -121,12 +126,14 @@ def enter(call: Call) -> Link:
     return link
 
 
-def hang_up(call: Call) -> None:
+def hang_up(call: Call, error: BaseException) -> None:
     """Closes this rank's connections after a failure, where nothing else tells the peers: those
     that wait for it fail at once, and hang up in turn. gloo does so when a wait times out."""
     group = call.group
     if group.workspace is not None or group.world == 1 or call.problem.device != "cpu":
         return
+    if isinstance(error, CollectiveMismatchError):
+        return  # each rank hears all others, so all find that not all are in one call
     nothing = torch.empty(1, dtype=torch.uint8)
     for peer in after(call):
         try:

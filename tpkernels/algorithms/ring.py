@@ -96,7 +96,6 @@ def _gather(
         )
         for owner in here:
             use(owner)
-        link.meet()
         link.wait(started)
         here = sorted({hop.received for hop in step})
     for owner in here:
@@ -118,7 +117,6 @@ def _scatter(
         sent.append(part_of(to))
         started += link.start([(sent[-1], to)], [(parts[source - (source > rank)], source)])
     parts.insert(rank, part_of(rank))
-    link.meet()
     link.wait(started)
     return parts
 

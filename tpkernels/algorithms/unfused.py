@@ -78,7 +78,7 @@ def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-    enter(call).meet()
+    enter(call).wait()
     gathered = _gather(call, x)
     return gathered.clone() if call.group.world == 1 else gathered
 
@@ -91,7 +91,7 @@ def all_gather_matmul(
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    enter(call).meet()
+    enter(call).wait()
     whole = _gather(call, x)
     if gathered is not None:
         gathered.copy_(whole)
@@ -118,7 +118,7 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    enter(call).meet()
+    enter(call).wait()
     out = _reduce_scatter(call, x, reduction)
     return out.clone(memory_format=torch.contiguous_format) if out is x else out
 
@@ -128,12 +128,12 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     link = enter(call)
     partial = matmul_partial(call, x, w)
-    link.meet()
+    link.wait()
     return _reduce_scatter(call, partial, reduction)
 
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
-    enter(call).meet()
+    enter(call).wait()
     _all_reduce(call, x, out, reduction)
 
 
@@ -168,7 +168,7 @@ def matmul_all_reduce(
     partial = matmul_partial(call, x, w)
     if call.group.world == 1:
         return reduced(partial, reduction)
-    link.meet()
+    link.wait()
     out = empty(partial.shape, reduction.out_dtype)
     _all_reduce(call, partial, out, reduction)
     return out

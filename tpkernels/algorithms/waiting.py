@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpkernels._C import Phase
-from tpkernels.errors import CollectiveTimeoutError, PeerLostError
+from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
@@ -36,6 +36,8 @@ def finish(call: Call, work: Any) -> None:
         _watch(group, 0.0)
     try:
         work.wait()
+    except TpkernelsError:
+        raise
     except RuntimeError as error:
         raise_failure(call, error, getattr(error, "peer", None))
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from tpkernels.errors import TpkernelsError
+
 
 class TransferError(RuntimeError):
     """A work failed; ``peer`` is the rank on its other side."""
@@ -29,13 +31,16 @@ class Waiting:
     def __init__(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> None:
         self._works, self._timeout = works, timeout
         self._over = threading.Event()
-        self._error: TransferError | None = None
+        self._error: TransferError | TpkernelsError | None = None
 
     def run(self) -> None:
         """Waits for one after the other, ``timeout`` for each."""
         for work, peer in self._works:
             try:
                 work.wait(self._timeout)
+            except TpkernelsError as error:
+                self._error = error
+                break
             except RuntimeError as error:
                 self._error = TransferError(str(error), peer)
                 break
