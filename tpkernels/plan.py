@@ -82,6 +82,12 @@ class Plan:
 # `tpkernels bench` (benchmarks/results).
 PIPELINE_MIN_ROWS = 256
 
+# Bytes of the tensor that travels from which on `ring` is faster than `unfused` where ranks share
+# no memory; smaller ones take the messages as long as the bytes, and `ring` sends more of them. AMD
+# EPYC Zen 3, 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python -m benchmarks.hosts`
+# (benchmarks/results/cpu-2core-zen3-hosts.md).
+RING_MIN_BYTES = 4 << 20
+
 
 def choose(
     problem: Problem,
@@ -111,7 +117,7 @@ def choose(
     if problem.world == 1:
         return _plan(problem, "unfused", "one rank: nothing to communicate")
     if not shared_memory:
-        return _plan(problem, "unfused", "the ranks share no memory")
+        return _across_hosts(problem)
     rows = _rows_per_part(problem)
     if (
         _obstacle(problem, "pipelined", shared_memory, no_kernels) is None
@@ -124,6 +130,17 @@ def choose(
         else (f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split")
     )
     return _plan(problem, "direct", reason)
+
+
+def _across_hosts(problem: Problem) -> Plan:
+    reason, rows = "the ranks share no memory", _rows_per_part(problem)
+    if problem.nbytes < RING_MIN_BYTES:
+        return _plan(problem, "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}")
+    if _has_matmul(problem) and rows < PIPELINE_MIN_ROWS:
+        return _plan(problem, "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}")
+    if _obstacle(problem, "ring", False, None) is not None:
+        return _plan(problem, "unfused", reason)
+    return _plan(problem, "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}")
 
 
 def check_algorithm(name: str) -> None:
