@@ -57,7 +57,7 @@ def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
     """``out = round(sum of partials in order + bias + residual)``. All contiguous and of one size;
-    they stand at element ``begin`` of the whole output."""
+    they stand at element ``begin`` of the whole output. ``out`` may be one of them."""
     if begin and reduction.residual is not None:
         rest = reduction.residual.view(-1)[begin:]
         reduction = Reduction(reduction.out_dtype, reduction.bias, rest)
