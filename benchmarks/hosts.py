@@ -120,6 +120,7 @@ def main() -> int:
     parser.add_argument("--mbit", type=int, help="rate of each host's link; unlimited by default")
     parser.add_argument("command", nargs="+", help="of tpkernels, with its options")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the hosts go in this case too
     with Hosts(given.hosts, given.mbit) as hosts:
         started = [
             hosts.torchrun(host, given.nproc, "tpkernels", *given.command)

@@ -86,7 +86,7 @@ PIPELINE_MIN_ROWS = 256
 # no memory; smaller ones take the messages as long as the bytes, and `ring` sends more of them. AMD
 # EPYC Zen 3, 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python -m benchmarks.hosts`
 # (benchmarks/results/cpu-2core-zen3-hosts.md).
-RING_MIN_BYTES = 4 << 20
+RING_MIN_BYTES = 8 << 20
 
 
 def choose(
