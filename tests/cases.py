@@ -15,8 +15,8 @@ RanksFixture: TypeAlias = Callable[[int], Ranks]
 
 WORLDS = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-COLLECTIVE_WAYS = ("unfused", "direct")
-MATMUL_WAYS = ("unfused", "direct", "pipelined")
+COLLECTIVE_WAYS = ("unfused", "ring", "direct")
+MATMUL_WAYS = ("unfused", "ring", "direct", "pipelined")
 COLLECTIVE_ALGORITHMS = (*COLLECTIVE_WAYS, "auto")
 MATMUL_ALGORITHMS = (*MATMUL_WAYS, "auto")
 

@@ -17,6 +17,7 @@ from reference import Expected
 import tpkernels
 from tpkernels import groups
 from tpkernels.groups import GroupLike
+from tpkernels.symm import reach
 
 SMALLEST_WORKSPACE = 1 << 16
 TIMEOUT = 20.0  # a rank that failed alone is not waited for any longer
@@ -32,6 +33,16 @@ def fresh_group(workspace_bytes: int = 1 << 20) -> Iterator[dist.ProcessGroup]:
         yield group
     finally:
         dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Groups that are set up within share no memory, like groups that span hosts."""
+    reaches, reach._reaches = reach._reaches, lambda name: False
+    try:
+        yield
+    finally:
+        reach._reaches = reaches
 
 
 def place(x: torch.Tensor, layout: str) -> torch.Tensor:

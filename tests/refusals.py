@@ -55,14 +55,15 @@ def matmul_operands() -> Iterator[Refusal]:
         said = r"has no gradient; call it under torch.no_grad\(\) or detach"
         yield no(NotImplementedError, said, op, ones(4, 6).requires_grad_(), w)
         yield no(NotImplementedError, said, op, x, ones(6, 8).requires_grad_())
-        said = "unknown algorithm 'ring'; there are auto, unfused, direct, pipelined"
-        yield no(ValueError, said, op, x, w, algorithm="ring")
+        said = "unknown algorithm 'tree'; there are auto, unfused, ring, direct, pipelined"
+        yield no(ValueError, said, op, x, w, algorithm="tree")
     yield no(ValueError, "weights is empty", GATHER, x, [])
     yield no(ValueError, r"weights\[1\].*\[7, 8\].*\[6, N\]", GATHER, x, [w, ones(7, 8)])
     yield no(ValueError, r"\[6, 8\].*\[4, 6\].*\[12, N\]", GATHER, x, w, gather_dim=1)
-    said = "'pipelined' of all_gather_matmul cannot gather the dim that the matmul sums over"
-    along_k = {"gather_dim": 1, "algorithm": "pipelined"}
-    yield no(NotImplementedError, said, GATHER, x, ones(12, 8), **along_k)
+    for way in ("ring", "pipelined"):
+        said = f"'{way}' of all_gather_matmul cannot gather the dim that the matmul sums over"
+        along_k = {"gather_dim": 1, "algorithm": way}
+        yield no(NotImplementedError, said, GATHER, x, ones(12, 8), **along_k)
 
 
 def epilogues() -> Iterator[Refusal]:

@@ -68,7 +68,12 @@ def test_info_json_is_one_object() -> None:
     here = facts["algorithms"]["cpu"]
     assert set(here) == set(OPS)
     ways = here["all_gather_matmul"]
-    assert [name for name in ways if ways[name] is None] == ["unfused", "direct", "pipelined"]
+    assert [name for name in ways if ways[name] is None] == [
+        "unfused",
+        "ring",
+        "direct",
+        "pipelined",
+    ]
     assert "TRITON_INTERPRET=1" in ways["fused"]
     assert "overlaps a matmul" in here["all_reduce"]["pipelined"]
 

@@ -95,21 +95,22 @@ def test_fused(interpreting: RanksFixture, world: int) -> None:
     report(failure for rank in told for failure in rank)
 
 
-def choice_job() -> tuple[str, str, str]:
+def choice_job() -> tuple[list[str], str, str]:
     with pretending(), fresh_group() as group:
         x, w = torch.ones(4, 8), torch.ones(8, 6)
-        refused = faults.ending_of(
-            lambda: tpkernels.all_gather_matmul(x, w, group, algorithm="pipelined")
-        )
-        tpkernels.all_gather_matmul(x, w, group)
+        call = functools.partial(tpkernels.all_gather_matmul, x, w, group)
+        ways = [functools.partial(call, algorithm=name) for name in ("pipelined", "ring")]
+        refused = [faults.ending_of(way).text for way in ways]
+        call()
         plan = next(iter(groups.get(group.group_name).calls.values())).plan
-        return refused.text, plan.algorithm, plan.reason
+        return refused, plan.algorithm, plan.reason
 
 
 def test_auto_does_what_is_known_not_to_be_slower(ranks: RanksFixture) -> None:
     for refused, algorithm, reason in ranks(2).run(choice_job):
-        assert refused.endswith("runs on CPU tensors only"), refused
-        assert algorithm == "unfused" and "faster on this GPU" in reason
+        assert refused[0].endswith("runs on CPU tensors only"), refused
+        assert refused[1].endswith("which gloo cannot; make the group with NCCL"), refused
+        assert algorithm == "unfused" and "on this GPU nothing is known to be faster" in reason
 
 
 @pytest.mark.parametrize("dtype", dtypes.CODES)

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from faults import CASES, MATMUL_CASES, PROMPT, Ending, Report
 
-from tpkernels.algorithms import common, direct, pipelined, unfused
+from tpkernels.algorithms import common, direct, links, pipelined, ring, unfused, waiting
 
 WORLD = 4
 VICTIM = 2
@@ -32,7 +32,7 @@ def _break_product(on_call: int, then: Any) -> None:
         calls += 1
         return then() if calls == on_call else whole(*args)
 
-    for module in (common, direct, pipelined, unfused):
+    for module in (common, direct, pipelined, ring, unfused):
         module.product = product  # type: ignore[assignment]
 
 
@@ -63,7 +63,7 @@ def disturbed_job(
 
     before   the others are in the call, the victim does not come;
     inside   somewhere within one of many calls, which wait for long in random places;
-    product  within its matmul; pipelined has then published one part and not the others;
+    product  within its matmul; pipelined and ring have then passed on one part, not the others;
     gloo     when all have come, and the others are in torch.distributed.
     """
     group, rank = faults.new_group(timeout), dist.get_rank()
@@ -76,7 +76,7 @@ def disturbed_job(
         time.sleep(0.1)
         disturb()
     if rank == VICTIM and where == "product":
-        _break_product(2 if algorithm == "pipelined" else 1, disturb)
+        _break_product(2 if algorithm in ("pipelined", "ring") else 1, disturb)
     if rank == VICTIM and where == "gloo":
         _break_gloo(disturb)
     if rank == VICTIM and where == "inside":
@@ -181,7 +181,7 @@ def failing_job(op: str, algorithm: str) -> Report:
         raise ArithmeticError("no luck with these numbers")
 
     if rank == VICTIM:
-        _break_product(2 if algorithm == "pipelined" else 1, give_up)
+        _break_product(2 if algorithm in ("pipelined", "ring") else 1, give_up)
     report = faults.report_of(functools.partial(_repeat, call), group, others)
     new = faults.new_group()
     report.others.append(faults.ending_of(lambda: faults.run_op(op, new, algorithm)))
@@ -259,22 +259,24 @@ class _SlowWork:
         self.work.wait()
 
 
-def leaving_job(op: str) -> Ending:
+def leaving_job(op: str, algorithm: str) -> Ending:
     """All but the victim end when their last call is over; it still has data to take in."""
     group, rank = faults.new_group(), dist.get_rank()
-    finish = unfused._finish
+    finish = waiting.finish
     if rank == VICTIM:
-        unfused._finish = lambda call, work: finish(call, _SlowWork(work))
-    ending = faults.ending_of(lambda: faults.run_op(op, group, "unfused"))
+        for module in (unfused, links):
+            module.finish = lambda call, work: finish(call, _SlowWork(work))
+    ending = faults.ending_of(lambda: faults.run_op(op, group, algorithm))
     if rank != VICTIM and not ending.error:
         os._exit(0)
     return ending
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
-def test_a_rank_that_is_through_may_end(op: str) -> None:
+@pytest.mark.parametrize("algorithm", ["unfused", "ring"])
+def test_a_rank_that_is_through_may_end(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
-        for outcome in faults.collect(ranks, leaving_job, op):
+        for outcome in faults.collect(ranks, leaving_job, op, algorithm):
             if outcome.rank == VICTIM:
                 assert outcome.ok and not outcome.value.error, outcome
             else:

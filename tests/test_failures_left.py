@@ -159,7 +159,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
     connected = False
     while not connected:
         for name in pathlib.Path("/proc/net/unix").read_text().split():
-            if name.startswith("@tpkernels-") and not connected:
+            if name.startswith("@tpkernels-workspace-") and not connected:
                 connected = stranger.connect_ex("\\0" + name[1:]) == 0
     if sys.argv[1] == "wrong token":
         stranger.send(b'{"token": "guessed", "rank": 1, "pid": 1}')

@@ -44,7 +44,7 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
     yield "reduce_scatter", (blocks, name, 1), {"algorithm": "direct"}
     yield "reduce_scatter", (x.to(BF16), name), {"out_dtype": F32}
     yield "reduce_scatter", (torch.randn(7, 2), name), {"shard_sizes": splits}
-    for algorithm in ("unfused", "direct", "pipelined"):
+    for algorithm in ("unfused", "ring", "direct", "pipelined"):
         options: dict[str, Any] = {"algorithm": algorithm}
         extra = {"bias": w[0], "residual": torch.randn(6 // world, 5), **options}
         yield "matmul_reduce_scatter", (x, w, name), extra

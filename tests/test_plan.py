@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from tpkernels.backends import OPS, TABLES
-from tpkernels.plan import ALGORITHMS, PIPELINE_MIN_ROWS, Plan, Problem, choose, obstacles
+from tpkernels.plan import (
+    ALGORITHMS,
+    PIPELINE_MIN_ROWS,
+    RING_MIN_BYTES,
+    Plan,
+    Problem,
+    choose,
+    obstacles,
+)
 
 LARGE = 4 * PIPELINE_MIN_ROWS
 
@@ -73,13 +81,13 @@ def test_columns_are_split_if_there_are_many_rows() -> None:
         assert choose(columns, shared_memory=True).algorithm == algorithm
 
 
-def test_a_gather_of_k_is_never_pipelined() -> None:
-    along_k = problem("all_gather_matmul", shape=(LARGE, 512), dim=1, sizes=(128,) * 4)
-    assert choose(along_k, shared_memory=True).algorithm == "direct"
-    with pytest.raises(
-        NotImplementedError, match=r"'pipelined' of all_gather_matmul cannot gather"
-    ):
-        choose(along_k, shared_memory=True, requested="pipelined")
+@pytest.mark.parametrize("way", ["ring", "pipelined"])
+def test_a_gather_of_k_is_never_split(way: str) -> None:
+    along_k = problem("all_gather_matmul", shape=(LARGE, 8192), dim=1, sizes=(2048,) * 4)
+    for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
+        assert choose(along_k, shared_memory=shared_memory).algorithm == algorithm
+    with pytest.raises(NotImplementedError, match=f"'{way}' of all_gather_matmul cannot gather"):
+        choose(along_k, shared_memory=True, requested=way)
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
@@ -99,23 +107,52 @@ def test_one_rank_has_nothing_to_communicate(op: str) -> None:
     assert "one rank" in plan.reason
 
 
+def across_hosts(op: str, nbytes: int, rows: int = LARGE) -> Plan:
+    """The plan for a tensor of ``nbytes`` whose parts have a quarter of ``rows`` each."""
+    shape = (rows, nbytes // rows // 2)
+    sizes = () if "all_reduce" in op else (rows // 4,) * 4
+    return choose(problem(op, shape=shape, sizes=sizes), shared_memory=False)
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_without_shared_memory_all_is_unfused(op: str) -> None:
-    plan = choose(problem(op), shared_memory=False)
+def test_without_shared_memory_few_bytes_are_unfused(op: str) -> None:
+    plan = across_hosts(op, RING_MIN_BYTES - 2 * LARGE)
     assert plan.algorithm == "unfused"
+    assert "share no memory" in plan.reason and f"bytes < {RING_MIN_BYTES}" in plan.reason
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_without_shared_memory_many_bytes_go_round_the_ring(op: str) -> None:
+    plan = across_hosts(op, RING_MIN_BYTES)
     assert "share no memory" in plan.reason
-    assert choose(problem(op), shared_memory=False, requested="unfused").algorithm == "unfused"
+    if op == "matmul_reduce_scatter":
+        assert plan.algorithm == "unfused" and "no faster" in plan.reason
+    else:
+        assert plan.algorithm == "ring" and f"{RING_MIN_BYTES} bytes >=" in plan.reason
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_without_shared_memory_few_rows_are_one_matmul(op: str) -> None:
+    plan = across_hosts(op, 4 * RING_MIN_BYTES, LARGE - 4)
+    assert plan.algorithm == ("unfused" if op in MATMULS else "ring")
+    if op in MATMULS:
+        assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in plan.reason
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_without_shared_memory_nothing_can_be_read_in_place(op: str) -> None:
+    for algorithm in ("unfused", "ring"):
+        plan = choose(problem(op), shared_memory=False, requested=algorithm)
+        assert plan.algorithm == algorithm
     for algorithm in ("direct", "pipelined"):
         need = f"'{algorithm}' of {op} needs memory shared by all ranks"
         with pytest.raises(NotImplementedError, match=need):
             choose(problem(op), shared_memory=False, requested=algorithm)
 
 
-@pytest.mark.parametrize("requested", ["ring", "Direct", "", "auto "])
+@pytest.mark.parametrize("requested", ["tree", "Direct", "", "auto "])
 def test_an_unknown_algorithm_is_refused(requested: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"'{requested}'; there are auto, unfused, direct, pipelined"
-    ):
+    with pytest.raises(ValueError, match=f"'{requested}'; there are auto, unfused, ring, direct"):
         choose(problem("all_gather"), shared_memory=True, requested=requested)
 
 

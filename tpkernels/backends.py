@@ -9,13 +9,15 @@ from types import ModuleType
 from typing import Any
 
 from tpkernels import _C
-from tpkernels.algorithms import direct, fused, pipelined, unfused
+from tpkernels.algorithms import direct, fused, pipelined, ring, unfused
+from tpkernels.algorithms.links import hang_up
 from tpkernels.groups import Group
 from tpkernels.plan import Plan, Problem
 from tpkernels.symm.host import HostWorkspace
 
 _ALGORITHMS: dict[str, ModuleType] = {
     "unfused": unfused,
+    "ring": ring,
     "direct": direct,
     "pipelined": pipelined,
     "fused": fused,
@@ -39,7 +41,7 @@ def _table(*names: str) -> dict[tuple[str, str], Callable[..., Any]]:
     }
 
 
-TABLES = {"cpu": _table(*_ALGORITHMS), "cuda": _table("unfused", "fused")}
+TABLES = {"cpu": _table(*_ALGORITHMS), "cuda": _table("unfused", "ring", "fused")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,4 +77,5 @@ def run(call: Call, *args: Any) -> Any:
             return call.function(call, *args)
         except BaseException as error:
             group.leave(error)
+            hang_up(call, error)
             raise

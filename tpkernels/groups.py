@@ -17,7 +17,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
 from tpkernels.symm.host import HostWorkspace
-from tpkernels.symm.rendezvous import Member, exchange, host_identity
+from tpkernels.symm.reach import share_a_host
+from tpkernels.symm.rendezvous import Member
+from tpkernels.symm.waiter import Waiter
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
@@ -39,6 +41,7 @@ class Group:
         self.workspace: HostWorkspace | None = None
         self.calls: dict[Hashable, Any] = {}  # checked and planned calls, by their arguments
         self.lock = threading.RLock()
+        self.waiter = Waiter()
         self._ready = False
         self._broken: str | None = None
         self._no_gpu_kernels: dict[torch.device, str | None] = {}
@@ -67,6 +70,10 @@ class Group:
         """Whether all ranks map each other's memory."""
         return self.workspace is not None
 
+    def cuda_by_gloo(self) -> bool:
+        """Whether torch.distributed has gloo for CUDA tensors, which moves the host's memory."""
+        return self.pg._get_backend(torch.device("cuda")).name() == "gloo"
+
     def init(self, timeout: float, workspace_bytes: int) -> None:
         """See ``tpkernels.init``."""
         with self.lock:
@@ -92,16 +99,16 @@ class Group:
             self._ready = True
 
     def _one_host(self, member: Member, workspace_bytes: int) -> bool:
-        """Agrees with the other ranks on the options, and on whether all are on one host."""
+        """Agrees with the other ranks on the options, and on whether all can share memory."""
         options = {"timeout": member.timeout, "workspace_bytes": workspace_bytes}
-        said = exchange(member, "init", {"host": host_identity(), "options": options})
+        one_host, said = share_a_host(member, {"options": options})
         for rank, other in enumerate(said):
             if other["options"] != options:
                 raise ValueError(
                     f"tpkernels.init of group '{self.name}': rank {self.rank} gives {options}, "
                     f"rank {rank} gives {other['options']}; all ranks must give the same"
                 )
-        return all(other["host"] == said[0]["host"] for other in said)
+        return one_host
 
     def no_gpu_kernels(self, device: torch.device, own: str | None) -> str | None:
         """Why the Triton kernels cannot run on the ranks' GPUs, this rank's being ``device``; None:
@@ -141,6 +148,7 @@ class Group:
 
     def close(self) -> None:
         """Gives the workspace back."""
+        self.waiter.close()
         if self.workspace is not None:
             self.workspace.close()
             self.workspace = None

@@ -15,7 +15,7 @@ import torch
 
 from tpkernels import dtypes
 
-ALGORITHMS = ("unfused", "direct", "pipelined", "fused")
+ALGORITHMS = ("unfused", "ring", "direct", "pipelined", "fused")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,12 @@ class Plan:
 # `tpkernels bench` (benchmarks/results).
 PIPELINE_MIN_ROWS = 256
 
+# Bytes of the tensor that travels from which on `ring` is faster than `unfused` where ranks share
+# no memory; smaller ones take the messages as long as the bytes, and `ring` sends more of them. AMD
+# EPYC Zen 3, 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python -m benchmarks.hosts`
+# (benchmarks/results/cpu-2core-zen3-hosts.md).
+RING_MIN_BYTES = 8 << 20
+
 
 def choose(
     problem: Problem,
@@ -111,9 +117,9 @@ def choose(
     if problem.world == 1:
         return _plan(problem, "unfused", "one rank: nothing to communicate")
     if not shared_memory:
-        return _plan(problem, "unfused", "the ranks share no memory")
+        return _across_hosts(problem)
     if problem.device == "cuda":
-        return _plan(problem, "unfused", "nothing else is known to be faster on this GPU")
+        return _plan(problem, "unfused", "on this GPU nothing is known to be faster")
     rows = _rows_per_part(problem)
     if (
         _obstacle(problem, "pipelined", shared_memory, no_kernels) is None
@@ -126,6 +132,23 @@ def choose(
         else (f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split")
     )
     return _plan(problem, "direct", reason)
+
+
+def _across_hosts(problem: Problem) -> Plan:
+    reason, rows = "the ranks share no memory", _rows_per_part(problem)
+    if problem.device == "cuda":
+        return _plan(
+            problem, "unfused", f"{reason}; nothing else is known to be faster on this GPU"
+        )
+    if problem.nbytes < RING_MIN_BYTES:
+        return _plan(problem, "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}")
+    if _has_matmul(problem) and rows < PIPELINE_MIN_ROWS:
+        return _plan(problem, "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}")
+    if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
+        return _plan(problem, "unfused", f"{reason}; ring has measured no faster")
+    if _obstacle(problem, "ring", False, None) is not None:
+        return _plan(problem, "unfused", f"{reason}; a gather of K is not split")
+    return _plan(problem, "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}")
 
 
 def check_algorithm(name: str) -> None:
@@ -159,7 +182,10 @@ def _rows_per_part(problem: Problem) -> int:
 def _obstacle(
     problem: Problem, algorithm: str, shared_memory: bool, no_kernels: str | None
 ) -> str | None:
-    if algorithm == "unfused":
+    last = problem.dim == len(problem.shape) - 1
+    if algorithm in ("ring", "pipelined") and problem.op == "all_gather_matmul" and last:
+        return "cannot gather the dim that the matmul sums over (it would round each part)"
+    if algorithm in ("unfused", "ring"):
         return None
     if problem.device == "cuda" and algorithm != "fused":
         return "runs on CPU tensors only"
@@ -167,9 +193,6 @@ def _obstacle(
         return "needs memory shared by all ranks, and this group's ranks are on several hosts"
     if algorithm in ("pipelined", "fused") and not _has_matmul(problem):
         return "overlaps a matmul, and this op has none"
-    last = problem.dim == len(problem.shape) - 1
-    if algorithm == "pipelined" and problem.op == "all_gather_matmul" and last:
-        return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm == "fused":
         if problem.dim is not None and (problem.outer != 1 or last):
             return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"

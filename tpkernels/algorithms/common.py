@@ -43,15 +43,6 @@ class Reduction:
         )
 
 
-def empty_share(call: Call, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """For this rank's share of what a reduce-scatter scatters."""
-    problem = call.problem
-    assert problem.dim is not None  # a reduce-scatter has one
-    shape = list(problem.shape)
-    shape[problem.dim] = problem.sizes[call.group.rank]
-    return empty(shape, dtype, device)
-
-
 def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     """The result where one rank's partial is the whole sum; ``partial`` itself if that is all."""
     plain = reduction.bias is None and reduction.residual is None
@@ -66,7 +57,7 @@ def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
     """``out = round(sum of partials in order + bias + residual)``. All contiguous and of one size;
-    they stand at element ``begin`` of the whole output."""
+    they stand at element ``begin`` of the whole output. ``out`` may be one of them."""
     if out.device.type != "cpu":
         _reduce_by_torch(out, partials, reduction, begin)
         return
@@ -138,3 +129,43 @@ def runs(problem: Problem, rank: int, begin: int, end: int) -> Iterator[tuple[in
         count = min(end - row, width - at)
         yield row, block * pitch + before + at, count
         row += count
+
+
+def multiply_share(
+    problem: Problem,
+    owner: int,
+    begin: int,
+    share: torch.Tensor,
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
+    gathered: torch.Tensor | None = None,
+) -> None:
+    """All-gather and matmul on a part of it: rows ``begin`` and after of ``owner``'s share, [rows,
+    K], times each (weight, bias, whole output). They are also copied to the whole ``gathered``."""
+    for at, row, count in runs(problem, owner, begin, begin + share.shape[0]):
+        part = share[at - begin : at - begin + count]
+        for w, bias, out in factors:
+            product(part, w, out[row : row + count], bias)
+        if gathered is not None:
+            gathered[row : row + count].copy_(part)
+
+
+def partial_of_share(
+    problem: Problem, owner: int, begin: int, x: torch.Tensor, w: torch.Tensor, to: torch.Tensor
+) -> None:
+    """Matmul and reduce-scatter on a part of it: ``to`` is rows ``begin`` and after of ``owner``'s
+    share of ``x @ w``. x [rows, K], w [K, N]."""
+    if problem.dim == len(problem.shape) - 1:
+        first = sum(problem.sizes[:owner])
+        columns = w[:, first : first + problem.sizes[owner]]
+        product(x[begin : begin + to.shape[0]], columns, to)
+        return
+    for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
+        product(x[row : row + count], w, to[at - begin : at - begin + count])
+
+
+def share_shape(problem: Problem, owner: int) -> list[int]:
+    """Shape of ``owner``'s share of what is gathered or scattered."""
+    assert problem.dim is not None  # an all-reduce has no shares
+    shape = list(problem.shape)
+    shape[problem.dim] = problem.sizes[owner]
+    return shape

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels import _C, dtypes
-from tpkernels.algorithms.common import Reduction, as_rows, empty_share, matmul_partial
+from tpkernels.algorithms.common import Reduction, as_rows, matmul_partial, share_shape
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 
@@ -57,7 +57,7 @@ def all_gather_matmul(
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     x = x.contiguous()
-    out = empty_share(call, reduction.out_dtype, x.device)
+    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
     segment, offset = call.workspace.locate(x)
     _C.reduce_scatter(
         call.workspace.channel,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels._C import Phase
-from tpkernels.algorithms.common import Reduction, after, as_rows, empty_share, share_rows
+from tpkernels.algorithms.common import Reduction, after, as_rows, share_rows, share_shape
 from tpkernels.algorithms.memory import empty
 from tpkernels.errors import (
     CollectiveMismatchError,
@@ -126,7 +126,7 @@ def matmul_reduce_scatter(
 
     problem, rows = call.problem, as_rows(x)
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
-    out = empty_share(call, reduction.out_dtype, x.device)
+    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
     needs = kernel.requirements(sizes, w.shape[1], problem.dtype, rows)
     with _running(call, x, *needs) as space:
         kernel.matmul_reduce_scatter(

@@ -24,10 +24,11 @@ from tpkernels.algorithms.common import (
     Reduction,
     after,
     as_rows,
-    empty_share,
+    multiply_share,
+    partial_of_share,
     reduce_into,
-    runs,
     share_rows,
+    share_shape,
 )
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
@@ -67,16 +68,11 @@ def all_gather_matmul(
     flat, width = as_rows(x), x.shape[-1]
     row_bytes = width * x.element_size()
     rows = [share_rows(problem, r) for r in range(problem.world)]
-    matrices = [as_rows(out) for out in outs]
+    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
     whole = None if gathered is None else as_rows(gathered)
 
     def multiply(share: torch.Tensor, owner: int, begin: int) -> None:
-        for at, row, count in runs(problem, owner, begin, begin + share.shape[0]):
-            part = share[at - begin : at - begin + count]
-            for w, bias, out in zip(weights, biases, matrices, strict=True):
-                product(part, w, out[row : row + count], bias)
-            if whole is not None:
-                whole[row : row + count].copy_(part)
+        multiply_share(problem, owner, begin, share, factors, whole)
 
     step, begins = _steps(call, max(rows), row_bytes)
     channel = workspace.channel
@@ -110,21 +106,11 @@ def matmul_reduce_scatter(
     flat, wire = as_rows(x), problem.dtype
     by_columns = problem.dim == len(problem.shape) - 1
     world = range(problem.world)
-    first = [sum(problem.sizes[:r]) for r in world]
     if by_columns:
         rows, columns = [problem.rows for _ in world], list(problem.sizes)
     else:
         rows, columns = [share_rows(problem, r) for r in world], [w.shape[1] for _ in world]
-
-    def multiply(owner: int, begin: int, to: torch.Tensor) -> None:
-        if by_columns:
-            part = w[:, first[owner] : first[owner] + columns[owner]]
-            product(flat[begin : begin + to.shape[0]], part, to)
-            return
-        for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
-            product(flat[row : row + count], w, to[at - begin : at - begin + count])
-
-    out = empty_share(call, reduction.out_dtype, x.device)
+    out = empty(share_shape(problem, rank), reduction.out_dtype, x.device)
     result = as_rows(out)
     row_bytes = max(columns) * wire.itemsize
     step, begins = _steps(call, max(rows), row_bytes * problem.world)
@@ -135,7 +121,7 @@ def matmul_reduce_scatter(
         channel.begin(call.plan.signature, call.plan.text)
         for owner in [*after(call), rank]:
             to = workspace.view(rank, wire, (counts[owner], columns[owner]), owner * slot)
-            multiply(owner, begin, to)
+            partial_of_share(problem, owner, begin, flat, w, to)
             channel.publish(Phase.DATA, owner)
         for peer in after(call):
             channel.wait(peer, Phase.DATA, rank)

@@ -4,16 +4,12 @@ It runs on any process group, and is what ``auto`` chooses where ranks share no 
 move the partials with an all-to-all and sum them here, in fp32 and in rank order: the same bytes
 travel as in a reduce-scatter, and the bits are those of every other algorithm.
 
-Where there is a workspace its barrier comes first, so that a rank in another call is found before
-anything is sent. The words that follow order nothing; they tell how far a rank has come: READ, it
-has called torch.distributed; RESULT, it is through.
+A rank in another call is found before anything is sent (links.py, waiting.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,75 +17,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from tpkernels._C import Phase
 from tpkernels.algorithms.common import (
     Reduction,
     as_rows,
-    empty_share,
     matmul_partial,
     reduce_into,
     reduced,
+    share_shape,
 )
+from tpkernels.algorithms.links import enter
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
-from tpkernels.errors import CollectiveTimeoutError, PeerLostError
+from tpkernels.algorithms.waiting import finish, leave
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
-    from tpkernels.groups import Group
 
 # A reduction moves in steps whose buffers the allocator keeps, rather than taking fresh pages.
 _STEP_BYTES = 4 << 20
-_LOOK = timedelta(seconds=0.02)  # between looks at the peers
-
-
-def _enter(call: Call) -> None:
-    workspace = call.group.workspace
-    if workspace is not None and call.group.world > 1 and call.problem.device == "cpu":
-        workspace.channel.begin(call.plan.signature, call.plan.text)
-        workspace.channel.barrier()
-
-
-def _finish(call: Call, work: Any) -> None:
-    """Waits for torch.distributed, and watches the peers meanwhile: gloo itself tells only the
-    neighbours of a rank that it died, and nobody that it gave up. On GPUs it is the stream that
-    waits, and torch.distributed that watches."""
-    group = call.group
-    if call.problem.device == "cuda":
-        work.wait()
-        return
-    if group.workspace is not None:
-        group.workspace.channel.publish(Phase.READ)
-    while not work.is_completed():
-        with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised again below
-            work.wait(_LOOK)
-            return
-        _watch(group, 0.0)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        late = "timed out" in str(error).lower()
-        # A connection may close a little before the kernel reports the process as ended.
-        until = time.monotonic() + 0.2
-        while time.monotonic() < until:
-            _watch(group, group.timeout if late else 0.0)
-            time.sleep(0.005)
-        kind = CollectiveTimeoutError if late else PeerLostError
-        where = f"{call.plan.text}: rank {group.rank} waited for torch.distributed"
-        raise kind(f"{where}: {error}. The group is broken: make a new one.") from error
-
-
-def _watch(group: Group, waited: float) -> None:
-    """Raises if a peer is lost, or late: those first that have not called torch.distributed."""
-    if group.workspace is not None:
-        group.workspace.channel.watch(Phase.READ, waited)
-        group.workspace.channel.watch(Phase.RESULT, waited)
-
-
-def _leave(call: Call) -> None:
-    """Tells the peers that this rank needs nothing more of them: its process may end."""
-    if call.group.workspace is not None and call.problem.device == "cpu":
-        call.group.workspace.channel.publish(Phase.RESULT)
 
 
 def _options(cls: Any, call: Call) -> Any:
@@ -111,7 +56,7 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
         padded.narrow(dim, 0, x.shape[dim]).copy_(x)
         x = padded
     stacked = _all_gather(call, x.reshape(-1)).view(group.world, *x.shape)
-    _leave(call)
+    leave(call)
     if dim == 0 and all(size == largest for size in sizes):
         return stacked.flatten(0, 1)
     return torch.cat([stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
@@ -119,17 +64,11 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 
 def _all_gather(call: Call, own: torch.Tensor) -> torch.Tensor:
     """own [N] of all ranks [world * N]."""
-    sent = own.cpu() if _through_host(call) else own
+    sent = own.cpu() if call.problem.device == "cuda" and call.group.cuda_by_gloo() else own
     received = sent.new_empty(call.group.world * sent.numel())
     options = _options(AllgatherOptions, call)
-    _finish(call, call.group.pg._allgather_base(received, sent, options))
+    finish(call, call.group.pg._allgather_base(received, sent, options))
     return received.to(own.device)
-
-
-def _through_host(call: Call) -> bool:
-    """Whether torch.distributed moves these tensors in the host's memory only."""
-    cuda = torch.device("cuda")
-    return call.problem.device == "cuda" and call.group.pg._get_backend(cuda).name() == "gloo"
 
 
 def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -138,18 +77,18 @@ def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
     count = pieces[group.rank].numel()
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     device = sent.device
-    if _through_host(call):
+    if call.problem.device == "cuda" and group.cuda_by_gloo():
         sent = sent.cpu()
     received = sent.new_empty(count * group.world)
     options = _options(AllToAllOptions, call)
     splits = [piece.numel() for piece in pieces]
     work = group.pg.alltoall_base(received, sent, [count] * group.world, splits, options)
-    _finish(call, work)
+    finish(call, work)
     return received.to(device).view(group.world, -1).unbind(0)
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-    _enter(call)
+    enter(call).wait()
     gathered = _gather(call, x)
     return gathered.clone() if call.group.world == 1 else gathered
 
@@ -162,7 +101,7 @@ def all_gather_matmul(
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    _enter(call)
+    enter(call).wait()
     whole = _gather(call, x)
     if gathered is not None:
         gathered.copy_(whole)
@@ -175,14 +114,14 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     if group.world == 1:
         return reduced(partial, reduction)
     assert problem.dim is not None  # a reduce-scatter has one
-    out = empty_share(call, reduction.out_dtype, partial.device)
+    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, partial.device)
     shares = [share.reshape(-1) for share in partial.split(list(problem.sizes), problem.dim)]
     flat = out.view(-1)
     step = _step(call, partial)
     for begin in range(0, max(share.numel() for share in shares), step):
         received = _scatter(call, [share[begin : begin + step] for share in shares])
         reduce_into(flat[begin : begin + step], received, reduction, begin)
-    _leave(call)
+    leave(call)
     return out
 
 
@@ -194,7 +133,7 @@ def _step(call: Call, partial: torch.Tensor) -> int:
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    _enter(call)
+    enter(call).wait()
     out = _reduce_scatter(call, x, reduction)
     return out.clone(memory_format=torch.contiguous_format) if out is x else out
 
@@ -202,13 +141,19 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
-    _enter(call)
-    return _reduce_scatter(call, matmul_partial(call, x, w), reduction)
+    link = enter(call)
+    partial = matmul_partial(call, x, w)
+    link.wait()
+    return _reduce_scatter(call, partial, reduction)
 
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    enter(call).wait()
+    _all_reduce(call, x, out, reduction)
+
+
+def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """Each rank reduces its part of every step of the flat tensor, then the parts are gathered."""
-    _enter(call)
     group = call.group
     flat, result = x.reshape(-1), out.view(-1)
     if group.world == 1:
@@ -225,15 +170,17 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
         begin, end = edges[group.rank], edges[group.rank + 1]
         reduce_into(own[: end - begin], received, reduction, begin)
         result[first : first + count].copy_(_all_gather(call, own)[:count])
-    _leave(call)
+    leave(call)
 
 
 def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
+    link = enter(call)
     partial = matmul_partial(call, x, w)
     if call.group.world == 1:
         return reduced(partial, reduction)
+    link.wait()
     out = empty(partial.shape, reduction.out_dtype, partial.device)
-    all_reduce(call, partial, out, reduction)
+    _all_reduce(call, partial, out, reduction)
     return out

@@ -96,7 +96,7 @@ def all_gather(
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
         gather_dim: the dim that is split over the ranks.
         shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
-        algorithm: "auto", or one of "unfused", "direct".
+        algorithm: "auto", or one of "unfused", "ring", "direct".
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.

@@ -163,7 +163,7 @@ def all_gather_matmul(  # type: ignore[misc]
         out_dtype: dtype of the result; default ``x``'s. Products accumulate in fp32 either way.
         return_gathered: also return the gathered ``x``.
         shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
-        algorithm: "auto", or one of "unfused", "direct", "pipelined".
+        algorithm: "auto", or one of "unfused", "ring", "direct", "pipelined".
 
     Returns:
         y [..., M, ..., N] for one weight, a list for several; ``(gathered, y)`` with

@@ -99,7 +99,7 @@ def all_reduce(
         x: of the same shape on all ranks; any strides.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
         out_dtype: dtype of the result; default ``x``'s.
-        algorithm: "auto", or one of "unfused", "direct".
+        algorithm: "auto", or one of "unfused", "ring", "direct".
 
     Returns:
         The sum, taken in fp32 in the order of the ranks and rounded once: the same bits on every

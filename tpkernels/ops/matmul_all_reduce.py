@@ -123,7 +123,7 @@ def matmul_all_reduce(
         residual: [..., N], added after the bias.
         out_dtype: dtype of the result; default ``x``'s.
         wire_dtype: dtype that partial products travel in; ``x``'s (default) or float32.
-        algorithm: "auto", or one of "unfused", "direct", "pipelined".
+        algorithm: "auto", or one of "unfused", "ring", "direct", "pipelined".
 
     Returns:
         ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in the order of

@@ -159,7 +159,7 @@ def matmul_reduce_scatter(
         out_dtype: dtype of the result; default ``x``'s.
         wire_dtype: dtype that partial products travel in; ``x``'s (default) or float32.
         shard_sizes: rows of each rank along ``scatter_dim`` where they are not all equal.
-        algorithm: "auto", or one of "unfused", "direct", "pipelined".
+        algorithm: "auto", or one of "unfused", "ring", "direct", "pipelined".
 
     Returns:
         This rank's share of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in

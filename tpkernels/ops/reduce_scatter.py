@@ -102,7 +102,7 @@ def reduce_scatter(
         scatter_dim: the dim that is split over the ranks.
         out_dtype: dtype of the result; default ``x``'s.
         shard_sizes: rows of each rank along ``scatter_dim`` where they are not all equal.
-        algorithm: "auto", or one of "unfused", "direct".
+        algorithm: "auto", or one of "unfused", "ring", "direct".
 
     Returns:
         The share, summed in fp32 in the order of the ranks and rounded once.

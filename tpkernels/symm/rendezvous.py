@@ -1,11 +1,10 @@
 """Problem: the ranks of a group, who so far share only a key-value store, are to map one arena.
 
-Algorithm: each rank says through the store where it runs. If all are on one host, rank 0 makes the
-memory and listens on an abstract Unix socket, whose name goes with the socket; the others connect,
-prove that they are of the group (a token from the store) and of the same user, and hand over a
-pidfd of themselves. Rank 0 sends everybody the memory's descriptor and all pidfds. Every rank maps
-the memory and commits its own region; rank 0 collects how that went, and all succeed or all fail
-alike.
+Algorithm: that they can is known (reach.py). Rank 0 makes the memory and listens on an abstract
+Unix socket, whose name goes with the socket; the others connect, prove that they are of the group
+(a token from the store) and of the same user, and hand over a pidfd of themselves. Rank 0 sends
+everybody the memory's descriptor and all pidfds. Every rank maps the memory and commits its own
+region; rank 0 collects how that went, and all succeed or all fail alike.
 
 Every step is bounded by one deadline. Descriptors received are closed on every path.
 """
@@ -20,7 +19,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import Store
@@ -94,10 +92,14 @@ def _await(member: Member, key: str, deadline: float) -> None:
         pause = min(2 * pause, 0.01)
 
 
-def host_identity() -> str:
-    """Equal for two processes that can share memory through an abstract Unix socket."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+@contextlib.contextmanager
+def listening(purpose: str, backlog: int) -> Iterator[tuple[socket.socket, str]]:
+    """A Unix socket under a name that no other has, which goes with it."""
+    name = f"tpkernels-{purpose}-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(backlog)
+        yield listener, name
 
 
 def make_arena(member: Member, purpose: str, region_bytes: int) -> Link:
@@ -111,10 +113,8 @@ def make_arena(member: Member, purpose: str, region_bytes: int) -> Link:
         return _lone_arena(region_bytes)
     deadline = time.monotonic() + member.timeout
     if member.rank == 0:
-        name, token = f"tpkernels-{secrets.token_hex(16)}", secrets.token_hex(16)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(f"\0{name}")
-            listener.listen(member.world)
+        token = secrets.token_hex(16)
+        with listening(purpose, member.world) as (listener, name):
             exchange(member, purpose, {"socket": name, "token": token})
             return _host(member, listener, token, region_bytes, deadline)
     root = exchange(member, purpose, {})[0]

@@ -1,0 +1,138 @@
+"""Network namespaces that stand for hosts: ``python -m benchmarks.hosts --hosts 2 --nproc 1 --mbit
+1000 -- bench --algorithm unfused --algorithm ring ...`` runs ``tpkernels bench`` under torchrun on
+two of them.
+
+Each has an address of its own on one switch, and shares no memory with the others: the ranks cannot
+reach each other's Unix sockets. Needs Linux, root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and iproute2;
+nothing leaves the machine. The switch can hold the links to a rate (tc, token bucket).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from types import TracebackType
+
+_PORT = 29631  # on addresses that nobody else has
+_SETUP_S = 10.0
+_RUN_S = 3600.0
+
+
+def _ip(*arguments: str) -> str:
+    command = ["ip", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SETUP_S, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+class Hosts:
+    """``count`` hosts, there between enter and exit, which ends what runs on them. ``mbit``: what
+    each may send, in Mbit/s.
+
+    Raises ``OSError`` on enter, with what is missing, where namespaces cannot be made.
+    """
+
+    def __init__(self, count: int, mbit: int | None = None) -> None:
+        self._mbit = mbit
+        self._switch = f"tpk{os.getpid()}s"
+        self._names = [f"tpk{os.getpid()}h{i}" for i in range(count)]
+        self._made: list[str] = []
+
+    def __enter__(self) -> Hosts:
+        try:
+            for name in [self._switch, *self._names]:
+                _ip("netns", "add", name)
+                self._made.append(name)
+                _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "switch", "up")
+            for i, name in enumerate(self._names):
+                self._attach(i, name)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def _attach(self, i: int, name: str) -> None:
+        port = f"port{i}"
+        end = ["peer", "name", "eth", "netns", name]
+        _ip("-n", self._switch, "link", "add", port, "type", "veth", *end)
+        _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
+        _ip("-n", name, "address", "add", f"{self.address(i)}/24", "dev", "eth")
+        _ip("-n", name, "link", "set", "eth", "up")
+        if self._mbit is not None:
+            shaper = ["tbf", "rate", f"{self._mbit}mbit", "burst", "256kb", "latency", "100ms"]
+            _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth", "root", *shaper)
+
+    def _remove(self) -> None:
+        """The links go with the namespaces."""
+        while self._made:
+            name = self._made.pop()
+            for pid in _ip("netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "del", name)
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def cut(self, host: int) -> None:
+        """Takes down the link between a host and the switch."""
+        _ip("-n", self._switch, "link", "set", f"port{host}", "down")
+
+    def torchrun(self, host: int, nproc: int, *module: str) -> subprocess.Popen[str]:
+        """Starts this host's part of a job: ``nproc`` ranks of ``python -m module...``."""
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"),
+            *("--nnodes", str(len(self._names)), "--nproc-per-node", str(nproc)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address(0)}:{_PORT}"),
+            *("--rdzv-id", "hosts", "--rdzv-conf", f"is_host={int(host == 0)}"),
+            *("--local-addr", self.address(host), "-m", "--"),
+        ]
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth", "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self._names[host], *torchrun, *module],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+def main() -> int:
+    """The exit code of the first host that failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--nproc", type=int, default=1, help="ranks on each host")
+    parser.add_argument("--mbit", type=int, help="rate of each host's link; unlimited by default")
+    parser.add_argument("command", nargs="+", help="of tpkernels, with its options")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the hosts go in this case too
+    with Hosts(given.hosts, given.mbit) as hosts:
+        started = [
+            hosts.torchrun(host, given.nproc, "tpkernels", *given.command)
+            for host in range(given.hosts)
+        ]
+        said = [process.communicate(timeout=_RUN_S) for process in started]
+    failed = [i for i, process in enumerate(started) if process.returncode]
+    for i in failed:
+        print(f"host {i}:\n{said[i][1]}", file=sys.stderr)
+    print(*(output for output, _ in said), sep="")
+    return started[failed[0]].returncode if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

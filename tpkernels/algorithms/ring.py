@@ -1,0 +1,257 @@
+"""Sends and receives between pairs of ranks, overlapped with the matmul of the part that is here.
+
+all_gather_matmul      shards travel round the ring from neighbour to neighbour, both ways: in step
+                       s each rank passes on the shards that came in step s-1, and multiplies them
+                       meanwhile. Opposite each other on an even ring the ways meet: half of that
+                       shard comes either way.
+matmul_reduce_scatter  in step s each rank multiplies the rows of rank+s and sends them there, its
+                       own rows last; when the partials of all ranks are here it sums them.
+matmul_all_reduce      the same on parts of the rows, then the sums travel round the ring.
+
+Partials go straight to their owner. Passed on from neighbour to neighbour as a running sum, each
+chunk would be summed in an order that starts at another rank, which breaks the contract of fixed
+rank order; either way each rank sends (W-1)/W of the tensor. Links without all-to-all route what
+goes further than to the neighbour.
+
+It needs no memory in common and no collective of the backend: any process group with send and recv.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpkernels.algorithms.common import (
+    Reduction,
+    as_rows,
+    multiply_share,
+    partial_of_share,
+    reduce_into,
+    share_rows,
+    share_shape,
+)
+from tpkernels.algorithms.links import Link, enter
+from tpkernels.algorithms.memory import empty
+from tpkernels.algorithms.product import product
+from tpkernels.algorithms.waiting import leave
+
+if TYPE_CHECKING:
+    from tpkernels.backends import Call
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What one rank does in one direction in one step of the ring: it sends part of ``sent``'s
+    shard to rank ``to`` and receives that of ``received``'s from rank ``source``. ``part`` is which
+    of ``parts`` equal parts."""
+
+    to: int
+    source: int
+    sent: int
+    received: int
+    part: int = 0
+    parts: int = 1
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """The part of a flat shard that travels."""
+        edges = [shard.numel() * i // self.parts for i in (self.part, self.part + 1)]
+        return shard[edges[0] : edges[1]]
+
+
+def hops(rank: int, world: int) -> Iterator[list[Hop]]:
+    """The steps of an all-gather round the ring."""
+    right, left = (rank + 1) % world, (rank - 1) % world
+    for step in range(1, world // 2 + 1):
+        up = Hop(right, left, (rank - step + 1) % world, (rank - step) % world)
+        down = Hop(left, right, (rank + step - 1) % world, (rank + step) % world)
+        if 2 * step < world:
+            yield [up, down]
+        elif world == 2:
+            yield [up]
+        else:  # the last step of an even ring: both receive of the rank opposite
+            yield [
+                Hop(up.to, up.source, up.sent, up.received, part=0, parts=2),
+                Hop(down.to, down.source, down.sent, down.received, part=1, parts=2),
+            ]
+
+
+def _gather(
+    call: Call,
+    link: Link,
+    shards: Sequence[torch.Tensor],
+    use: Callable[[int], None] = lambda owner: None,
+) -> None:
+    """Fills ``shards``, flat and contiguous, of which this rank's own is here. ``use(owner)`` runs
+    once for each, when it is here, while others travel."""
+    here = [call.group.rank]
+    for step in hops(call.group.rank, call.group.world):
+        started = link.start(
+            [(hop.of(shards[hop.sent]), hop.to) for hop in step],
+            [(hop.of(shards[hop.received]), hop.source) for hop in step],
+        )
+        for owner in here:
+            use(owner)
+        link.wait(started)
+        here = sorted({hop.received for hop in step})
+    for owner in here:
+        use(owner)
+
+
+def _scatter(
+    call: Call,
+    link: Link,
+    part_of: Callable[[int], torch.Tensor],
+    count: int,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Sends ``part_of(owner)``, flat and contiguous, to each owner while the next is made, this
+    rank's own last. Returns what the ranks have made for this one, in rank order, ``count``
+    elements each."""
+    rank, world = call.group.rank, call.group.world
+    buffers = empty([(world - 1) * count], call.problem.dtype, device)
+    parts = list(buffers.split([count] * (world - 1)))
+    sent, started = [], []
+    for step in range(1, world):
+        to, source = (rank + step) % world, (rank - step) % world
+        sent.append(part_of(to))
+        started += link.start([(sent[-1], to)], [(parts[source - (source > rank)], source)])
+    parts.insert(rank, part_of(rank))
+    link.wait(started)
+    return parts
+
+
+def _shards(call: Call, x: torch.Tensor, whole: torch.Tensor | None) -> list[torch.Tensor]:
+    """A flat buffer for the shard of each rank, this rank's with ``x`` in it: parts of the gathered
+    ``whole``, if there is one and shards are contiguous in it."""
+    problem, rank = call.problem, call.group.rank
+    counts = [prod(share_shape(problem, r)) for r in range(problem.world)]
+    if whole is not None and problem.outer == 1:
+        shards = list(whole.view(-1).split(counts))
+        shards[rank].copy_(x.reshape(-1))
+        return shards
+    shards = [empty([0 if r == rank else n], x.dtype, x.device) for r, n in enumerate(counts)]
+    shards[rank] = x.contiguous().view(-1)
+    return shards
+
+
+def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
+    problem, link = call.problem, enter(call)
+    out = empty(problem.shape, x.dtype, x.device)
+    shards = _shards(call, x, out)
+
+    def place(owner: int) -> None:
+        if problem.outer != 1:
+            share = shards[owner].view(share_shape(problem, owner))
+            out.split(list(problem.sizes), problem.dim)[owner].copy_(share)
+
+    _gather(call, link, shards, place)
+    leave(call)
+    return out
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    problem, link = call.problem, enter(call)
+    shards = _shards(call, x, gathered)
+    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
+    to = as_rows(gathered) if gathered is not None and problem.outer != 1 else None
+
+    def multiply(owner: int) -> None:
+        rows = shards[owner].view(share_rows(problem, owner), problem.shape[-1])
+        multiply_share(problem, owner, 0, rows, factors, to)
+
+    _gather(call, link, shards, multiply)
+    leave(call)
+
+
+def _reduce_scatter(
+    call: Call,
+    link: Link,
+    part_of: Callable[[int], torch.Tensor],
+    reduction: Reduction,
+    device: torch.device,
+) -> torch.Tensor:
+    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, device)
+    parts = _scatter(call, link, part_of, out.numel(), device)
+    reduce_into(out.view(-1), parts, reduction)
+    leave(call)
+    return out
+
+
+def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    shares = x.split(list(call.problem.sizes), call.problem.dim)
+    return _reduce_scatter(
+        call, enter(call), lambda owner: shares[owner].contiguous().view(-1), reduction, x.device
+    )
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    problem, rows = call.problem, as_rows(x)
+
+    def part_of(owner: int) -> torch.Tensor:
+        shape = share_shape(problem, owner)
+        part = empty([prod(shape)], problem.dtype, x.device)
+        to = part.view(prod(shape[:-1]), shape[-1])
+        partial_of_share(problem, owner, 0, rows, w, to)
+        return part
+
+    return _reduce_scatter(call, enter(call), part_of, reduction, x.device)
+
+
+def _all_reduce(
+    call: Call,
+    out: torch.Tensor,
+    edges: list[int],
+    part_of: Callable[[int], torch.Tensor],
+    reduction: Reduction,
+) -> None:
+    """The owner of elements [edges[r], edges[r + 1]) sums them; then the sums are gathered."""
+    rank, link = call.group.rank, enter(call)
+    sums = [out[begin:end] for begin, end in itertools.pairwise(edges)]
+    parts = _scatter(call, link, part_of, sums[rank].numel(), out.device)
+    reduce_into(sums[rank], parts, reduction, edges[rank])
+    _gather(call, link, sums)
+    leave(call)
+
+
+def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """``out`` may be ``x``: a part of it is overwritten by its sum, when that is complete."""
+    flat, world = x.contiguous().view(-1), call.group.world
+    part = -(-flat.numel() // world)
+    edges = [min(flat.numel(), r * part) for r in range(world + 1)]
+
+    def part_of(owner: int) -> torch.Tensor:
+        return flat[edges[owner] : edges[owner + 1]]
+
+    _all_reduce(call, out.view(-1), edges, part_of, reduction)
+
+
+def matmul_all_reduce(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    problem, rows, world = call.problem, as_rows(x), call.group.world
+    columns, part = w.shape[1], -(-problem.rows // world)
+    edges = [min(problem.rows, r * part) for r in range(world + 1)]
+    out = empty(problem.shape, reduction.out_dtype, x.device)
+
+    def part_of(owner: int) -> torch.Tensor:
+        count = edges[owner + 1] - edges[owner]
+        partial = empty([count * columns], problem.dtype, x.device)
+        product(rows[edges[owner] : edges[owner + 1]], w, partial.view(count, columns))
+        return partial
+
+    _all_reduce(call, out.view(-1), [row * columns for row in edges], part_of, reduction)
+    return out

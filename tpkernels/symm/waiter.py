@@ -1,0 +1,86 @@
+"""A thread that waits for torch.distributed on behalf of another.
+
+gloo's point-to-point works say nothing before they have been waited for, and a wait of theirs that
+times out closes all connections of the process group. So one thread waits for as long as the group
+allows, and the thread that runs the op looks at that in slices, between which it can be interrupted
+and can look after its peers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from tpkernels.errors import TpkernelsError
+
+
+class TransferError(RuntimeError):
+    """A work failed; ``peer`` is the rank on its other side."""
+
+    def __init__(self, message: str, peer: int) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class Waiting:
+    """Works that a `Waiter` waits for, as one work of torch.distributed that can be polled."""
+
+    def __init__(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> None:
+        self._works, self._timeout = works, timeout
+        self._over = threading.Event()
+        self._error: TransferError | TpkernelsError | None = None
+
+    def run(self) -> None:
+        """Waits for one after the other, ``timeout`` for each."""
+        for work, peer in self._works:
+            try:
+                work.wait(self._timeout)
+            except TpkernelsError as error:
+                self._error = error
+                break
+            except RuntimeError as error:
+                self._error = TransferError(str(error), peer)
+                break
+        self._over.set()
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Raises ``RuntimeError`` if the works failed, or are not over within ``timeout``."""
+        if not self._over.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("not completed yet")
+        if self._error is not None:
+            raise self._error
+
+
+class Waiter:
+    """The thread of one group; it starts with the first wait."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
+        self._started = False
+
+    def wait_for(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> Waiting:
+        """Begins to wait for (work, peer) pairs; the calls of a group come one after the other."""
+        if not self._started:
+            threading.Thread(target=_serve, args=(self._todo,), daemon=True).start()
+            self._started = True
+        waiting = Waiting(works, timeout)
+        self._todo.put(waiting)
+        return waiting
+
+    def close(self) -> None:
+        """Has the thread end when it is through with what it waits for."""
+        if self._started:
+            self._todo.put(None)
+            self._started = False
+
+
+def _serve(todo: queue.SimpleQueue[Waiting | None]) -> None:
+    while (waiting := todo.get()) is not None:
+        waiting.run()
+        del waiting  # and with it the tensors, also while there is nothing to do
