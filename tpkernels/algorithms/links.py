@@ -137,12 +137,14 @@ def hang_up(call: Call, error: BaseException) -> None:
     if isinstance(error, CollectiveMismatchError):
         return  # each rank hears all others, so all find that not all are in one call
     nothing = torch.empty(1, dtype=torch.uint8)
+    if group.pg._get_backend(nothing.device).name() != "gloo":
+        return
     for peer in after(call):
         try:
             work = group.pg.recv([nothing], peer, _HANG_UP_TAG)
             work.wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():
+        except RuntimeError as said:
+            if "timed out" in str(said).lower():
                 return  # else this one had closed already, and the others go on
 
 
