@@ -106,12 +106,12 @@ def test_failures_of_nccl_itself(fake_nccl: Build) -> None:
         fake.result(function, 2)
     loaded = nccl.load(fake.path)
     with pytest.raises(
-        RuntimeError, match=r"ncclGetUniqueId: fake error 2; last message: .* broke"
+        RuntimeError, match=r"ncclGetUniqueId failed: fake error 2; last message: .* broke"
     ):
         nccl.unique_id(fake.path)
-    with pytest.raises(RuntimeError, match="ncclMemAlloc of 64 bytes: fake error 2"):
+    with pytest.raises(TpkernelsError, match="ncclMemAlloc of 64 bytes failed: fake error 2"):
         loaded.mem_alloc(64)
-    with pytest.raises(RuntimeError, match="ncclMemFree: fake error 2"):
+    with pytest.raises(TpkernelsError, match="ncclMemFree failed: fake error 2"):
         loaded.mem_free(0)
 
 

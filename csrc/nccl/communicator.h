@@ -21,21 +21,12 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "nccl/library.h"
 
 namespace tpkernels::nccl {
-
-enum class ErrorKind { kFailed, kPeerLost, kTimeout, kBroken };
-
-class Error : public std::runtime_error {
- public:
-  Error(ErrorKind kind, const std::string& what) : std::runtime_error(what), kind(kind) {}
-  ErrorKind kind;
-};
 
 enum class OperationKind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kSend, kRecv };
 

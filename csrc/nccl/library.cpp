@@ -91,24 +91,19 @@ void Library::need_version(int since, const std::string& what) const {
 
 UniqueId Library::unique_id() const {
   UniqueId id{};
-  const Result code = functions_.GetUniqueId(&id);
-  if (code != kSuccess) throw std::runtime_error("ncclGetUniqueId: " + error_text(code));
+  require(functions_.GetUniqueId(&id), "ncclGetUniqueId");
   return id;
 }
 
 void* Library::mem_alloc(std::size_t bytes) const {
   void* memory = nullptr;
-  const Result code = need(functions_.MemAlloc, "ncclMemAlloc")(&memory, bytes);
-  if (code != kSuccess) {
-    throw std::runtime_error("ncclMemAlloc of " + std::to_string(bytes) +
-                             " bytes: " + error_text(code));
-  }
+  require(need(functions_.MemAlloc, "ncclMemAlloc")(&memory, bytes),
+          "ncclMemAlloc of " + std::to_string(bytes) + " bytes");
   return memory;
 }
 
 void Library::mem_free(void* memory) const {
-  const Result code = need(functions_.MemFree, "ncclMemFree")(memory);
-  if (code != kSuccess) throw std::runtime_error("ncclMemFree: " + error_text(code));
+  require(need(functions_.MemFree, "ncclMemFree")(memory), "ncclMemFree");
 }
 
 std::string Library::describe() const {
@@ -121,6 +116,11 @@ std::string Library::error_text(Result code) const {
   const char* last = functions_.GetLastError(nullptr);
   if (last != nullptr && *last != '\0') text += std::string("; last message: ") + last;
   return text;
+}
+
+void Library::require(Result code, const std::string& what) const {
+  if (code == kSuccess) return;
+  throw Error(ErrorKind::kFailed, what + " failed: " + error_text(code));
 }
 
 }  // namespace tpkernels::nccl

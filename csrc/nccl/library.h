@@ -17,6 +17,15 @@ class Unsupported : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// NCCL could not do what it was asked to.
+enum class ErrorKind { kFailed, kPeerLost, kTimeout, kBroken };
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& what) : std::runtime_error(what), kind(kind) {}
+  ErrorKind kind;
+};
+
 // Named as in NCCL, without the prefix. A stream is a cudaStream_t, a window an ncclWindow_t.
 struct Functions {
   Result (*GetVersion)(int*);
@@ -78,7 +87,7 @@ class Library {
 
   // Rank 0 of a future communicator makes one and gives it to all ranks. Opens a socket.
   UniqueId unique_id() const;
-  // Device memory that can be a window, on the current device. Throws std::runtime_error.
+  // Device memory that can be a window, on the current device.
   void* mem_alloc(std::size_t bytes) const;
   void mem_free(void* memory) const;
 
@@ -86,6 +95,8 @@ class Library {
   std::string describe() const;
   // What went wrong, in NCCL's words.
   std::string error_text(Result code) const;
+  // Throws Error unless `code` is success.
+  void require(Result code, const std::string& what) const;
 
  private:
   template <typename F>

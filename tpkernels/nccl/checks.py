@@ -68,15 +68,21 @@ def divisible(x: torch.Tensor, world: int) -> int:
     return x.shape[0] // world
 
 
-def counts(x: torch.Tensor, rows: Sequence[int], world: int, what: str) -> list[int]:
+def rows(sizes: Sequence[int], world: int, what: str) -> None:
+    """Rows of the piece of each rank."""
+    if len(sizes) != world or min(sizes) < 0:
+        raise ValueError(f"{what} are {list(sizes)}; they must be {world} numbers of 0 or more")
+
+
+def counts(x: torch.Tensor, sizes: Sequence[int], what: str) -> list[int]:
     """Elements of the pieces of x along dim 0."""
-    if len(rows) != world or min(rows) < 0 or sum(rows) != x.shape[0]:
+    if sum(sizes) != x.shape[0]:
         raise ValueError(
-            f"{what} are {list(rows)}; they must be {world} numbers of 0 or more that add up to "
-            f"{x.shape[0]}, the rows of a tensor of shape {list(x.shape)}"
+            f"{what} {list(sizes)} add up to {sum(sizes)}, but the tensor of shape "
+            f"{list(x.shape)} has {x.shape[0]} rows"
         )
     row = x[0].numel() if x.shape[0] else 0
-    return [size * row for size in rows]
+    return [size * row for size in sizes]
 
 
 def rank(value: int, world: int, what: str) -> None:

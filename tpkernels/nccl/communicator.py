@@ -163,14 +163,17 @@ class Communicator:
         """Sends piece r of ``x`` along dim 0 to rank r; returns what the ranks sent here, in rank
         order. Pieces are equal unless their rows are given: ``send_rows[r]`` here must be
         ``recv_rows[this rank]`` on rank r."""
+        checks.has_rows(x)
         if send_rows is None:
             send_rows = [checks.divisible(x, self.world)] * self.world
         recv_rows = send_rows if recv_rows is None else recv_rows
-        checks.has_rows(x)
+        checks.rows(send_rows, self.world, "send_rows")
+        checks.rows(recv_rows, self.world, "recv_rows")
         out = x.new_empty((sum(recv_rows), *x.shape[1:])) if out is None else out
         checks.pair(x, out, self.device)
-        sent = checks.counts(x, send_rows, self.world, "send_rows")
-        received = checks.counts(out, recv_rows, self.world, "recv_rows")
+        checks.has_rows(out)
+        sent = checks.counts(x, send_rows, "send_rows")
+        received = checks.counts(out, recv_rows, "recv_rows")
         code, stream = dtypes.CODES[x.dtype], _stream(self.device)
         self._submit(
             _C.nccl_all_to_all(x.data_ptr(), out.data_ptr(), sent, received, code, stream), x, out

@@ -34,7 +34,7 @@ def empty(
 
     Raises:
         NotImplementedError: NCCL before 2.19.
-        RuntimeError: NCCL has none.
+        TpkernelsError: NCCL has none.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if any(size < 1 for size in shape):
