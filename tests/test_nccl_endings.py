@@ -129,7 +129,7 @@ def test_a_check_ends_the_wait_of_another_thread(fake: Fake) -> None:
 def test_threads_take_turns(fake: Fake) -> None:
     """NCCL refuses a call while another is in progress; the fake counts that as misuse."""
     communicator = make(fake)
-    fake.progress(10)
+    fake.progress(100)  # tens of milliseconds
     threads = [
         Asking(communicator, fake, call) for call in ("all_reduce", "send", "group", "split")
     ]

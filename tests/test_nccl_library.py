@@ -208,3 +208,18 @@ except RuntimeError:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "refused\n", "")
+
+
+def test_the_real_library_goes_on_after_a_fork(real: str) -> None:
+    code = f"""
+import os
+from tpkernels import nccl
+own = nccl.unique_id({real!r})
+child = os.fork()
+if child == 0:
+    assert nccl.unique_id({real!r}) != own
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert nccl.unique_id({real!r}) != own
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
