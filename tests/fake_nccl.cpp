@@ -39,6 +39,7 @@ std::mutex mutex;  // for all below
 int version = 23203;
 std::map<std::string, int> results, calls;
 std::map<std::string, double> delays;
+double poll_delay = 0;
 int polls_to_go = 0;  // how many answers of "in progress" each call starts with; -1: without end
 int async_result = kSuccess;
 std::string log_text, last_error;
@@ -107,6 +108,7 @@ extern "C" {
 void fake_version(int value) { version = value; }
 void fake_result(const char* function, int code) { results[function] = code; }
 void fake_delay(const char* function, double seconds) { delays[function] = seconds; }
+void fake_poll_delay(double seconds) { poll_delay = seconds; }
 void fake_progress(int polls) { polls_to_go = polls; }
 void fake_async(int code) {
   const std::lock_guard lock(mutex);
@@ -158,6 +160,7 @@ int ncclCommInitRankConfig(ncclComm** comm, int world, UniqueId id, int rank, Co
 }
 
 int ncclCommGetAsyncError(ncclComm* comm, int* code) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(poll_delay));
   const std::lock_guard lock(mutex);
   ++calls["ncclCommGetAsyncError"];
   if (alive.count(comm) == 0) {

@@ -65,6 +65,39 @@ def test_all_ranks_get_rank_0s_id(ranks: RanksFixture, fake_nccl: Build) -> None
     assert all(other == first for other in others)
 
 
+@pretending()
+def counts_job(path: str) -> None:
+    fake, rank = Fake(path), dist.get_rank()
+    comm = Communicator(group_of(), library=path)
+    x, fields = torch.arange(18.0).view(6, 3) + 100 * rank, "dtype=7 peer={} stream=7 group={}"
+    assert comm.all_gather(x).shape == (18, 3)
+    assert comm.reduce_scatter(x).shape == (2, 3)
+    assert comm.all_reduce(x).shape == (6, 3)
+    assert comm.broadcast(x, 2) is x
+    assert comm.all_to_all(x)[2 * rank : 2 * rank + 2].equal(x[2 * rank : 2 * rank + 2])
+    expected = [f"AllGather count=18 {fields.format(-1, 0)}"]
+    expected += [f"ReduceScatter count=6 {fields.format(-1, 0)}"]
+    expected += [f"AllReduce count=18 {fields.format(-1, 0)}"]
+    expected += [f"Broadcast count=18 {fields.format(2, 0)}"]
+    for peer in range(WORLD):
+        expected += [f"{kind} count=6 {fields.format(peer, 1)}" for kind in ("Send", "Recv")]
+    assert fake.log == expected
+    rows, own = [1, 2, 3], rank + 1
+    out = comm.all_to_all(x, send_rows=rows, recv_rows=[own] * WORLD)
+    first = sum(rows[:rank])
+    assert out.shape == (own * WORLD, 3)
+    assert out[own * rank : own * own].equal(x[first : first + own])  # what stays on this rank
+    for peer in range(WORLD):
+        expected += [f"Send count={3 * rows[peer]} {fields.format(peer, 1)}"]
+        expected += [f"Recv count={3 * own} {fields.format(peer, 1)}"]
+    assert fake.log == expected
+    comm.close()
+
+
+def test_counts_and_pieces(ranks: RanksFixture, fake_nccl: Build) -> None:
+    ranks(WORLD).run(counts_job, fake_nccl().path)
+
+
 def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
     fake, group = Fake(path), group_of()
     options: dict[str, Any] = {"library": path}

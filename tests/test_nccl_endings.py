@@ -79,12 +79,12 @@ def test_an_abort_that_does_not_come_back(fake: Fake) -> None:
     fake.delay("ncclCommAbort", 3)
     fake.progress(-1)
     ending = faults.ending_of(lambda: communicator.enqueue([operation()]))
-    assert ending.error == "CollectiveTimeoutError" and ending.seconds < 3 * SHORT + 0.5, ending
+    assert ending.error == "CollectiveTimeoutError" and ending.seconds < 3 * SHORT + 1.5, ending
     assert "; ncclCommAbort did not come back and is left alone" in ending.text
     start = time.monotonic()
     assert not aborted.abort("a test")
     del dropped
-    assert time.monotonic() - start < 2 * SHORT + 0.5
+    assert time.monotonic() - start < 2 * SHORT + 1.5
     assert (fake.calls("ncclCommAbort"), fake.misuse) == (3, 0)
 
 
@@ -96,7 +96,7 @@ def test_a_destroy_that_does_not_come_back(fake: Fake) -> None:
         CollectiveTimeoutError, match=r"ncclCommDestroy did not come back within 0.3"
     ):
         communicator.close()
-    assert time.monotonic() - start < SHORT + 0.5
+    assert time.monotonic() - start < SHORT + 1
     assert fake.calls("ncclCommAbort") == 0
 
 
@@ -144,11 +144,11 @@ def test_a_call_that_is_stuck_within_nccl(fake: Fake) -> None:
     fake.delay("ncclAllReduce", 1.5)
     stuck = Asking(communicator, fake)
     late = faults.ending_of(lambda: communicator.enqueue([operation("SEND")]))
-    assert late.error == "CollectiveTimeoutError" and late.seconds < SHORT + 0.5, late
+    assert late.error == "CollectiveTimeoutError" and late.seconds < SHORT + 1, late
     assert "waited 0.30 s for a call of another thread" in late.text
     start = time.monotonic()
     assert communicator.abort("stuck")
-    assert time.monotonic() - start < SHORT + 0.5
+    assert time.monotonic() - start < SHORT + 1
     assert stuck.ended().error == "GroupBrokenError"
     require_broken(fake, communicator, "stuck")
 

@@ -254,7 +254,8 @@ class Communicator:
         return child
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor in memory of NCCL's, as windows need it (``ncclMemAlloc``, NCCL 2.19)."""
+        """A tensor in memory of NCCL's, as windows need it (``ncclMemAlloc``, NCCL 2.19). That is
+        freed with the last tensor on it, whatever a stream still does with it: `wait` first."""
         dtypes.check_supported(dtype, "the tensor")
         return memory.empty(self.library, shape, dtype, self.device)
 
