@@ -4,9 +4,12 @@ that does as it is told and CPU tensors in the place of CUDA's."""
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -134,6 +137,28 @@ def destroyed_job(fake: Fake, comm: Communicator) -> None:
 
 def test_a_destroyed_process_group(ranks: RanksFixture, fake_nccl: Build) -> None:
     alone(ranks, fake_nccl, destroyed_job)
+
+
+LEAVING = """
+import atexit
+atexit.register(lambda: print(fake.calls("ncclCommAbort")))  # the first to register runs last
+import sys
+sys.path.insert(0, {tests!r})
+import torch.distributed as dist
+from test_nccl import Communicator, Fake, pretending
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fake = Fake({path!r})
+with pretending():
+    kept = Communicator(dist.group.WORLD, library=fake.path)
+"""
+
+
+def test_a_process_that_ends_aborts_what_is_open(fake_nccl: Build) -> None:
+    code = LEAVING.format(tests=str(Path(__file__).parent), path=fake_nccl().path)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stdout + ended.stderr
 
 
 # Waiting for the device.
