@@ -36,7 +36,7 @@ test-slow: $(EXT)  ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 sanitize: $(EXT)  ## the C++ under ThreadSanitizer and AddressSanitizer
-	@$(BIN)/python -m pytest -m '' tests/test_sanitizers.py $(ARGS)
+	@$(BIN)/python -m pytest -m '' tests/test_sanitizers.py tests/test_nccl_sanitizers.py $(ARGS)
 
 bench: $(EXT)  ## measure the ops beside the unfused way
 	@$(BIN)/tpkernels bench $(ARGS)

@@ -12,7 +12,11 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ["csrc/bindings.cpp", *sorted(map(str, Path("csrc/host").glob("*.cpp")))]
+FOLDERS = ("host", "nccl")
+SOURCES = [
+    "csrc/bindings.cpp",
+    *sorted(str(path) for folder in FOLDERS for path in Path("csrc", folder).glob("*.cpp")),
+]
 HEADERS = sorted(str(path) for glob in ("*.h", "*.inc") for path in Path("csrc").rglob(glob))
 
 
@@ -38,7 +42,7 @@ extension = Pybind11Extension(
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],  # and -fvisibility=hidden -g0
-    extra_link_args=["-pthread"],
+    extra_link_args=["-pthread", "-ldl"],  # dlopen is in libc from glibc 2.34 on
 )
 
 with ParallelCompile(needs_recompile=needs_recompile):

@@ -1,9 +1,10 @@
 // The Python face of the extension: conversions and error translation, nothing else. No torch
 // headers: tensors cross as addresses, dtypes as the codes of host/vector.h.
+#include "nccl/bindings.h"
+
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -12,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding_errors.h"
 #include "host/arena.h"
 #include "host/channel.h"
 #include "host/collectives.h"
@@ -66,23 +68,6 @@ const char* class_of(FailureKind kind) {
   return "GroupBrokenError";
 }
 
-void raise_failure(const Failure& failure) {
-  const py::object cls = py::module_::import("tpkernels.errors").attr(class_of(failure.kind));
-  const py::object peer = failure.peer < 0 ? py::object(py::none()) : py::int_(failure.peer);
-  PyErr_SetObject(cls.ptr(), cls(failure.what(), py::arg("peer") = peer).ptr());
-}
-
-// A daemon thread may wait here when the interpreter ends. To take the GIL then would end the
-// thread by an unwinding that C++ answers with std::terminate; so it stays, and goes with the
-// process.
-void stay_if_python_ends() {
-#if PY_VERSION_HEX >= 0x030D0000
-  while (Py_IsFinalizing()) pause();
-#else
-  while (_Py_IsFinalizing()) pause();
-#endif
-}
-
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 Source source(std::uintptr_t address, std::uint64_t segment, std::size_t offset) {
@@ -124,12 +109,7 @@ void bind_channel(py::module_& m) {
              auto channel = std::make_unique<Channel>(
                  std::move(arena), rank, std::move(pidfds), std::move(pids),
                  ChannelOptions{timeout, spin_us, yield_us}, epoch);
-             channel->set_poll([] {  // lets Ctrl-C interrupt a wait
-               stay_if_python_ends();
-               if (gettid() != getpid()) return;  // only the main thread handles signals
-               const py::gil_scoped_acquire gil;
-               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-             });
+             channel->set_poll(&tpkernels::poll_signals);
              return channel;
            }),
            py::arg("arena"), py::arg("rank"), py::arg("pidfds"), py::arg("pids"),
@@ -237,17 +217,20 @@ void bind_collectives(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "tpkernels' extension: shared-memory arenas, signals and collectives of one host.";
+  m.doc() =
+      "tpkernels' extension: shared-memory arenas, signals and collectives of one host, "
+      "and NCCL.";
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const Failure& failure) {
-      raise_failure(failure);
+      tpkernels::raise_error(class_of(failure.kind), failure.what(), failure.peer);
     }
   });
   bind_memory(m);
   bind_channel(m);
   bind_collectives(m);
+  tpkernels::nccl::bind_nccl(m);
   m.def("advise_huge_pages", [](std::uintptr_t address, std::size_t bytes) {
     advise_huge_pages(pointer(address), bytes);
   });

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_nccl import Build, make_build
 from hypothesis import settings
 
 from tpkernels.launch import Ranks, fork_server
@@ -56,6 +57,12 @@ def interpreting() -> Iterator[RankPools]:
     pools = RankPools(TRITON_INTERPRET="1")
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def fake_nccl(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """``fake_nccl(without=[...])``: a libnccl that the test commands, with state of its own."""
+    return make_build(tmp_path_factory.mktemp("nccl"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
+from tpkernels import nccl
 from tpkernels.backends import OPS
 from tpkernels.cli import app, session
 from tpkernels.cli.cases import Outputs, Spec, random_case, run_torch, run_tpkernels
@@ -76,6 +77,17 @@ def test_info_json_is_one_object() -> None:
     ]
     assert "TRITON_INTERPRET=1" in ways["fused"]
     assert "overlaps a matmul" in here["all_reduce"]["pipelined"]
+
+
+def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = {"ncclCommSplit": True, "ncclMemAlloc": False, "ncclMemFree": False}
+    found = {"path": "/a/libnccl.so.2", "version": "2.18.5", "origin": "from a wheel"}
+    monkeypatch.setattr(nccl, "facts", lambda: {**found, "features": features})
+    shown = " ".join(invoke("info").output.split())
+    assert "2.18.5, from a wheel: /a/libnccl.so.2, without ncclMemAlloc, ncclMemFree" in shown
+    assert json.loads(invoke("info", "--json").stdout)["nccl"] == {**found, "features": features}
+    monkeypatch.setattr(nccl, "facts", lambda: {"obstacle": "no NCCL: nobody has one"})
+    assert "no NCCL: nobody has one" in " ".join(invoke("info").output.split())
 
 
 def test_demo_passes_with_uneven_shards() -> None:

@@ -30,6 +30,7 @@ ALLOWED = {
     "symm": LEAVES | {"symm"},
     "algorithms": LEAVES | {"plan", "symm", "algorithms", "kernels"},
     "groups": LEAVES | {"symm"},
+    "nccl": LEAVES | {"symm", "groups", "nccl"},
     "backends": LEAVES | {"plan", "algorithms", "groups", "symm"},
     "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops"},
 }

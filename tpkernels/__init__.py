@@ -4,6 +4,7 @@ The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take
 mesh dimension or a group's name.
 """
 
+from tpkernels import nccl
 from tpkernels.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -40,6 +41,7 @@ __all__ = [
     "init",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "nccl",
     "reduce_scatter",
     "shard_sizes",
 ]

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tpkernels import _C, dtypes, kernels
+from tpkernels import _C, dtypes, kernels, nccl
 from tpkernels.algorithms.product import native
 from tpkernels.backends import OPS, TABLES
 from tpkernels.cli import environment
@@ -49,6 +49,7 @@ def gather() -> dict[str, Any]:
             for dtype in DTYPES.values()
         },
         "devices": environment.devices(),
+        "nccl": nccl.facts(),
         "algorithms": {
             device: {op: algorithms(device, op, shared_memory=True) for op in OPS}
             for device in TABLES
@@ -94,6 +95,7 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "memory": f"{byte_size(devices['memory_bytes'])}, "
         f"{byte_size(devices['available_bytes'])} available",
         "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
+        "NCCL": _nccl_text(facts["nccl"]),
     }
     grid = Table.grid(padding=(0, 2))
     for name, text in lines.items():
@@ -106,6 +108,14 @@ def _show(facts: dict[str, Any], out: Console) -> None:
             if reasons == {_NO_GPU}
             else _algorithm_table(device, facts)
         )
+
+
+def _nccl_text(found: dict[str, Any]) -> str:
+    if "obstacle" in found:
+        return str(found["obstacle"])
+    lacking = [name for name, present in found["features"].items() if not present]
+    rest = f", without {', '.join(lacking)}" if lacking else ""
+    return f"{found['version']}, {found['origin']}: {found['path']}{rest}"
 
 
 def _algorithm_table(device: str, facts: dict[str, Any]) -> Table:

@@ -72,7 +72,7 @@ def exchange(member: Member, purpose: str, say: dict[str, Any]) -> list[dict[str
             raise CollectiveTimeoutError(
                 f"{purpose} of group '{member.group}': rank {member.rank} waited "
                 f"{member.timeout:g} s for rank {rank}, which did not come. All ranks of the group "
-                "must make their first call, or call tpkernels.init, together.",
+                "must make their first call, call tpkernels.init or make a communicator together.",
                 peer=rank,
             ) from error
         said.append(json.loads(store.get(key)))

@@ -1,0 +1,73 @@
+// What of NCCL's binary interface is used here, so that no NCCL header is needed to build. NCCL
+// keeps it for all of 2.x: values are never reused, and structs grow at their end only.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+
+#include "host/vector.h"
+
+namespace tpkernels::nccl {
+
+struct Comm;  // opaque
+
+struct UniqueId {
+  char bytes[128];
+};
+
+enum Result : int {
+  kSuccess = 0,
+  kUnhandledCudaError = 1,
+  kSystemError = 2,
+  kInternalError = 3,
+  kInvalidArgument = 4,
+  kInvalidUsage = 5,
+  kRemoteError = 6,
+  kInProgress = 7,
+  kTimeout = 8,  // from 2.30
+};
+
+constexpr int kUnset = INT_MIN;
+constexpr int kSum = 0;       // ncclRedOp_t
+constexpr int kNoColor = -1;  // ncclCommSplit: this rank is in no part
+
+// ncclConfig_t as of 2.27. `size` and `version` tell the library which fields the caller knows:
+// later ones give the rest its default, earlier ones read as much as they know.
+struct Config {
+  std::size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 22700;
+  int blocking = kUnset;
+  int cga_cluster_size = kUnset;
+  int min_ctas = kUnset;  // 2.17
+  int max_ctas = kUnset;  // 2.17
+  const char* net_name = nullptr;
+  int split_share = kUnset;
+  int traffic_class = kUnset;
+  const char* comm_name = nullptr;  // 2.27; NCCL keeps the pointer
+  int collnet_enable = kUnset;
+  int cta_policy = kUnset;  // 2.27
+  int shrink_share = kUnset;
+  int nvls_ctas = kUnset;
+};
+static_assert(sizeof(Config) == 72 && offsetof(Config, blocking) == 16 &&
+                  offsetof(Config, net_name) == 32 && offsetof(Config, comm_name) == 48 &&
+                  offsetof(Config, cta_policy) == 60,
+              "the layout of ncclConfig_t");
+
+// ncclDataType_t.
+constexpr int data_type(host::DType dtype) {
+  switch (dtype) {
+    case host::DType::kF16:
+      return 6;
+    case host::DType::kF64:
+      return 8;
+    case host::DType::kBF16:
+      return 9;
+    case host::DType::kF32:
+      break;
+  }
+  return 7;
+}
+
+}  // namespace tpkernels::nccl

@@ -1,0 +1,292 @@
+// A libnccl that does as it is told, for tests: fails where asked, is in progress for as long as
+// asked, and tells what was asked of it. It moves data only where a rank talks to itself.
+#include <chrono>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInProgress = 7 };
+
+struct Config {  // of 2.27
+  std::size_t size;
+  unsigned magic, version;
+  int blocking, cga, min_ctas, max_ctas;
+  const char* net_name;
+  int split_share, traffic_class;
+  const char* comm_name;
+  int collnet, cta_policy, shrink_share, nvls_ctas;
+};
+
+struct UniqueId {
+  char bytes[128];
+};
+
+struct Message {
+  const void* from;
+  void* to;
+  std::size_t bytes;
+};
+
+std::mutex mutex;  // for all below
+int version = 23203;
+std::map<std::string, int> results, calls;
+std::map<std::string, double> delays;
+double poll_delay = 0;
+int polls_to_go = 0;  // how many answers of "in progress" each call starts with; -1: without end
+int async_result = kSuccess;
+std::string log_text, last_error;
+int misuse = 0;  // calls with a communicator that is gone, or on which another is in progress
+int ids_made = 0;
+thread_local int depth = 0;
+std::vector<Message> sends, receives;
+
+}  // namespace
+
+struct ncclComm {
+  int rank, world;
+  int polls;                  // left, of those that find it in progress
+  ncclComm* child = nullptr;  // of a split, for `slot` once that is done
+  ncclComm** slot = nullptr;
+};
+
+namespace {
+
+std::set<ncclComm*> alive;
+
+int enter(const char* function, ncclComm* comm, bool ends = false) {
+  double delay = 0;
+  int result = kSuccess;
+  {
+    const std::lock_guard lock(mutex);
+    ++calls[function];
+    if (comm != nullptr && alive.count(comm) == 0) {
+      ++misuse;
+      return kInvalidArgument;
+    }
+    if (comm != nullptr && !ends && comm->polls != 0) ++misuse;
+    if (comm != nullptr && ends) alive.erase(comm);
+    delay = delays.count(function) != 0 ? delays[function] : 0;
+    result = results.count(function) != 0 ? results[function] : kSuccess;
+    if (result != kSuccess && result != kInProgress) last_error = std::string(function) + " broke";
+    if (comm != nullptr && !ends && depth == 0) comm->polls = polls_to_go;
+  }
+  std::this_thread::sleep_for(std::chrono::duration<double>(delay));
+  return result;
+}
+
+std::size_t size_of(int dtype) { return dtype == 8 ? 8 : dtype == 7 ? 4 : 2; }
+
+void record(const char* name, std::size_t count, int dtype, int peer, void* stream) {
+  const std::lock_guard lock(mutex);
+  log_text += std::string(name) + " count=" + std::to_string(count) +
+              " dtype=" + std::to_string(dtype) + " peer=" + std::to_string(peer) +
+              " stream=" + std::to_string(reinterpret_cast<std::size_t>(stream)) +
+              " group=" + std::to_string(depth) + "\n";
+}
+
+int move(const char* function, ncclComm* comm, const void* from, void* to, std::size_t count,
+         int dtype, int peer, void* stream) {
+  const int result = enter(function, comm);
+  if (result != kSuccess) return result;
+  record(function + 4, count, dtype, peer, stream);
+  if (comm->world == 1 && from != to) std::memmove(to, from, count * size_of(dtype));
+  return kSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+void fake_version(int value) { version = value; }
+void fake_result(const char* function, int code) { results[function] = code; }
+void fake_delay(const char* function, double seconds) { delays[function] = seconds; }
+void fake_poll_delay(double seconds) { poll_delay = seconds; }
+void fake_progress(int polls) { polls_to_go = polls; }
+void fake_async(int code) {
+  const std::lock_guard lock(mutex);
+  async_result = code;
+  if (code != kSuccess) last_error = "a link went down";
+}
+int fake_calls(const char* function) {
+  const std::lock_guard lock(mutex);
+  return calls[function];
+}
+void fake_finish() {
+  const std::lock_guard lock(mutex);
+  for (ncclComm* comm : alive) comm->polls = 0;
+}
+int fake_misuse() { return misuse; }
+int fake_alive() { return static_cast<int>(alive.size()); }
+const char* fake_log() { return log_text.c_str(); }
+
+static Config last_config;
+static std::string last_name;
+static UniqueId last_id;
+const void* fake_config() { return &last_config; }
+const char* fake_name() { return last_name.c_str(); }
+const void* fake_id() { return &last_id; }
+
+int ncclGetVersion(int* value) {
+  *value = version;
+  return kSuccess;
+}
+
+int ncclGetUniqueId(UniqueId* id) {
+  const int result = enter("ncclGetUniqueId", nullptr);
+  for (char& byte : id->bytes) byte = static_cast<char>(std::rand());
+  id->bytes[0] = static_cast<char>(++ids_made);
+  return result;
+}
+
+int ncclCommInitRankConfig(ncclComm** comm, int world, UniqueId id, int rank, Config* config) {
+  const int result = enter("ncclCommInitRankConfig", nullptr);
+  last_config = *config;
+  last_name = config->comm_name == nullptr ? "" : config->comm_name;
+  last_id = id;
+  *comm = nullptr;
+  if (result != kSuccess && result != kInProgress) return result;
+  const std::lock_guard lock(mutex);
+  *comm = new ncclComm{rank, world, polls_to_go, nullptr, nullptr};
+  alive.insert(*comm);
+  return result;
+}
+
+int ncclCommGetAsyncError(ncclComm* comm, int* code) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(poll_delay));
+  const std::lock_guard lock(mutex);
+  ++calls["ncclCommGetAsyncError"];
+  if (alive.count(comm) == 0) {
+    ++misuse;
+    return kInvalidArgument;
+  }
+  if (comm->polls != 0) {
+    if (comm->polls > 0) --comm->polls;
+    *code = kInProgress;
+  } else {
+    *code = async_result;
+    if (comm->slot != nullptr) {
+      *comm->slot = comm->child;
+      if (comm->child != nullptr) alive.insert(comm->child);
+      comm->slot = nullptr;
+    }
+  }
+  return kSuccess;
+}
+
+int ncclCommAbort(ncclComm* comm) { return enter("ncclCommAbort", comm, true); }
+int ncclCommDestroy(ncclComm* comm) { return enter("ncclCommDestroy", comm, true); }
+int ncclCommFinalize(ncclComm* comm) { return enter("ncclCommFinalize", comm); }
+
+int ncclCommCount(const ncclComm* comm, int* count) {
+  *count = comm->world;
+  return kSuccess;
+}
+int ncclCommUserRank(const ncclComm* comm, int* rank) {
+  *rank = comm->rank;
+  return kSuccess;
+}
+
+const char* ncclGetErrorString(int code) {
+  static thread_local std::string text;
+  text = "fake error " + std::to_string(code);
+  return text.c_str();
+}
+const char* ncclGetLastError(ncclComm*) { return last_error.c_str(); }
+
+int ncclAllGather(const void* from, void* to, std::size_t count, int dtype, ncclComm* comm,
+                  void* stream) {
+  return move("ncclAllGather", comm, from, to, count, dtype, -1, stream);
+}
+int ncclReduceScatter(const void* from, void* to, std::size_t count, int dtype, int op,
+                      ncclComm* comm, void* stream) {
+  return op != 0 ? kInvalidArgument
+                 : move("ncclReduceScatter", comm, from, to, count, dtype, -1, stream);
+}
+int ncclAllReduce(const void* from, void* to, std::size_t count, int dtype, int op, ncclComm* comm,
+                  void* stream) {
+  return op != 0 ? kInvalidArgument
+                 : move("ncclAllReduce", comm, from, to, count, dtype, -1, stream);
+}
+int ncclBroadcast(const void* from, void* to, std::size_t count, int dtype, int root,
+                  ncclComm* comm, void* stream) {
+  return move("ncclBroadcast", comm, from, to, count, dtype, root, stream);
+}
+int ncclSend(const void* from, std::size_t count, int dtype, int peer, ncclComm* comm,
+             void* stream) {
+  const int result = enter("ncclSend", comm);
+  if (result != kSuccess) return result;
+  record("Send", count, dtype, peer, stream);
+  const std::lock_guard lock(mutex);
+  if (peer == comm->rank) sends.push_back({from, nullptr, count * size_of(dtype)});
+  return kSuccess;
+}
+int ncclRecv(void* to, std::size_t count, int dtype, int peer, ncclComm* comm, void* stream) {
+  const int result = enter("ncclRecv", comm);
+  if (result != kSuccess) return result;
+  record("Recv", count, dtype, peer, stream);
+  const std::lock_guard lock(mutex);
+  if (peer == comm->rank) receives.push_back({nullptr, to, count * size_of(dtype)});
+  return kSuccess;
+}
+
+int ncclGroupStart() {
+  const int result = enter("ncclGroupStart", nullptr);
+  if (result == kSuccess) ++depth;
+  return result;
+}
+int ncclGroupEnd() {
+  const int result = enter("ncclGroupEnd", nullptr);
+  --depth;
+  const std::lock_guard lock(mutex);
+  for (std::size_t i = 0; i < sends.size() && i < receives.size(); ++i) {
+    std::memcpy(receives[i].to, sends[i].from, sends[i].bytes);
+  }
+  sends.clear();
+  receives.clear();
+  for (ncclComm* comm : alive) comm->polls = polls_to_go;
+  return result;
+}
+int fake_depth() { return depth; }
+
+int ncclCommSplit(ncclComm* comm, int color, int key, ncclComm** child, Config* config) {
+  const int result = enter("ncclCommSplit", comm);
+  *child = nullptr;
+  if (result != kSuccess && result != kInProgress) return result;
+  last_config = *config;
+  last_name = config->comm_name == nullptr ? "" : config->comm_name;
+  const std::lock_guard lock(mutex);
+  comm->slot = child;
+  comm->child = color < 0 ? nullptr : new ncclComm{key, comm->world, polls_to_go, nullptr, nullptr};
+  return result;
+}
+
+int ncclMemAlloc(void** memory, std::size_t bytes) {
+  *memory = std::malloc(bytes);
+  return enter("ncclMemAlloc", nullptr);
+}
+int ncclMemFree(void* memory) {
+  std::free(memory);
+  return enter("ncclMemFree", nullptr);
+}
+int ncclCommRegister(ncclComm* comm, void* memory, std::size_t, void** handle) {
+  *handle = memory;
+  return enter("ncclCommRegister", comm);
+}
+int ncclCommDeregister(ncclComm* comm, void*) { return enter("ncclCommDeregister", comm); }
+int ncclCommWindowRegister(ncclComm* comm, void* memory, std::size_t, void** window, int flags) {
+  *window = flags == 1 ? memory : nullptr;
+  return enter("ncclCommWindowRegister", comm);
+}
+int ncclCommWindowDeregister(ncclComm* comm, void*) {
+  return enter("ncclCommWindowDeregister", comm);
+}
+
+}  // extern "C"

@@ -1,0 +1,44 @@
+"""Device memory that NCCL allocates, as tensors."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpkernels import _C
+
+
+class _Memory:
+    """What torch takes for an array; freed with the last tensor that is made of it."""
+
+    def __init__(self, library: _C.NcclLibrary, nbytes: int) -> None:
+        address = library.mem_alloc(nbytes)
+        weakref.finalize(self, library.mem_free, address)
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "stream": None,
+        }
+
+
+def empty(
+    library: _C.NcclLibrary, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of at least one element on a CUDA device, in memory that can be a window.
+
+    Raises:
+        NotImplementedError: NCCL before 2.19.
+        TpkernelsError: NCCL has none.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if any(size < 1 for size in shape):
+        raise ValueError(f"shape {list(shape)} has no elements")
+    with torch.cuda.device(device):
+        memory = _Memory(library, nbytes)
+        return torch.as_tensor(memory, device=device).view(dtype).view(*shape)
