@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/bindings.h"
 #include "host/arena.h"
 #include "host/channel.h"
 #include "host/collectives.h"
@@ -248,6 +249,7 @@ PYBIND11_MODULE(_C, m) {
   bind_memory(m);
   bind_channel(m);
   bind_collectives(m);
+  tpkernels::cuda::bind_cuda(m);
   m.def("advise_huge_pages", [](std::uintptr_t address, std::size_t bytes) {
     advise_huge_pages(pointer(address), bytes);
   });

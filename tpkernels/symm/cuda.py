@@ -40,4 +40,6 @@ def make_workspace(
         ) from error
     dist.barrier(pg)  # no peer writes before all is zero
     regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
-    return DeviceWorkspace(regions, pg.rank(), words, buffer_bytes, timeout, device)
+    return DeviceWorkspace(
+        regions, pg.rank(), words, buffer_bytes, timeout, device, handle.multicast_ptr
+    )
