@@ -182,7 +182,7 @@ def sum_partials(
 ) -> None:
     """``out = round(partials[0] + partials[1] + ... + bias + residual)``, added in fp32 in that
     order. Contiguous, of one shape; ``out`` may be a partial. ``begin`` is the element at which
-    they stand within the whole output, for the bias."""
+    they stand within the whole output: element i gets ``bias[(begin + i) % len(bias)]``, fp32."""
     if not 1 <= len(partials) <= _C.CUDA_MAX_WORLD:
         raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.CUDA_MAX_WORLD}")
     first = partials[0]
@@ -191,8 +191,7 @@ def sum_partials(
     check_dtypes(**given, out=out, residual=residual)
     check_alike(True, **given)
     check_alike(False, partials=first, out=out, residual=residual)
-    if bias is not None:
-        check_bias(bias, bias.numel() if begin else _columns(out))
+    check_bias(bias)
     if begin < 0:
         raise ValueError(f"begin is {begin}; it must be at least 0")
     device, stream = place(out.device)

@@ -47,11 +47,15 @@ def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
             )
 
 
-def check_bias(bias: torch.Tensor | None, cols: int) -> None:
-    """Raises ``ValueError`` unless bias is fp32 [cols]."""
-    if bias is not None and (bias.dtype != torch.float32 or list(bias.shape) != [cols]):
+def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
+    """Raises ``ValueError`` unless bias is fp32 [cols], of any length by default."""
+    if bias is None:
+        return
+    wrong = bias.dim() != 1 or (cols is not None and bias.shape[0] != cols)
+    if wrong or bias.dtype != torch.float32:
+        needed = "cols" if cols is None else cols
         raise ValueError(
-            f"bias is {list(bias.shape)} {name(bias.dtype)}; it must be [{cols}] float32"
+            f"bias is {list(bias.shape)} {name(bias.dtype)}; it must be [{needed}] float32"
         )
 
 
