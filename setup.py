@@ -116,5 +116,6 @@ extension = Pybind11Extension(
     extra_link_args=["-pthread", "-ldl"],
 )
 
-with ParallelCompile(needs_recompile=needs_recompile):
-    setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt})
+if __name__ == "__main__":
+    with ParallelCompile(needs_recompile=needs_recompile):
+        setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt})

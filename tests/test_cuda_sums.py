@@ -143,6 +143,7 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
     (add, {"partials": [torch.ones(6)] * 73}, ValueError, "73 partials"),
     (add, {"partials": [torch.ones(6), torch.ones(6).half()]}, ValueError, r"partials\[1\] is"),
     (add, {"out": torch.ones(5)}, ValueError, r"out is \[5\] float32, partials \[6\]"),
+    (add, {"bias": torch.ones(2, 3)}, ValueError, r"bias is \[2, 3\] float32"),
     (add, {"begin": -1}, ValueError, "begin is -1"),
     (paced, {"src": torch.ones(5)}, ValueError, r"src is \[5\] float32, dst \[6\]"),
     (paced, {"gb_per_s": 0.0}, ValueError, "gb_per_s is 0.0; it must be above 0"),

@@ -154,6 +154,10 @@ void bind_cuda(py::module_& m) {
   bind_signals(kernels);
   m.attr("CUDA_MAX_WORLD") = kMaxWorld;
   m.def("cuda_architectures", [] { return std::string(embedded_image().architectures); });
+  m.def("cuda_image", [] {
+    const Image& image = embedded_image();
+    return py::bytes(reinterpret_cast<const char*>(image.bytes), image.size);
+  });
   m.def("cuda_sources", [] { return embedded_image().sources; });
   m.def("cuda_driver_version", &driver_version);
   m.def("cuda_device_count", &device_count);

@@ -138,7 +138,7 @@ def _version(nvrtc: Any) -> str:
 
 def _compile(nvrtc: Any, options: tuple[str, ...]) -> bytes:
     *headers, (main, source) = _C.cuda_sources()
-    names, texts = zip(*headers, strict=True)
+    texts, names = [text.encode() for _, text in headers], [name.encode() for name, _ in headers]
     program = nvrtc.createProgram(source, main, texts, names)
     try:
         nvrtc.compileProgram(program, options)
