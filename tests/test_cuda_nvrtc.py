@@ -3,7 +3,6 @@ made."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -63,8 +62,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def test_one_compilation_per_architecture(cache: Path, compiler: Compiler) -> None:
-    assert image.nvrtc_image(90) == image.nvrtc_image(90) == b"cubin 1"
-    assert image.nvrtc_image(80) == b"cubin 2"
+    assert image.nvrtc_image(90) == image.nvrtc_image(90) == b"cubin 1\0"
+    assert image.nvrtc_image(80) == b"cubin 2\0"
     assert compiler.compiled == ["--gpu-architecture=sm_90", "--gpu-architecture=sm_80"]
     assert compiler.destroyed == 2
     assert len(list(cache.iterdir())) == 2
@@ -75,11 +74,11 @@ def test_another_compiler_or_source_is_another_image(
 ) -> None:
     image.nvrtc_image(90)
     compiler.version = (13, 1)
-    assert image.nvrtc_image(90) == b"cubin 2"
+    assert image.nvrtc_image(90) == b"cubin 2\0"
     sources = _C.cuda_sources()
     changed = [*sources[:-1], (sources[-1][0], sources[-1][1] + "\n")]
     monkeypatch.setattr(_C, "cuda_sources", lambda: changed)
-    assert image.nvrtc_image(90) == b"cubin 3"
+    assert image.nvrtc_image(90) == b"cubin 3\0"
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 100, None])
@@ -87,8 +86,8 @@ def test_a_damaged_file_is_not_used(cache: Path, compiler: Compiler, damage: byt
     image.nvrtc_image(90)
     (file,) = cache.iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"!" if damage is None else damage)
-    assert image.nvrtc_image(90) == b"cubin 2"
-    assert image.nvrtc_image(90) == b"cubin 2"  # it was put right
+    assert image.nvrtc_image(90) == b"cubin 2\0"
+    assert image.nvrtc_image(90) == b"cubin 2\0"  # it was put right
     assert len(list(cache.iterdir())) == 1
 
 
@@ -97,8 +96,8 @@ def test_no_cache_is_no_error(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert image.nvrtc_image(90) == b"cubin 1"
-    assert image.nvrtc_image(90) == b"cubin 2"
+    assert image.nvrtc_image(90) == b"cubin 1\0"
+    assert image.nvrtc_image(90) == b"cubin 2\0"
 
 
 def test_an_unfinished_file_is_taken_away(
@@ -108,7 +107,7 @@ def test_an_unfinished_file_is_taken_away(
         raise OSError("disk full")
 
     monkeypatch.setattr(image.os, "replace", fail)
-    assert image.nvrtc_image(90) == b"cubin 1"
+    assert image.nvrtc_image(90) == b"cubin 1\0"
     assert list(cache.iterdir()) == []
 
 
@@ -156,15 +155,14 @@ def nvrtc() -> Any:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=pytest.mark.slow if a != "sm_90" else ()) for a in ARCHITECTURES]
+)
 def test_nvrtc_compiles_the_same_kernels(nvrtc: Any, cache: Path, arch: str) -> None:
     cubin = image.nvrtc_image(int(arch.removeprefix("sm_")))
     assert cubin.startswith(b"\x7fELF") and len(list(cache.iterdir())) == 1
-    try:
-        ((found, kernels),) = cuda_builds.usage(cubin).items()
-    except subprocess.CalledProcessError:
-        pytest.skip(f"Triton's cuobjdump cannot read what NVRTC {nvrtc.getVersion()} makes")
-    assert found == arch
+    (kernels,) = cuda_builds.usage(cubin).values()
+    assert f"code for {arch}" in cuda_builds.dump(cubin, "-sass", "-fun", "call_begin")
     assert set(kernels) == entries() - ({"multimem_all_reduce"} if arch == "sm_80" else set())
     for kernel, used in kernels.items():
         assert used.stack == 0 and used.local == 0, f"{kernel}: {used}"

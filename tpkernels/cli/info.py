@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tpkernels import _C, dtypes, kernels
+from tpkernels import _C, cuda, dtypes, kernels
 from tpkernels.algorithms.product import native
 from tpkernels.backends import OPS, TABLES
 from tpkernels.cli import environment
@@ -47,6 +47,7 @@ def gather() -> dict[str, Any]:
             for dtype in DTYPES.values()
         },
         "devices": environment.devices(),
+        "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
         "algorithms": {
             device: {op: algorithms(device, op, shared_memory=True) for op in OPS}
             for device in TABLES
@@ -90,6 +91,8 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "memory": f"{byte_size(devices['memory_bytes'])}, "
         f"{byte_size(devices['available_bytes'])} available",
         "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
+        "CUDA driver": facts["cuda"]["driver"],
+        "CUDA kernels": facts["cuda"]["kernels"],
     }
     grid = Table.grid(padding=(0, 2))
     for name, text in lines.items():

@@ -142,7 +142,7 @@ def _compile(nvrtc: Any, options: tuple[str, ...]) -> bytes:
     program = nvrtc.createProgram(source, main, texts, names)
     try:
         nvrtc.compileProgram(program, options)
-        return bytes(nvrtc.getCUBIN(program))
+        return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy takes the last byte off, as of text
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip() or "no further reason"
         raise NotImplementedError(
