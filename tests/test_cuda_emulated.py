@@ -206,6 +206,20 @@ def test_copies_without_waits_are_wrong(ranks: RanksFixture, cuda_driver: str) -
     assert sum(ranks(3).run(copies_job, cuda_driver, {"skip_waits": True})) > 0
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_gpu_suites_checks(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    """They have not seen a GPU; here they run on the CPU."""
+    for told in ranks(world).run(suite_job, cuda_driver):
+        assert told and all(right for _, right in told), told
+
+
+def suite_job(driver: str) -> list[tuple[str, bool]]:
+    from benchmarks.gpu_cuda import check_job
+
+    emulated.load(driver)
+    return check_job("cpu", 3, 200)
+
+
 def barrier_job(driver: str) -> list[bool]:
     """Whether a barrier ends only when the last rank has come to it."""
     space = emulated.space_of(driver)
