@@ -1,5 +1,7 @@
 // The Python face of the extension: conversions and error translation, nothing else. No torch
 // headers: tensors cross as addresses, dtypes as the codes of host/vector.h.
+#include "cuda/bindings.h"
+
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -12,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/bindings.h"
 #include "host/arena.h"
 #include "host/channel.h"
 #include "host/collectives.h"
