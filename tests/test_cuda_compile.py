@@ -15,6 +15,7 @@ import cuda_builds
 import pytest
 
 from tpkernels import _C
+from tpkernels.kernels import sync
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -162,3 +163,26 @@ def test_a_build_without_nvcc_imports(tmp_path: Path) -> None:
     first, status = told.stdout.splitlines()
     assert first == f"'' 0 {len(_C.cuda_sources())}"
     assert re.match(r"NVRTC \d+\.\d+ through CuPy|none: .*pip install 'tpkernels\[cu13\]'", status)
+
+
+def test_both_protocols_have_the_same_places() -> None:
+    """csrc/cuda/sync.cuh and kernels/sync.py share workspaces."""
+    text = dict(_C.cuda_sources())["cuda/sync.cuh"]
+    found = {name: int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)", text)}
+    named = {
+        "StateEpoch": sync.STATE_EPOCH,
+        "StateEnded": sync.STATE_ENDED,
+        "StateStatus": sync.STATE_STATUS,
+        "StatePeer": sync.STATE_PEER,
+        "StateExpected": sync.STATE_EXPECTED,
+        "StateSeen": sync.STATE_SEEN,
+        "Abort": sync.ABORT,
+        "FailedMismatch": sync.FAILED_MISMATCH,
+        "FailedTimeout": sync.FAILED_TIMEOUT,
+        "FailedAbort": sync.FAILED_ABORT,
+        "Entered": sync.ENTERED,
+        "Tiles": sync.TILES,
+    }
+    assert {name: found[name] for name in named} == {
+        name: constant.value for name, constant in named.items()
+    }

@@ -59,7 +59,7 @@ TPK_KERNEL(kSumThreads) sum_of_partials(TPK_GIVEN SumPartials call) {
   }
 }
 
-TPK_KERNEL(kPacedThreads) paced_copy(TPK_GIVEN PacedCopy call) { paced_copy_share(call); }
+TPK_KERNEL(kPacedThreads) paced_copy(TPK_GIVEN PacedCopy call) { paced_copy_pieces(call); }
 
 // Of one block each; see cuda/copies.h for the calls that they make up.
 
