@@ -173,6 +173,29 @@ def test_triton_kernels_may_come_between(interpreting: RanksFixture, cuda_driver
     assert interpreting(3).run(mixed_job, cuda_driver) == [[]] * 3
 
 
+def pulled_job(driver: str) -> int:
+    """A Triton kernel whose peers read this rank's buffer, then a copy that writes into it."""
+    from tpkernels.kernels import all_gather_matmul as gather
+
+    space = emulated.space_of(driver, buffer_bytes=1 << 14)
+    space.set_chaos(seed=space.rank, max_delay_us=2000)
+    wrong, weight = 0, torch.eye(16)
+    everything = torch.full((2 * space.buffer_bytes,), 66, dtype=torch.uint8)
+    for call in range(6):
+        x = torch.full((8, 16), 1.0 + call)
+        out, gathered = torch.empty(8 * space.world, 16), torch.empty(8 * space.world, 16)
+        sizes = (8,) * space.world
+        gather.all_gather_matmul(space, call + 1, x, [weight], [None], [out], gathered, sizes)
+        with cuda.CopyCall(space, call + 100) as copies:
+            copies.put(everything, 0)
+        wrong += not bool((out == 1.0 + call).all())
+    return wrong + (space.failure() is not None)
+
+
+def test_copies_wait_for_those_who_still_read(interpreting: RanksFixture, cuda_driver: str) -> None:
+    assert interpreting(3).run(pulled_job, cuda_driver) == [0] * 3
+
+
 def copies_job(driver: str, broken: dict[str, bool]) -> int:
     """Each rank hands every peer a chunk of its own, in calls at the same addresses; how many
     chunks were wrong."""
