@@ -197,10 +197,10 @@ def test_copies_wait_for_those_who_still_read(interpreting: RanksFixture, cuda_d
 
 
 def copies_job(driver: str, broken: dict[str, bool]) -> int:
-    """Each rank hands every peer a chunk of its own, in calls at the same addresses; how many
-    chunks were wrong."""
+    """Each rank hands every peer a chunk of its own, in calls at the same addresses, with calls of
+    one launch between; how many chunks were wrong."""
     space = emulated.space_of(driver)
-    space.set_chaos(seed=space.rank, max_delay_us=300, **broken)
+    space.set_chaos(seed=space.rank, max_delay_us=1000, **broken)
     rank, world, wrong = space.rank, space.world, 0
     for call in range(20):
         with cuda.CopyCall(space, call + 1) as copies:
@@ -213,10 +213,10 @@ def copies_job(driver: str, broken: dict[str, bool]) -> int:
                 chunk = torch.empty(100, dtype=torch.int64)
                 copies.fetch(source, 1 + rank, chunk, 800 * rank)
                 wrong += not bool((chunk == 100 * call + 10 * source + rank).all())
-        if call % 4 == 3:  # the calls around see an epoch like any other
-            out = torch.full((64,), call + rank, dtype=F32)
-            cuda.all_reduce(space, 1000 + call, out, out)
-            wrong += not bool((out == world * call + sum(range(world))).all())
+        # Which stores into the same bytes, and waits for nobody before.
+        out = torch.full((600,), call + rank, dtype=F32)
+        cuda.all_reduce(space, 1000 + call, out, out)
+        wrong += not bool((out == world * call + sum(range(world))).all())
     return wrong + (space.failure() is not None)
 
 
