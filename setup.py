@@ -2,8 +2,16 @@
 
 The extension holds no torch headers, so one build serves every torch version, and no
 ``-march`` flag, so one build serves every x86-64 machine: vector units are chosen at run time.
+
+Where there is nvcc (CUDA_HOME, PATH, /usr/local/cuda) the CUDA kernels are compiled into it; where
+there is none, or with TPKERNELS_CUDA=0 in the environment, NVRTC compiles them at first use.
 """
 
+import hashlib
+import os
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,12 +20,73 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-FOLDERS = ("host", "nccl")
-SOURCES = [
-    "csrc/bindings.cpp",
-    *sorted(str(path) for folder in FOLDERS for path in Path("csrc", folder).glob("*.cpp")),
+HOST_CODE = [
+    path for folder in ("host", "cuda", "nccl") for path in Path("csrc", folder).glob("*.cpp")
 ]
+SOURCES = ["csrc/bindings.cpp", *sorted(map(str, HOST_CODE))]
 HEADERS = sorted(str(path) for glob in ("*.h", "*.inc") for path in Path("csrc").rglob(glob))
+
+# What NVRTC needs of csrc/; what includes the others comes last.
+DEVICE_CODE = ["arguments.h", "device.cuh", "sync.cuh", "reduce.cuh", "all_reduce.cuh"]
+DEVICE_CODE += ["paced_copy.cuh", "kernels.cu"]
+ARCHITECTURES = (80, 90, 100)
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Icsrc", "-Werror", "all-warnings"]
+NVCC_FLAGS += ["-Xcompiler", "-Wall,-Wextra", "-Xfatbin", "-compress-all"]
+
+
+def find_nvcc() -> str | None:
+    if os.environ.get("TPKERNELS_CUDA") == "0":
+        return None
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    places = [str(Path(home, "bin", "nvcc")) for home in homes if home]
+    places += ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    return next(filter(None, map(shutil.which, places)), None)
+
+
+def compile_kernels(folder: Path) -> tuple[bytes, str]:
+    """(fat binary, what it holds) of the CUDA kernels; nothing where there is no nvcc."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return b"", ""
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    found = [arch for arch in ARCHITECTURES if f"compute_{arch}" in known.stdout.split()]
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in found]
+    targets.append(f"-gencode=arch=compute_{found[-1]},code=compute_{found[-1]}")  # newer GPUs
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    state = hashlib.sha256(f"{version} {NVCC_FLAGS} {targets}".encode())
+    for name in DEVICE_CODE:
+        state.update(Path("csrc/cuda", name).read_bytes())
+    target = folder / f"kernels-{state.hexdigest()[:16]}.fatbin"
+    if not target.exists():
+        command = [nvcc, *NVCC_FLAGS, *targets, "--fatbin", "csrc/cuda/kernels.cu", "-o"]
+        unfinished = target.with_suffix(".unfinished")
+        subprocess.run([*command, str(unfinished)], check=True)
+        unfinished.rename(target)
+    release = re.search(r"release ([\d.]+)", version)
+    names = [f"sm_{arch}" for arch in found] + [f"compute_{found[-1]}"]
+    return target.read_bytes(), f"{' '.join(names)}, nvcc {release[1] if release else '?'}"
+
+
+def write_image(folder: Path) -> str:
+    """Writes csrc/cuda/kernels.h's embedded_image(): the fat binary and the sources."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fatbin, holds = compile_kernels(folder)
+    numbers = ",".join(map(str, fatbin or b"\0"))
+    sources = ",\n".join(
+        f'{{"cuda/{name}", R"cuda({Path("csrc/cuda", name).read_text()})cuda"}}'
+        for name in DEVICE_CODE
+    )
+    text = (
+        '// Written by setup.py.\n#include "cuda/kernels.h"\n\n'
+        f"alignas(16) static const unsigned char kBytes[] = {{{numbers}}};\n\n"
+        "const tpkernels::cuda::Image& tpkernels::cuda::embedded_image() {\n"
+        f'  static const Image image{{kBytes, {len(fatbin)}, "{holds}", {{{sources}}}}};\n'
+        "  return image;\n}\n"
+    )
+    target = folder / "image.cpp"
+    if not target.exists() or target.read_text() != text:
+        target.write_text(text)
+    return str(target)
 
 
 class BuildExt(build_ext):
@@ -29,6 +98,10 @@ class BuildExt(build_ext):
         tag = f"{sys.implementation.cache_tag}-pybind11-{pybind11.__version__}"
         self.build_temp = str(Path("build", f"objects-{tag}"))
 
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        ext.sources.append(write_image(Path("build", "cuda")))
+        super().build_extension(ext)
+
 
 def needs_recompile(obj: str, src: str) -> bool:
     built = Path(obj).stat().st_mtime
@@ -38,12 +111,13 @@ def needs_recompile(obj: str, src: str) -> bool:
 extension = Pybind11Extension(
     "tpkernels._C",
     sources=SOURCES,
-    depends=[*HEADERS, "setup.py"],
+    depends=[*HEADERS, *(f"csrc/cuda/{name}" for name in DEVICE_CODE), "setup.py"],
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],  # and -fvisibility=hidden -g0
     extra_link_args=["-pthread", "-ldl"],  # dlopen is in libc from glibc 2.34 on
 )
 
-with ParallelCompile(needs_recompile=needs_recompile):
-    setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt})
+if __name__ == "__main__":
+    with ParallelCompile(needs_recompile=needs_recompile):
+        setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt})

@@ -24,13 +24,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_stages, gpu_tune
+from benchmarks import gpu_cuda, gpu_stages, gpu_tune
 from benchmarks.gpu_stages import Result, Setting
 
 STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "matmul_check": gpu_stages.matmul_check,
     "fused_check": gpu_stages.fused_check,
     "graph": gpu_stages.graph,
+    "cuda_check": gpu_cuda.cuda_check,
+    "paced_copy": gpu_cuda.paced_copy,
     "matmul_speed": gpu_stages.matmul_speed,
     "fused_speed": gpu_stages.fused_speed,
     "symm_mem": gpu_tune.symm_mem,

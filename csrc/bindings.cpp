@@ -1,6 +1,6 @@
 // The Python face of the extension: conversions and error translation, nothing else. No torch
 // headers: tensors cross as addresses, dtypes as the codes of host/vector.h.
-#include "nccl/bindings.h"
+#include "cuda/bindings.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
@@ -18,6 +18,7 @@
 #include "host/channel.h"
 #include "host/collectives.h"
 #include "host/vector.h"
+#include "nccl/bindings.h"
 
 namespace py = pybind11;
 using namespace tpkernels::host;
@@ -231,6 +232,7 @@ PYBIND11_MODULE(_C, m) {
   bind_channel(m);
   bind_collectives(m);
   tpkernels::nccl::bind_nccl(m);
+  tpkernels::cuda::bind_cuda(m);
   m.def("advise_huge_pages", [](std::uintptr_t address, std::size_t bytes) {
     advise_huge_pages(pointer(address), bytes);
   });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +64,16 @@ def interpreting() -> Iterator[RankPools]:
 def fake_nccl(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """``fake_nccl(without=[...])``: a libnccl that the test commands, with state of its own."""
     return make_build(tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.fixture(scope="session")
+def cuda_driver(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> str:
+    """A CUDA driver whose device is the CPU (tests/emulated.py); kept in pytest's cache."""
+    import emulated
+
+    cache = getattr(pytestconfig, "cache", None)
+    folder = tmp_path_factory.mktemp("emulated") if cache is None else cache.mkdir("emulated")
+    return str(emulated.build_driver(Path(folder)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -58,6 +58,7 @@ def test_info_shows_what_is_here() -> None:
     assert torch.__version__ in result.output
     assert all(op in result.output for op in OPS)
     assert "pipelined overlaps a matmul, and this op has none" in result.output
+    assert "CUDA kernels" in result.output and "CUDA driver" in result.output
 
 
 def test_info_json_is_one_object() -> None:
@@ -66,6 +67,8 @@ def test_info_json_is_one_object() -> None:
     assert facts["devices"]["usable_cores"] == sorted(os.sched_getaffinity(0))
     assert "all_reduce" in facts["extension"]["holds"]
     assert set(facts["local_matmul"].values()) <= {"native", "converted"}
+    assert facts["cuda"]["kernels"].startswith(("embedded: sm_", "NVRTC ", "none: "))
+    assert facts["cuda"]["driver"]
     here = facts["algorithms"]["cpu"]
     assert set(here) == set(OPS)
     ways = here["all_gather_matmul"]

@@ -194,3 +194,97 @@ class NcclCommunicator:
     def deregister_buffer(self, registration: int) -> None: ...
     def close(self) -> None: ...
     def abort(self, why: str) -> bool: ...
+
+# csrc/cuda: addresses, and streams as integers.
+
+CUDA_MAX_WORLD: int
+
+class CudaSpace:
+    def __init__(
+        self,
+        regions: int,
+        state: int,
+        control: int,
+        rank: int,
+        signature: int,
+        timeout_ns: int,
+        words: int,
+        buffers_at: int,
+        buffer_stride: int,
+        WORLD: int,
+        seed: int,
+        CHAOS: int,
+    ) -> None: ...
+
+class CudaEpilogue:
+    def __init__(
+        self,
+        out_dtype: int,
+        bias: int = 0,
+        cols: int = 1,
+        residual: int = 0,
+        residual_dtype: int = 0,
+    ) -> None: ...
+
+class CudaKernels:
+    def __init__(self, device: int, image: bytes | None) -> None: ...
+    def all_reduce(
+        self,
+        stream: int,
+        space: CudaSpace,
+        way: int,
+        blocks: int,
+        x: int,
+        out: int,
+        count: int,
+        begin: int,
+        wire: int,
+        epilogue: CudaEpilogue,
+        segment: int,
+        slot_bytes: int,
+        results_at: int,
+        multicast: int,
+    ) -> None: ...
+    def sum_partials(
+        self,
+        stream: int,
+        blocks: int,
+        out: int,
+        partials: Sequence[int],
+        wire: int,
+        begin: int,
+        count: int,
+        epilogue: CudaEpilogue,
+    ) -> None: ...
+    def paced_copy(
+        self,
+        stream: int,
+        blocks: int,
+        dst: int,
+        src: int,
+        nbytes: int,
+        latency_ns: int,
+        ns_per_byte: float,
+    ) -> None: ...
+    def barrier(self, stream: int, space: CudaSpace) -> None: ...
+    def begin(self, stream: int, space: CudaSpace) -> None: ...
+    def publish(self, stream: int, space: CudaSpace, to: int, index: int) -> None: ...
+    def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None: ...
+    def fetch(
+        self,
+        stream: int,
+        space: CudaSpace,
+        source: int,
+        index: int,
+        dst: int,
+        src: int,
+        nbytes: int,
+    ) -> None: ...
+    def end(self, stream: int, space: CudaSpace) -> None: ...
+
+def cuda_architectures() -> str: ...
+def cuda_image() -> bytes: ...
+def cuda_sources() -> list[tuple[str, str]]: ...
+def cuda_driver_version() -> int: ...
+def cuda_device_count() -> int: ...
+def cuda_compute_capability(device: int) -> int: ...

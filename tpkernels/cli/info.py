@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tpkernels import _C, dtypes, kernels, nccl
+from tpkernels import _C, cuda, dtypes, kernels, nccl
 from tpkernels.algorithms.product import native
 from tpkernels.backends import OPS, TABLES
 from tpkernels.cli import environment
@@ -49,6 +49,7 @@ def gather() -> dict[str, Any]:
             for dtype in DTYPES.values()
         },
         "devices": environment.devices(),
+        "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
         "nccl": nccl.facts(),
         "algorithms": {
             device: {op: algorithms(device, op, shared_memory=True) for op in OPS}
@@ -95,6 +96,8 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "memory": f"{byte_size(devices['memory_bytes'])}, "
         f"{byte_size(devices['available_bytes'])} available",
         "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
+        "CUDA driver": facts["cuda"]["driver"],
+        "CUDA kernels": facts["cuda"]["kernels"],
         "NCCL": _nccl_text(facts["nccl"]),
     }
     grid = Table.grid(padding=(0, 2))

@@ -141,7 +141,15 @@ def make_workspace(
     _agree(member, obstacle, "")
     assert handle is not None  # likewise
     regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
-    return DeviceWorkspace(regions, member.rank, words, buffer_bytes, member.timeout, device)
+    return DeviceWorkspace(
+        regions,
+        member.rank,
+        words,
+        buffer_bytes,
+        member.timeout,
+        device,
+        handle.multicast_ptr,
+    )
 
 
 def _describe(device: torch.device) -> str:

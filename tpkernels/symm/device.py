@@ -48,6 +48,7 @@ class DeviceWorkspace:
         words: signal words from one source.
         buffer_bytes: of each of the two buffers.
         timeout: seconds that a wait may take.
+        multicast: address of all regions at once; 0 where there is no multicast.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class DeviceWorkspace:
         buffer_bytes: int,
         timeout: float,
         device: torch.device | str = "cpu",
+        multicast: int = 0,
     ) -> None:
         self._memory = regions  # keeps them mapped
+        self.multicast = multicast
         addresses = [region.address for region in regions]
         self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.rank, self.world = rank, len(addresses)
@@ -76,6 +79,10 @@ class DeviceWorkspace:
     def holds(self, words: int, buffer_bytes: int) -> bool:
         """Whether a call with such needs fits."""
         return words <= self.words and buffer_bytes <= self.buffer_bytes
+
+    def buffers(self, rank: int) -> int:
+        """Address of the first of ``rank``'s two buffers; the other follows it."""
+        return self._memory[rank].address + self.buffers_at
 
     def starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
         """Row at which each rank's segment begins, and the end of the last."""

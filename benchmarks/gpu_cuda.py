@@ -1,0 +1,170 @@
+"""The kernels and copies of ``tpkernels.cuda`` for the GPU suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_stages import Result, Setting, over_ranks, synchronize, times_ms
+from tpkernels import _C, cuda, groups
+from tpkernels.dtypes import CODES
+from tpkernels.symm.device import DeviceWorkspace
+
+WORDS, BUFFER_BYTES = 1 << 14, 256 << 20
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+COUNTS = (1, 1000, 65_537, 3_000_001)
+RATES = (50.0, 150.0, 300.0, 450.0)  # GB/s
+PACED_BYTES = 64 << 20
+_NEEDS = "needs a GPU: csrc/cuda has no interpreter"
+
+
+def _values(seed: int, device: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Random, the same wherever they are drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, generator=generator) * 100).to(dtype).to(device)
+
+
+def _host_sum(partials: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in rank order as csrc/host takes it, in the partials' dtype."""
+    given = [partial.cpu() for partial in partials]
+    out, code = torch.empty_like(given[0]), CODES[given[0].dtype]
+    addresses = [partial.data_ptr() for partial in given]
+    _C.sum_partials(out.data_ptr(), addresses, code, 0, out.numel(), _C.Epilogue(code))
+    return out
+
+
+def _workspace() -> DeviceWorkspace:
+    """Of all ranks, which may share a GPU."""
+    own = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(own)
+    group = groups.get(groups.name_of(dist.new_group())).ready()
+    obstacle = group.no_gpu_kernels(own, None)
+    if obstacle is not None or group.workspace is None:
+        raise NotImplementedError(obstacle)
+    return group.workspace.cuda(own, WORDS, BUFFER_BYTES, "the GPU suite").current
+
+
+class CudaCalls:
+    """The calls with a workspace, on every rank."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.space = _workspace()
+        self.rank, self.world = self.space.rank, self.space.world
+        self._signature = 0
+
+    def next(self) -> int:
+        self._signature += 1
+        return self._signature
+
+    def reduce(self, way: str, dtype: torch.dtype, count: int) -> bool:
+        """Whether an all-reduce is the host's, to the bit."""
+        xs = [_values(count + r, self.device, dtype, count) for r in range(self.world)]
+        out = torch.empty_like(xs[0])
+        cuda.all_reduce(self.space, self.next(), xs[self.rank], out, way=way)
+        synchronize(self.device)
+        return torch.equal(out.cpu(), _host_sum(xs))
+
+    def exchange(self, chunk: torch.Tensor, out: torch.Tensor) -> None:
+        """Every rank hands its chunk to its neighbour, by a copy engine on another stream."""
+        source = (self.rank - 1) % self.world
+        with cuda.CopyCall(self.space, self.next()) as call:
+            call.put(chunk, 0)
+            call.publish(1)
+            if source == self.rank:
+                out.copy_(chunk)
+            elif self.device == "cuda":
+                side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+                side.wait_stream(here)
+                with torch.cuda.stream(side):
+                    call.fetch(source, 1, out, 0)
+                here.wait_stream(side)
+            else:
+                call.fetch(source, 1, out, 0)
+
+    def copies(self, calls: int) -> bool:
+        """Whether chunks arrive, call after call at the same addresses."""
+        right, out = True, torch.empty(10_000, dtype=torch.int64, device=self.device)
+        for i in range(calls):
+            self.exchange(torch.full_like(out, 100 * i + self.rank), out)
+            right = right and bool((out == 100 * i + (self.rank - 1) % self.world).all())
+        return right
+
+    def replays(self, count: int) -> bool:
+        """Whether a graph of an all-reduce and a copy is right each time, with new input."""
+        x = torch.zeros(5000, dtype=torch.float32, device=self.device)
+        total, got = torch.empty_like(x), torch.empty_like(x)
+
+        def calls() -> None:
+            cuda.all_reduce(self.space, self.next(), x, total, way="two_shot")
+            self.exchange(x, got)
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):  # loads the kernels
+            calls()
+        torch.cuda.synchronize()
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            calls()
+        right = True
+        for i in range(count):
+            x.fill_(i + self.rank)
+            recorded.replay()
+            torch.cuda.synchronize()
+            want = self.world * i + sum(range(self.world))
+            right = right and bool((total == want).all())
+            right = right and bool((got == i + (self.rank - 1) % self.world).all())
+        return right
+
+
+def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
+    """On every rank: what was called, and whether it was right."""
+    made = CudaCalls(device)
+    made.space.set_chaos(seed=made.rank, max_delay_us=delay_us)
+    ways = ["one_shot", "two_shot"]
+    checks: dict[str, Callable[[], bool]] = {
+        f"{way} all-reduce": lambda way=way: all(  # type: ignore[misc]
+            made.reduce(way, dtype, count) for dtype in DTYPES for count in COUNTS[:calls]
+        )
+        for way in ways
+    }
+    checks["peer copies"] = lambda: made.copies(calls)
+    if device == "cuda":
+        checks["graph replays"] = lambda: made.replays(20 * calls)
+    told = [(what, check()) for what, check in checks.items()]
+    cuda.barrier(made.space, made.next())
+    synchronize(device)
+    return [*told, ("no failed wait", made.space.failure() is None)]
+
+
+def cuda_check(setting: Setting) -> Iterator[Result]:
+    """All-reduces, copies and replays of ``csrc/cuda``, with and without delays."""
+    if setting.rehearsal:
+        yield Result("cuda_check", "csrc/cuda", _NEEDS, ok=None)
+        return
+    for world in (1, 2, 4):
+        for delay_us in (0, 200):
+            told = over_ranks(setting, world, check_job, len(COUNTS), delay_us)
+            for what, _ in told[0]:
+                right = all(dict(rank)[what] for rank in told)
+                name = f"{what}, {world} ranks, delays up to {delay_us} us"
+                yield Result("cuda_check", name, cuda.image_status(), right)
+
+
+def paced_copy(setting: Setting) -> Iterator[Result]:
+    """Whether a paced copy keeps its rate, beside a plain copy of as many bytes."""
+    if setting.rehearsal:
+        yield Result("paced_copy", "csrc/cuda", _NEEDS, ok=None)
+        return
+    src = torch.randint(0, 255, (PACED_BYTES,), dtype=torch.uint8, device=setting.device)
+    dst = torch.empty_like(src)
+    for rate in RATES:
+        jobs = [lambda rate=rate: cuda.paced_copy(dst, src, rate), lambda: dst.copy_(src)]
+        paced, plain = times_ms(setting.device, jobs)
+        cuda.paced_copy(dst.zero_(), src, rate)
+        due = PACED_BYTES / rate * 1e-6
+        value = f"{paced:.4f} ms, due {due:.4f} ms, unpaced {plain:.4f} ms"
+        right = bool(torch.equal(src, dst)) and paced >= 0.99 * due
+        yield Result("paced_copy", f"{PACED_BYTES >> 20} MiB at {rate:g} GB/s", value, right)

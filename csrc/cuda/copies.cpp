@@ -1,0 +1,18 @@
+#include "cuda/copies.h"
+
+namespace tpkernels::cuda {
+
+void copy(const Kernels& kernels, Stream stream, Address dst, Address src, std::size_t bytes) {
+  if (bytes == 0) return;
+  const Current current(kernels.context());
+  driver().check(driver().copy_async(dst, src, bytes, reinterpret_cast<Handle>(stream)),
+                 "cuMemcpyAsync");
+}
+
+void fetch(Kernels& kernels, Stream stream, const Space& space, const Signal& signal, Address dst,
+           Address src, std::size_t bytes) {
+  kernels.wait(stream, space, signal);
+  copy(kernels, stream, dst, src, bytes);
+}
+
+}  // namespace tpkernels::cuda

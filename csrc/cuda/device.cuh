@@ -1,0 +1,152 @@
+// All that only a GPU can do, as functions with names: orders of memory, the clock, vectors,
+// conversions. tests/native/emulated/cuda/device.cuh has the same names for a CPU, so that what is
+// built on them also runs where there is no GPU.
+#pragma once
+
+#include "cuda/arguments.h"
+
+#define TPK_DEVICE __device__ __forceinline__
+#define TPK_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+#define TPK_GIVEN const __grid_constant__
+
+namespace tpkernels::cuda {
+
+TPK_DEVICE int thread() { return threadIdx.x; }
+TPK_DEVICE int threads() { return blockDim.x; }
+TPK_DEVICE int block() { return blockIdx.x; }
+TPK_DEVICE int blocks() { return gridDim.x; }
+
+TPK_DEVICE void sync_block() { __syncthreads(); }
+
+// The same, and whether any thread of the block came with true.
+TPK_DEVICE bool sync_block_or(bool value) { return __syncthreads_or(value) != 0; }
+
+TPK_DEVICE u64 clock_ns() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+TPK_DEVICE void pause() { __nanosleep(20); }
+
+TPK_DEVICE u64 load_acquire_sys(const u64* from) {
+  u64 value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
+TPK_DEVICE u64 load_relaxed_sys(const u64* from) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
+TPK_DEVICE u64 load_relaxed_gpu(const u64* from) {
+  u64 value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
+TPK_DEVICE void store_release_sys(u64* to, u64 value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
+TPK_DEVICE u64 add_acq_rel_gpu(u64* to, u64 value) {
+  u64 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(to), "l"(value)
+               : "memory");
+  return before;
+}
+
+TPK_DEVICE u64 cas_acq_rel_gpu(u64* to, u64 expected, u64 value) {
+  u64 before;
+  asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(to), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
+
+struct alignas(16) Pack {
+  unsigned word[4];
+};
+
+// Never through the read-only cache: peers write what is loaded here while the kernel runs.
+TPK_DEVICE Pack load_pack(const void* from) {
+  Pack pack;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
+               : "l"(from)
+               : "memory");
+  return pack;
+}
+
+TPK_DEVICE void store_pack(void* to, Pack pack) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack.word[0]),
+               "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
+               : "memory");
+}
+
+TPK_DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
+TPK_DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }
+
+TPK_DEVICE float widen_f16(unsigned short half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+
+TPK_DEVICE unsigned short round_f16(float value) {
+  unsigned short half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+}
+
+TPK_DEVICE unsigned short round_bf16(float value) {
+  unsigned short half;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+}
+
+#if __CUDA_ARCH__ >= 900
+// One address that stands for the same place in all ranks' memory. The switch adds in an order of
+// its own.
+template <int D>
+TPK_DEVICE Pack multimem_sum(u64 from) {
+  Pack p;
+  if constexpr (D == kF32) {
+    asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+                 : "l"(from)
+                 : "memory");
+  } else if constexpr (D == kF16) {
+    asm volatile(
+        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
+        : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+        : "l"(from)
+        : "memory");
+  } else {
+    asm volatile(
+        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
+        : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+        : "l"(from)
+        : "memory");
+  }
+  return p;
+}
+
+TPK_DEVICE void multimem_store(u64 to, Pack pack) {
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+               "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
+               : "memory");
+}
+
+// Between accesses to one place under its own address and under the multicast address.
+TPK_DEVICE void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
+#define TPK_MULTIMEM 1
+#endif
+
+}  // namespace tpkernels::cuda

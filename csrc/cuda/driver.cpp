@@ -1,0 +1,112 @@
+#include "cuda/driver.h"
+
+#include <dlfcn.h>
+
+#include <string>
+
+namespace tpkernels::cuda {
+namespace {
+
+constexpr const char* kLibrary = "libcuda.so.1";
+// CUdevice_attribute
+constexpr int kMajor = 75, kMinor = 76;
+
+template <class Function>
+void find(void* library, const char* name, Function& function) {
+  void* found = dlsym(library, name);
+  if (found == nullptr) {
+    throw Unavailable(std::string(kLibrary) + " has no " + name +
+                      ": the NVIDIA driver is too old; install one for CUDA 12 or newer");
+  }
+  function = reinterpret_cast<Function>(found);
+}
+
+Driver load() {
+  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    throw Unavailable(std::string("no NVIDIA driver on this machine: ") + dlerror());
+  }
+  Driver d;
+  find(library, "cuInit", d.init);
+  find(library, "cuDriverGetVersion", d.driver_version);
+  find(library, "cuGetErrorName", d.error_name);
+  find(library, "cuGetErrorString", d.error_string);
+  find(library, "cuDeviceGetCount", d.device_count);
+  find(library, "cuDeviceGet", d.device);
+  find(library, "cuDeviceGetAttribute", d.attribute);
+  find(library, "cuDevicePrimaryCtxRetain", d.retain_context);
+  find(library, "cuCtxGetCurrent", d.current_context);
+  find(library, "cuCtxPushCurrent_v2", d.push_context);
+  find(library, "cuCtxPopCurrent_v2", d.pop_context);
+  find(library, "cuModuleLoadData", d.load_module);
+  find(library, "cuModuleUnload", d.unload_module);
+  find(library, "cuModuleGetFunction", d.function);
+  find(library, "cuLaunchKernel", d.launch);
+  find(library, "cuMemcpyAsync", d.copy_async);
+  if (const int code = d.init(0); code != 0) {
+    const char* text = nullptr;
+    d.error_string(code, &text);
+    throw Unavailable(std::string("the NVIDIA driver finds no GPU to work with: cuInit: ") +
+                      (text != nullptr ? text : "error " + std::to_string(code)));
+  }
+  return d;
+}
+
+}  // namespace
+
+void Driver::check(int code, const char* call) const {
+  if (code == 0) return;
+  const char *name = nullptr, *text = nullptr;
+  error_name(code, &name);
+  error_string(code, &text);
+  throw std::runtime_error(std::string(call) + ": " +
+                           (name != nullptr ? name : "error " + std::to_string(code)) +
+                           (text != nullptr ? std::string(" (") + text + ")" : ""));
+}
+
+const Driver& driver() {
+  static const Driver loaded = load();  // tried again at the next call if it throws
+  return loaded;
+}
+
+int driver_version() {
+  int version = 0;
+  driver().check(driver().driver_version(&version), "cuDriverGetVersion");
+  return version;
+}
+
+int device_count() {
+  int count = 0;
+  driver().check(driver().device_count(&count), "cuDeviceGetCount");
+  return count;
+}
+
+int compute_capability(int device) {
+  const Driver& d = driver();
+  const int count = device_count();
+  if (device < 0 || device >= count) {
+    throw Unavailable("no GPU " + std::to_string(device) + ": the driver shows " +
+                      std::to_string(count));
+  }
+  int handle = 0, major = 0, minor = 0;
+  d.check(d.device(&handle, device), "cuDeviceGet");
+  d.check(d.attribute(&major, kMajor, handle), "cuDeviceGetAttribute");
+  d.check(d.attribute(&minor, kMinor, handle), "cuDeviceGetAttribute");
+  return 10 * major + minor;
+}
+
+Current::Current(Handle context) {
+  const Driver& d = driver();
+  Handle current = nullptr;
+  d.check(d.current_context(&current), "cuCtxGetCurrent");
+  if (current == context) return;
+  d.check(d.push_context(context), "cuCtxPushCurrent");
+  pushed_ = true;
+}
+
+Current::~Current() {
+  Handle popped = nullptr;
+  if (pushed_) driver().pop_context(&popped);
+}
+
+}  // namespace tpkernels::cuda

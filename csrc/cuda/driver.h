@@ -1,0 +1,67 @@
+// The few functions of the CUDA driver that are needed, found at run time: the extension imports on
+// a machine that has none, and says what is missing when a GPU is asked for. No CUDA header and no
+// CUDA runtime: what is declared here is the driver's stable ABI.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace tpkernels::cuda {
+
+// What was asked for needs something that is not here; the text says what.
+struct Unavailable : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+using Address = std::uint64_t;
+using Stream = std::uint64_t;  // a CUstream as an integer; 0 is the default stream
+using Handle = void*;          // CUcontext, CUmodule, CUfunction
+
+struct Driver {
+  int (*init)(unsigned flags);
+  int (*driver_version)(int* version);
+  int (*error_name)(int code, const char** name);
+  int (*error_string)(int code, const char** text);
+  int (*device_count)(int* count);
+  int (*device)(int* device, int ordinal);
+  int (*attribute)(int* value, int attribute, int device);
+  int (*retain_context)(Handle* context, int device);
+  int (*current_context)(Handle* context);
+  int (*push_context)(Handle context);
+  int (*pop_context)(Handle* context);
+  int (*load_module)(Handle* module, const void* image);
+  int (*unload_module)(Handle module);
+  int (*function)(Handle* function, Handle module, const char* name);
+  int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                Handle stream, void** parameters, void** extra);
+  int (*copy_async)(Address dst, Address src, std::size_t bytes, Handle stream);
+
+  // Throws std::runtime_error with the name of the call and the driver's words, unless `code` is 0.
+  void check(int code, const char* call) const;
+};
+
+// Loads and initialises the driver once. Throws Unavailable.
+const Driver& driver();
+
+int driver_version();
+int device_count();
+
+// 10 * major + minor.
+int compute_capability(int device);
+
+// Makes a device's primary context, the one that torch uses, current as long as it lives.
+class Current {
+ public:
+  explicit Current(Handle context);
+  ~Current();
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
+}  // namespace tpkernels::cuda

@@ -1,0 +1,101 @@
+#include "cuda/kernels.h"
+
+namespace tpkernels::cuda {
+namespace {
+
+constexpr int kMultimemCapability = 90;
+
+Handle stream_handle(Stream stream) { return reinterpret_cast<Handle>(stream); }
+
+}  // namespace
+
+Kernels::Kernels(int device, const void* image) {
+  const Driver& d = driver();
+  const int capability = compute_capability(device);
+  int handle = 0;
+  d.check(d.device(&handle, device), "cuDeviceGet");
+  d.check(d.retain_context(&context_, handle), "cuDevicePrimaryCtxRetain");
+  const Current current(context_);
+  if (const int code = d.load_module(&module_, image); code != 0) {
+    const char* text = nullptr;
+    d.error_string(code, &text);
+    throw Unavailable("the CUDA kernels do not load on GPU " + std::to_string(device) + " (sm_" +
+                      std::to_string(capability) + "): " + (text != nullptr ? text : "no reason"));
+  }
+  // All at once: a function that is loaded at its first launch would end a capture.
+  all_reduce_[0] = function("one_shot_all_reduce");
+  all_reduce_[1] = function("two_shot_all_reduce");
+  if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
+  sum_ = function("sum_of_partials");
+  barrier_ = function("call_barrier");
+  paced_ = function("paced_copy");
+  begin_ = function("call_begin");
+  publish_ = function("call_publish");
+  wait_ = function("call_wait");
+  end_ = function("call_end");
+}
+
+// The primary context stays retained: torch's tensors live in it.
+Kernels::~Kernels() {
+  try {
+    const Current current(context_);
+    driver().unload_module(module_);
+  } catch (const std::exception&) {  // the driver is gone before the process is
+  }
+}
+
+Handle Kernels::function(const char* name) const {
+  Handle found = nullptr;
+  driver().check(driver().function(&found, module_, name), name);
+  return found;
+}
+
+template <class... Arguments>
+void Kernels::launch(Handle function, int blocks, int threads, Stream stream,
+                     const Arguments&... arguments) {
+  const Driver& d = driver();
+  const Current current(context_);
+  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  d.check(d.launch(function, blocks, 1, 1, threads, 1, 1, 0, stream_handle(stream), parameters,
+                   nullptr),
+          "cuLaunchKernel");
+}
+
+void Kernels::all_reduce(Stream stream, const Space& space, Way way, int blocks,
+                         const AllReduce& call) {
+  const Handle kernel = all_reduce_[static_cast<int>(way)];
+  if (kernel == nullptr) {
+    throw Unavailable("a multimem all-reduce needs a GPU of compute capability 9.0 or newer");
+  }
+  launch(kernel, blocks, kReduceThreads, stream, space, call);
+}
+
+void Kernels::sum_partials(Stream stream, int blocks, const SumPartials& call) {
+  launch(sum_, blocks, kSumThreads, stream, call);
+}
+
+void Kernels::barrier(Stream stream, const Space& space) {
+  launch(barrier_, 1, kSignalThreads, stream, space);
+}
+
+void Kernels::paced_copy(Stream stream, int blocks, const PacedCopy& call) {
+  launch(paced_, blocks, kPacedThreads, stream, call);
+}
+
+void Kernels::begin(Stream stream, const Space& space) {
+  launch(begin_, 1, kSignalThreads, stream, space);
+}
+
+void Kernels::publish(Stream stream, const Space& space, const Signal& signal) {
+  launch(publish_, 1, kSignalThreads, stream, space, signal);
+}
+
+void Kernels::wait(Stream stream, const Space& space, const Signal& signal) {
+  launch(wait_, 1, kSignalThreads, stream, space, signal);
+}
+
+void Kernels::end(Stream stream, const Space& space) {
+  launch(end_, 1, kSignalThreads, stream, space);
+}
+
+}  // namespace tpkernels::cuda

@@ -1,0 +1,74 @@
+"""Reads compiled CUDA kernels with the tools that Triton's wheel carries."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel takes of an SM, by the cubin."""
+
+    registers: int
+    stack: int
+    local: int
+
+
+def dump(image: bytes, *options: str) -> str:
+    """What cuobjdump tells of a fat binary or a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".fatbin") as file:
+        file.write(image)
+        file.flush()
+        command = [TOOLS / "cuobjdump", *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def usage(image: bytes) -> dict[str, dict[str, Usage]]:
+    """By architecture (sm_90) and kernel."""
+    found: dict[str, dict[str, Usage]] = {}
+    arch = kernel = ""
+    for line in dump(image, "-res-usage").splitlines():
+        if match := re.match(r"arch = (sm_\d+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function (\w+):", line):
+            kernel = match[1]
+        elif match := re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", line):
+            found.setdefault(arch, {})[kernel] = Usage(*map(int, match.groups()))
+    return found
+
+
+def ptx_of(image: bytes) -> str:
+    """The PTX in a fat binary."""
+    text = dump(image, "-ptx")
+    return text[text.index(".version") :].partition("\nFatbin")[0]
+
+
+def kernels_of(ptx: str) -> dict[str, str]:
+    """The PTX of each kernel."""
+    parts = re.split(r"\.visible \.entry (\w+)\(", ptx)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def sass_of(image: bytes, arch: str) -> dict[str, str]:
+    """The machine code of each kernel for an architecture."""
+    parts = re.split(r"Function : (\w+)", dump(image, "-sass", "-arch", arch))
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def assembled(ptx: str, arch: str) -> bytes:
+    """The cubin that the newer of Triton's two ptxas makes of PTX."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "kernels.ptx"), Path(folder, "kernels.cubin")
+        source.write_text(ptx)
+        ptxas = TOOLS / "ptxas-blackwell"
+        command = [ptxas, f"-arch={arch}", str(source), "-o", str(target)]
+        subprocess.run(command, check=True)
+        return target.read_bytes()

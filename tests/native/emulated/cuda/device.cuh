@@ -1,0 +1,103 @@
+// What csrc/cuda/device.cuh has, for a CPU: threads for threads, atomics for what orders memory.
+// The kernels above it are the very same sources.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "cuda/arguments.h"
+#include "grid.h"
+#include "host/vector_scalar.h"
+
+#define TPK_DEVICE inline
+#define TPK_KERNEL(threads) extern "C" void
+#define TPK_GIVEN const
+#define TPK_MULTIMEM 1
+
+namespace tpkernels::cuda {
+
+inline int thread() { return emulated::here.thread; }
+inline int threads() { return emulated::here.grid->threads; }
+inline int block() { return emulated::here.block; }
+inline int blocks() { return emulated::here.grid->blocks; }
+
+inline bool sync_block_or(bool value) { return emulated::here.team->meet(value); }
+inline void sync_block() { sync_block_or(false); }
+
+inline u64 clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+inline void pause() { std::this_thread::yield(); }
+
+// The negative controls of the tests take one ordering away.
+#ifdef WITHOUT_ACQUIRE
+constexpr auto kAcquire = std::memory_order_relaxed;
+#else
+constexpr auto kAcquire = std::memory_order_acquire;
+#endif
+#ifdef WITHOUT_RELEASE
+constexpr auto kRelease = std::memory_order_relaxed;
+#else
+constexpr auto kRelease = std::memory_order_release;
+#endif
+
+inline u64 load_acquire_sys(const u64* p) { return __atomic_load_n(p, static_cast<int>(kAcquire)); }
+inline u64 load_relaxed_sys(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u64 load_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline void store_release_sys(u64* p, u64 v) { __atomic_store_n(p, v, static_cast<int>(kRelease)); }
+inline u64 add_acq_rel_gpu(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+inline u64 cas_acq_rel_gpu(u64* p, u64 expected, u64 v) {
+  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+  return expected;
+}
+
+struct alignas(16) Pack {
+  unsigned word[4];
+};
+
+// A GPU faults where an address is not aligned; so does this.
+inline u64 checked(const void* p) {
+  const u64 address = reinterpret_cast<u64>(p);
+  if (address % sizeof(Pack) != 0) __builtin_trap();
+  return address;
+}
+
+inline Pack load_pack(const void* from) { return *reinterpret_cast<const Pack*>(checked(from)); }
+inline void store_pack(void* to, Pack pack) { *reinterpret_cast<Pack*>(checked(to)) = pack; }
+
+inline float float_of(unsigned bits) { return host::scalar::float_of(bits); }
+inline unsigned bits_of(float value) { return host::scalar::bits_of(value); }
+inline float widen_f16(unsigned short half) { return host::scalar::float_of_f16(half); }
+inline unsigned short round_f16(float value) { return host::scalar::f16_of(value); }
+inline unsigned short round_bf16(float value) { return host::scalar::bf16_of(value); }
+
+inline void fence_aliases() {}
+
+// The multicast address of an emulated group; what lies there is at the same offset in all regions.
+template <int D>
+Pack multimem_sum(u64 from) {
+  const emulated::Grid& grid = *emulated::here.grid;
+  constexpr int kLanes = D == kF32 ? 4 : 8;
+  float sum[kLanes] = {};
+  for (int r = grid.world - 1; r >= 0; --r) {  // in an order that is not the ranks'
+    const auto* at = reinterpret_cast<const char*>(grid.regions[r] + (from - emulated::kMulticast));
+    for (int i = 0; i < kLanes; ++i) {
+      sum[i] += host::scalar::to_float<static_cast<host::DType>(D)>(at + i * (16 / kLanes));
+    }
+  }
+  Pack pack;
+  for (int i = 0; i < kLanes; ++i) {
+    host::scalar::from_float<static_cast<host::DType>(D)>(
+        reinterpret_cast<char*>(&pack) + i * (16 / kLanes), sum[i]);
+  }
+  return pack;
+}
+
+inline void multimem_store(u64 to, Pack pack) {
+  const emulated::Grid& grid = *emulated::here.grid;
+  for (int r = 0; r < grid.world; ++r) {
+    std::memcpy(reinterpret_cast<void*>(grid.regions[r] + (to - emulated::kMulticast)), &pack, 16);
+  }
+}
+
+}  // namespace tpkernels::cuda

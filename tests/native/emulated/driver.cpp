@@ -1,0 +1,145 @@
+// A libcuda.so.1 whose one device is the CPU: it "loads" any image and runs the kernels of
+// csrc/cuda/kernels.cu, compiled for the CPU. With it the launch code, the Python face, the kernels
+// and the protocol between processes run where there is no GPU. It also fails on request.
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "../../../csrc/cuda/kernels.cu"
+
+namespace {
+
+constexpr int kThreads = 2, kAtOnce = 2;
+
+template <class T>
+const T& given(void** parameters, int at) {
+  return *static_cast<const T*>(parameters[at]);
+}
+
+template <class T>
+std::function<void(void**)> with(void (*kernel)(T)) {
+  return [kernel](void** p) { kernel(given<T>(p, 0)); };
+}
+
+template <class T, class U>
+std::function<void(void**)> with(void (*kernel)(T, U)) {
+  return [kernel](void** p) { kernel(given<T>(p, 0), given<U>(p, 1)); };
+}
+
+struct Entry {
+  std::function<void(void**)> call;
+  bool has_space;
+  int threads;  // that the launch must ask for
+};
+
+std::map<std::string, Entry> entries{
+    {"one_shot_all_reduce", {with(one_shot_all_reduce), true, kReduceThreads}},
+    {"two_shot_all_reduce", {with(two_shot_all_reduce), true, kReduceThreads}},
+    {"multimem_all_reduce", {with(multimem_all_reduce), true, kReduceThreads}},
+    {"sum_of_partials", {with(sum_of_partials), false, kSumThreads}},
+    {"paced_copy", {with(paced_copy), false, kPacedThreads}},
+    {"call_barrier", {with(call_barrier), true, kSignalThreads}},
+    {"call_begin", {with(call_begin), true, kSignalThreads}},
+    {"call_publish", {with(call_publish), true, kSignalThreads}},
+    {"call_wait", {with(call_wait), true, kSignalThreads}},
+    {"call_end", {with(call_end), true, kSignalThreads}},
+};
+
+std::string failing;
+int failing_code = 0, capability = 90, pushes = 0;
+void* current = nullptr;
+char context, module_handle;
+
+int code_of(const char* function) { return failing == function ? failing_code : 0; }
+
+}  // namespace
+
+extern "C" {
+
+// For the tests: the driver function that fails from now on, with which code; "" for none.
+void emulated_fail(const char* function, int code) {
+  failing = function;
+  failing_code = code;
+}
+void emulated_capability(int value) { capability = value; }
+int emulated_depth() { return pushes; }  // contexts pushed and not popped
+
+int cuInit(unsigned) { return code_of("cuInit"); }
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return 0;
+}
+int cuGetErrorName(int code, const char** name) {
+  *name = code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU" : "CUDA_ERROR_EMULATED";
+  return 0;
+}
+int cuGetErrorString(int code, const char** text) {
+  *text = code == 209 ? "no kernel image is available for execution on the device" : "on request";
+  return 0;
+}
+int cuDeviceGetCount(int* count) {
+  *count = 1;
+  return 0;
+}
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : -1;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** made, int) {
+  *made = &context;
+  return 0;
+}
+int cuCtxGetCurrent(void** found) {
+  *found = current;
+  return 0;
+}
+int cuCtxPushCurrent_v2(void* pushed) {
+  ++pushes;
+  current = pushed;
+  return 0;
+}
+int cuCtxPopCurrent_v2(void** popped) {
+  --pushes;
+  *popped = current;
+  current = nullptr;
+  return 0;
+}
+int cuModuleLoadData(void** module, const void* image) {
+  *module = &module_handle;
+  return image == nullptr ? 1 : code_of("cuModuleLoadData");
+}
+int cuModuleUnload(void*) { return 0; }
+int cuModuleGetFunction(void** function, void*, const char* name) {
+  const auto found = entries.find(name);
+  if (found == entries.end()) return 500;
+  *function = &found->second;
+  return 0;
+}
+int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t bytes, void*) {
+  std::memmove(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes);
+  return code_of("cuMemcpyAsync");
+}
+int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void*,
+                   void** parameters, void**) {
+  const Entry& entry = *static_cast<Entry*>(function);
+  const bool odd = static_cast<int>(block_x) != entry.threads || grid_x == 0 ||
+                   grid_y * grid_z * block_y * block_z != 1 || current != &context;
+  if (odd) return 1;
+  if (const int code = code_of("cuLaunchKernel"); code != 0) return code;
+  emulated::Grid grid{static_cast<int>(grid_x), kThreads};
+  if (entry.has_space) {
+    const auto& space = given<Space>(parameters, 0);
+    grid.world = space.world;
+    grid.regions = space.regions;
+  }
+  emulated::run(grid, kAtOnce, [&] { entry.call(parameters); });
+  return 0;
+}
+
+}  // extern "C"

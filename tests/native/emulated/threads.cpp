@@ -1,0 +1,135 @@
+// The CUDA kernels between ranks that are threads of one process, for ThreadSanitizer and
+// AddressSanitizer: call after call, each rank late at random places, sums checked.
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../../csrc/cuda/kernels.cu"
+
+namespace {
+
+constexpr int kWorld = 3, kCalls = 24, kBlocks = 3, kThreads = 2, kAtOnce = 2;
+constexpr int kWords = 1 + 2 * kBlocks + 1;
+constexpr u64 kCount = 3 * 64 * 2 + 5, kBufferBytes = 8192;
+constexpr u64 kBuffersAt = (2 * kWorld * kWords * 8 + 255) / 256 * 256;
+
+struct Rank {
+  std::vector<u64> region = std::vector<u64>((kBuffersAt + 2 * kBufferBytes) / 8 + 2);
+  std::vector<u64> state = std::vector<u64>(8);
+  u64 control[2] = {};
+  int wrong = 0;
+
+  u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 15) / 16 * 16; }
+};
+
+struct Switches {
+  bool single_buffer = false;
+  bool skip_waits = false;
+};
+
+void launch(const Space& space, int blocks, const std::function<void()>& kernel) {
+  emulated::run({blocks, kThreads, space.world, space.regions}, kAtOnce, kernel);
+}
+
+// x[i] of a rank in a call, small enough for any dtype.
+float value(int call, int rank, u64 i) { return static_cast<float>((call + 2 * rank + i) % 7); }
+
+void all_reduce(Rank& own, const Space& space, int call) {
+  const int way = call % 3;
+  const u64 segment = way == 0 ? kCount : (kCount / kWorld + 64) / 64 * 64;
+  const u64 slot = way == 2 ? 0 : (segment * 4 + 255) / 256 * 256;
+  alignas(16) float x[kCount], out[kCount];
+  for (u64 i = 0; i < kCount; ++i) x[i] = value(call, space.rank, i);
+  const AllReduce given{x,
+                        out,
+                        kCount,
+                        0,
+                        kF32,
+                        {nullptr, 1, nullptr, kF32, kF32},
+                        segment,
+                        slot,
+                        kWorld * slot,
+                        emulated::kMulticast};
+  launch(space, kBlocks, [&] {
+    if (way == 0) return one_shot_all_reduce(space, given);
+    if (way == 1) return two_shot_all_reduce(space, given);
+    multimem_all_reduce(space, given);
+  });
+  for (u64 i = 0; i < kCount; ++i) {
+    float sum = 0;
+    for (int r = 0; r < kWorld; ++r) sum += value(call, r, i);
+    own.wrong += out[i] != sum;
+  }
+}
+
+// A call of several launches: a chunk for every peer, at addresses that do not change.
+void copies(Rank& own, const Space& space, int call) {
+  const auto chunk = [&](int rank, int to) {
+    return reinterpret_cast<u64*>(space.regions[rank] + kBuffersAt) + 16 * to;
+  };
+  launch(space, 1, [&] { call_begin(space); });
+  for (int to = 0; to < kWorld; ++to) {
+    for (int i = 0; i < 16; ++i) chunk(space.rank, to)[i] = 100 * call + 10 * space.rank + to;
+  }
+  launch(space, 1, [&] { call_publish(space, {-1, 1}); });
+  for (int source = 0; source < kWorld; ++source) {
+    if (source == space.rank) continue;
+    launch(space, 1, [&] { call_wait(space, {source, 1}); });
+    for (int i = 0; i < 16; ++i) {
+      const u64 want = 100 * call + 10 * source + space.rank;
+      own.wrong += chunk(source, space.rank)[i] != want;
+    }
+  }
+  launch(space, 1, [&] { call_end(space); });
+}
+
+void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& regions,
+              const Switches& switches) {
+  Rank& own = ranks[rank];
+  Space space{regions.data(),
+              own.state.data(),
+              own.control,
+              rank,
+              kWorld,
+              7,
+              kWords,
+              5'000'000'000,
+              kBuffersAt,
+              switches.single_buffer ? 0 : kBufferBytes,
+              static_cast<u64>(rank),
+              2 * 200'000ull + (switches.skip_waits ? 1 : 0)};
+  for (int call = 0; call < kCalls; ++call) {
+    space.signature = 7 + call;
+    if (call % 4 == 3) {
+      copies(own, space, call);
+    } else {
+      all_reduce(own, space, call);
+    }
+    if (call % 5 == 4) launch(space, 1, [&] { call_barrier(space); });
+  }
+  own.wrong += own.state[kStateStatus] != 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Switches switches;
+  for (int i = 1; i < argc; ++i) {
+    switches.single_buffer |= std::string(argv[i]) == "--single-buffer";
+    switches.skip_waits |= std::string(argv[i]) == "--skip-waits";
+  }
+  std::vector<Rank> ranks(kWorld);
+  std::vector<u64> regions;
+  for (const Rank& rank : ranks) regions.push_back(rank.begin());
+  std::vector<std::thread> threads;
+  for (int r = 0; r < kWorld; ++r) {
+    threads.emplace_back([&, r] { run_rank(r, ranks, regions, switches); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  int wrong = 0;
+  for (const Rank& rank : ranks) wrong += rank.wrong;
+  std::printf("%d calls, %d wrong\n", kCalls, wrong);
+  return wrong == 0 ? 0 : 1;
+}

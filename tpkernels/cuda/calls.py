@@ -1,0 +1,241 @@
+"""Calls of one kernel: all-reduces, the sum of partials, a barrier, a paced copy.
+
+Sums keep to the numerics contract: fp32, in the order of the ranks, then bias, then residual, one
+rounding; the same bits for every way but ``multimem``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tpkernels import _C
+from tpkernels.cuda.checks import (
+    check_alike,
+    check_bias,
+    check_contiguous,
+    check_dtypes,
+    epilogue,
+    place,
+    space_of,
+)
+from tpkernels.cuda.image import kernels
+from tpkernels.dtypes import CODES
+from tpkernels.symm.device import DeviceWorkspace
+
+WAYS = ("one_shot", "two_shot", "multimem")  # the codes of csrc/cuda/kernels.h
+
+# Bytes of x up to which every rank sums all of it. Not measured.
+ONE_SHOT_BYTES = 256 << 10
+# Blocks of an all-reduce, and elements that each is to have at least; alike on all ranks, and few,
+# since they take SMs from a matmul. Not measured.
+_REDUCE_BLOCKS, _REDUCE_SHARE = 64, 4096
+_SUM_BLOCKS, _SUM_SHARE = 1024, 2048
+_LONGEST_COPY_S = 10.0
+_SLOT_ALIGNMENT = 256
+_SEGMENT_UNIT = 64  # elements; csrc/cuda/all_reduce.cuh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an all-reduce of ``count`` elements lies in a buffer."""
+
+    blocks: int
+    segment: int  # elements that a rank reduces
+    slot_bytes: int
+    results_at: int
+    nbytes: int
+    words: int
+
+
+def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Layout:
+    """For elements of that many bytes before and after the sum."""
+    blocks = min(_REDUCE_BLOCKS, max(1, -(-count // _REDUCE_SHARE)))
+    segment = count if way == "one_shot" else _up(-(-count // world), _SEGMENT_UNIT)
+    slot = 0 if way == "multimem" else _up(segment * x_bytes, _SLOT_ALIGNMENT)
+    results = _up(count * out_bytes, _SLOT_ALIGNMENT)  # multimem: all of x, summed in place
+    return Layout(
+        blocks,
+        segment,
+        slot,
+        world * slot,
+        world * slot + (0 if way == "one_shot" else results),
+        1 + blocks * (1 if way == "one_shot" else 2),
+    )
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def all_reduce(
+    space: DeviceWorkspace,
+    signature: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    way: str = "auto",
+) -> None:
+    """``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
+
+    Args:
+        x: contiguous, fp32, fp16 or bf16; all ranks give one shape and dtype.
+        out: of x's shape, any of the dtypes; may be x.
+        bias: fp32, [x.shape[-1]].
+        residual: of x's shape, any of the dtypes.
+        way: ``one_shot`` (every rank sums all), ``two_shot`` (every rank sums a part), ``auto``
+            (one of these, by size) or ``multimem``: the switch sums, in an order of its own, so the
+            bits may differ from run to run.
+
+    Raises:
+        ValueError: an argument does not fit the others, or the workspace is too small.
+        NotImplementedError: no driver or GPU; a dtype; multimem without multicast memory, a GPU of
+            compute capability 9.0, or with an epilogue.
+    """
+    check_contiguous(space.regions.device, x=x, out=out, bias=bias, residual=residual)
+    check_dtypes(x=x, out=out, residual=residual)
+    check_alike(False, x=x, out=out, residual=residual)
+    check_bias(bias, _columns(x))
+    if way == "auto":
+        way = "one_shot" if x.numel() * x.element_size() <= ONE_SHOT_BYTES else "two_shot"
+    if way not in WAYS:
+        raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
+    if way == "multimem":
+        _check_multimem(space, x, out, bias, residual)
+    sizes = x.element_size(), out.element_size()
+    piece = _largest_piece(space, way, x.numel(), *sizes)
+    device, stream = place(x.device)
+    loaded, words = kernels(device), space_of(space, signature)
+    for begin in range(0, max(x.numel(), 1), piece):
+        count = min(piece, x.numel() - begin)
+        plan = layout(way, count, space.world, *sizes)
+        loaded.all_reduce(
+            stream,
+            words,
+            WAYS.index(way),
+            plan.blocks,
+            x.data_ptr() + begin * sizes[0],
+            out.data_ptr() + begin * sizes[1],
+            count,
+            begin,
+            CODES[x.dtype],
+            epilogue(out.dtype, bias, residual, begin),
+            plan.segment,
+            plan.slot_bytes,
+            plan.results_at,
+            space.multicast,
+        )
+
+
+def _columns(x: torch.Tensor) -> int:
+    return x.shape[-1] if x.dim() else 1
+
+
+def _check_multimem(
+    space: DeviceWorkspace,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
+    if not space.multicast:
+        raise NotImplementedError(
+            "way 'multimem' needs multicast memory, which GPUs behind an NVSwitch have; "
+            "'one_shot' and 'two_shot' do without"
+        )
+    if out.dtype != x.dtype or bias is not None or residual is not None:
+        raise NotImplementedError(
+            "way 'multimem' has no bias, residual or other dtype for out: the switch sums and "
+            "rounds; 'one_shot' and 'two_shot' have them"
+        )
+
+
+def _largest_piece(
+    space: DeviceWorkspace, way: str, count: int, x_bytes: int, out_bytes: int
+) -> int:
+    """Elements of a call that fits the workspace; larger ones run piece by piece."""
+    piece = max(count, 1)
+    while not _fits(space, layout(way, piece, space.world, x_bytes, out_bytes)):
+        if piece <= _SEGMENT_UNIT:
+            raise ValueError(
+                f"the workspace has {space.words} words from each source and buffers of "
+                f"{space.buffer_bytes} bytes: too few for an all-reduce"
+            )
+        piece = _up(piece // 2, _SEGMENT_UNIT)
+    return piece
+
+
+def _fits(space: DeviceWorkspace, needed: Layout) -> bool:
+    return space.holds(needed.words, needed.nbytes)
+
+
+def sum_partials(
+    out: torch.Tensor,
+    partials: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    begin: int = 0,
+) -> None:
+    """``out = round(partials[0] + partials[1] + ... + bias + residual)``, added in fp32 in that
+    order. Contiguous, of one shape; ``out`` may be a partial. ``begin`` is the element at which
+    they stand within the whole output: element i gets ``bias[(begin + i) % len(bias)]``, fp32."""
+    if not 1 <= len(partials) <= _C.CUDA_MAX_WORLD:
+        raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.CUDA_MAX_WORLD}")
+    first = partials[0]
+    given = {f"partials[{i}]": partial for i, partial in enumerate(partials)}
+    check_contiguous(out.device, **given, out=out, bias=bias, residual=residual)
+    check_dtypes(**given, out=out, residual=residual)
+    check_alike(True, **given)
+    check_alike(False, partials=first, out=out, residual=residual)
+    check_bias(bias)
+    if begin < 0:
+        raise ValueError(f"begin is {begin}; it must be at least 0")
+    device, stream = place(out.device)
+    kernels(device).sum_partials(
+        stream,
+        min(_SUM_BLOCKS, max(1, -(-out.numel() // _SUM_SHARE))),
+        out.data_ptr(),
+        [partial.data_ptr() for partial in partials],
+        CODES[first.dtype],
+        begin,
+        out.numel(),
+        epilogue(out.dtype, bias, residual),
+    )
+
+
+def barrier(space: DeviceWorkspace, signature: int) -> None:
+    """When it has ended, what any rank queued before its own is complete and visible."""
+    device, stream = place(space.regions.device)
+    kernels(device).barrier(stream, space_of(space, signature))
+
+
+def paced_copy(
+    dst: torch.Tensor, src: torch.Tensor, gb_per_s: float, latency_us: float = 0.0, sms: int = 16
+) -> None:
+    """Copies ``src`` to ``dst`` as a link would that brings its first byte after ``latency_us``
+    and then ``gb_per_s`` * 1e9 bytes a second, with ``sms`` blocks of 1024 threads: a model of a
+    link on one GPU. Contiguous, of one shape and dtype. Slower where the SMs cannot move as much.
+    """
+    check_contiguous(dst.device, dst=dst, src=src)
+    check_alike(True, dst=dst, src=src)
+    if not (gb_per_s > 0 and math.isfinite(gb_per_s)):
+        raise ValueError(f"gb_per_s is {gb_per_s}; it must be above 0")
+    if not (latency_us >= 0 and math.isfinite(latency_us)):
+        raise ValueError(f"latency_us is {latency_us}; it must be at least 0")
+    if not 1 <= sms <= 1024:
+        raise ValueError(f"sms is {sms}; it must be 1 to 1024")
+    nbytes = src.numel() * src.element_size()
+    seconds = latency_us * 1e-6 + nbytes / gb_per_s * 1e-9
+    if seconds > _LONGEST_COPY_S:
+        raise ValueError(
+            f"{nbytes} bytes at {gb_per_s:g} GB/s after {latency_us:g} us would take "
+            f"{seconds:.3g} s; at most {_LONGEST_COPY_S:g} s"
+        )
+    device, stream = place(dst.device)
+    kernels(device).paced_copy(
+        stream, sms, dst.data_ptr(), src.data_ptr(), nbytes, round(latency_us * 1e3), 1 / gb_per_s
+    )

@@ -1,0 +1,94 @@
+"""What the calls have in common: checks of tensors, and their form in the extension."""
+
+from __future__ import annotations
+
+import torch
+
+from tpkernels import _C
+from tpkernels.dtypes import CODES, name
+from tpkernels.symm.device import DeviceWorkspace
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raises ``ValueError`` for a tensor that is elsewhere, or has gaps."""
+    for what, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise ValueError(f"{what} is on {tensor.device}; it must be on {device}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{what} has strides {list(tensor.stride())}; it must be contiguous: pass "
+                "a .contiguous() copy"
+            )
+
+
+def check_dtypes(**tensors: torch.Tensor | None) -> None:
+    """Raises ``NotImplementedError`` for a dtype that the kernels do not sum."""
+    for what, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            allowed = ", ".join(map(name, DTYPES))
+            raise NotImplementedError(f"{what} is {name(tensor.dtype)}; supported: {allowed}")
+
+
+def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
+    """Raises ``ValueError`` for a tensor whose shape, or dtype if asked for, is not the first's."""
+    (first, model), *rest = tensors.items()
+    assert model is not None  # by the callers
+    for what, tensor in rest:
+        if tensor is None:
+            continue
+        if tensor.shape != model.shape or (dtype and tensor.dtype != model.dtype):
+            raise ValueError(
+                f"{what} is {list(tensor.shape)} {name(tensor.dtype)}, {first} "
+                f"{list(model.shape)} {name(model.dtype)}; they must be alike"
+            )
+
+
+def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
+    """Raises ``ValueError`` unless bias is fp32 [cols], of any length by default."""
+    if bias is None:
+        return
+    wrong = bias.dim() != 1 or (cols is not None and bias.shape[0] != cols)
+    if wrong or bias.dtype != torch.float32:
+        needed = "cols" if cols is None else cols
+        raise ValueError(
+            f"bias is {list(bias.shape)} {name(bias.dtype)}; it must be [{needed}] float32"
+        )
+
+
+def epilogue(
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    begin: int = 0,
+) -> _C.CudaEpilogue:
+    """The extension's form, for elements from ``begin`` on."""
+    return _C.CudaEpilogue(
+        CODES[out_dtype],
+        0 if bias is None else bias.data_ptr(),
+        1 if bias is None else max(bias.numel(), 1),
+        0 if residual is None else residual.data_ptr() + begin * residual.element_size(),
+        0 if residual is None else CODES[residual.dtype],
+    )
+
+
+def space_of(space: DeviceWorkspace, signature: int) -> _C.CudaSpace:
+    """What ``space`` gives every kernel, as the extension takes it."""
+    given = space.arguments(signature)
+    return _C.CudaSpace(
+        **{
+            key: value.data_ptr() if isinstance(value, torch.Tensor) else value
+            for key, value in given.items()
+        }
+    )
+
+
+def place(device: torch.device) -> tuple[int, int]:
+    """(index of the GPU, torch's current stream of it). The tests' driver takes CPU tensors."""
+    if device.type != "cuda":
+        return 0, 0
+    stream = torch.cuda.current_stream(device)
+    return stream.device_index, stream.cuda_stream

@@ -1,0 +1,89 @@
+"""Peer copies by the copy engines, ordered by signals: a call of several launches.
+
+    with CopyCall(space, signature) as call:
+        call.put(shard, 0)                     # into this rank's memory, for the peers
+        call.publish(1)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call.fetch(peer, 1, chunk, 0)      # waits for that word, then copies
+        torch.cuda.current_stream().wait_stream(side)
+
+csrc/cuda/copies.h says what orders it, and why its waits are kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tpkernels.cuda.checks import check_contiguous, place, space_of
+from tpkernels.cuda.image import kernels
+from tpkernels.symm.device import DeviceWorkspace
+
+
+class CopyCall:
+    """One call on a group, on any streams of its device: from the entry of the ``with`` block on
+    every rank may write its own memory, and at its end all have read what they fetch.
+
+    A rank's memory are the bytes of both its buffers, at addresses that are the same in every call,
+    as the graphs that record copies need. All ranks make the call, with one signature; each queues
+    on the stream that is current at the entry all that comes before the end.
+    """
+
+    def __init__(self, space: DeviceWorkspace, signature: int) -> None:
+        self._space, self._words = space, space_of(space, signature)
+        device, _ = place(space.regions.device)
+        self._kernels = kernels(device)
+
+    def __enter__(self) -> CopyCall:
+        self._kernels.begin(self._stream(), self._words)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._kernels.end(self._stream(), self._words)
+
+    def put(self, src: torch.Tensor, offset: int) -> None:
+        """Copies a tensor to byte ``offset`` of this rank's memory."""
+        nbytes = self._check(src, offset)
+        here = self._space.buffers(self._space.rank) + offset
+        self._kernels.copy(self._stream(), here, src.data_ptr(), nbytes)
+
+    def publish(self, index: int, to: int | None = None) -> None:
+        """Tells ``to``, or all peers, by word ``index`` that what the stream did before is done."""
+        self._check_word(index)
+        if to is not None:
+            self._check_peer(to)
+        self._kernels.publish(self._stream(), self._words, -1 if to is None else to, index)
+
+    def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
+        """Waits for word ``index`` of rank ``source``, then copies from byte ``offset`` of its
+        memory into ``dst``. After a wait that failed, ``dst`` holds what must not be used."""
+        self._check_word(index)
+        self._check_peer(source)
+        nbytes = self._check(dst, offset)
+        there = self._space.buffers(source) + offset
+        stream = self._stream()
+        self._kernels.fetch(stream, self._words, source, index, dst.data_ptr(), there, nbytes)
+
+    def _stream(self) -> int:
+        return place(self._space.regions.device)[1]
+
+    def _check(self, tensor: torch.Tensor, offset: int) -> int:
+        """Bytes of the tensor, which fit at ``offset``."""
+        check_contiguous(self._space.regions.device, tensor=tensor)
+        nbytes = tensor.numel() * tensor.element_size()
+        held = 2 * self._space.buffer_bytes
+        if offset < 0 or offset + nbytes > held:
+            raise ValueError(f"bytes [{offset}, +{nbytes}) of the {held} that each rank has")
+        return nbytes
+
+    def _check_word(self, index: int) -> None:
+        """The first word and the last are the call's own."""
+        if not 1 <= index < self._space.words - 1:
+            raise ValueError(f"word {index}; it must be 1 to {self._space.words - 2}")
+
+    def _check_peer(self, rank: int) -> None:
+        if not 0 <= rank < self._space.world or rank == self._space.rank:
+            raise ValueError(
+                f"rank {rank} is no peer of rank {self._space.rank} among {self._space.world}"
+            )

@@ -1,0 +1,153 @@
+"""Where the compiled kernels come from: the fat binary in the extension, where it was built with
+nvcc; else NVRTC, which CuPy finds and calls, compiles the same sources once per architecture.
+
+What NVRTC made is kept in ``$XDG_CACHE_HOME/tpkernels`` (``~/.cache/tpkernels``), under a name that
+holds the architecture and a hash of sources, options and NVRTC's version. A file there is used only
+if its own checksum is right, and losing it costs a compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpkernels import _C
+
+_OPTIONS = ("--std=c++17",)
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_INSTALL = "pip install 'tpkernels[cu13]' (or [cu12] for CUDA 12), or build where there is nvcc"
+
+
+@functools.cache
+def kernels(device: int) -> _C.CudaKernels:
+    """The kernels, loaded on a GPU.
+
+    Raises:
+        NotImplementedError: there is no driver, no such GPU, or no image that it can run.
+        RuntimeError: the first call, which loads them, comes while a graph is captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the CUDA kernels are not loaded yet, which a capture does not allow: call "
+            "tpkernels.cuda.barrier, or any of its functions, once before"
+        )
+    capability = _C.cuda_compute_capability(device)
+    return _C.CudaKernels(device, None if _C.cuda_architectures() else nvrtc_image(capability))
+
+
+def image_status() -> str:
+    """Which image is active: embedded, or made by NVRTC, or why there is none."""
+    if embedded := _C.cuda_architectures():
+        return f"embedded: {embedded}"
+    try:
+        nvrtc, cupy_version = _nvrtc()
+    except NotImplementedError as error:
+        return f"none: {error}"
+    return f"NVRTC {_version(nvrtc)} through CuPy {cupy_version}, compiled at first use"
+
+
+def driver_status() -> str:
+    """What the CUDA driver supports, or why it cannot be used."""
+    try:
+        version = _C.cuda_driver_version()
+        devices = range(_C.cuda_device_count())
+        found = ", ".join(f"sm_{_C.cuda_compute_capability(i)}" for i in devices)
+    except (NotImplementedError, RuntimeError) as error:
+        return str(error)
+    return f"for CUDA {version // 1000}.{version % 1000 // 10}, GPUs: {found or 'none'}"
+
+
+def nvrtc_image(capability: int) -> bytes:
+    """A cubin for GPUs of a compute capability (90 for 9.0), from the cache or from NVRTC.
+
+    Raises:
+        NotImplementedError: CuPy or NVRTC is not installed, or does not know the architecture.
+    """
+    nvrtc, _ = _nvrtc()
+    options = (*_OPTIONS, f"--gpu-architecture=sm_{capability}")
+    identity = f"{_version(nvrtc)} {options} {_C.cuda_sources()}"
+    name = f"kernels-sm_{capability}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
+    folder = cache_folder()
+    image = read_cached(folder / name)
+    if image is None:
+        image = _compile(nvrtc, options)
+        write_cached(folder / name, image)
+    return image
+
+
+def cache_folder() -> Path:
+    """Where compiled images are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpkernels"
+
+
+def read_cached(path: Path) -> bytes | None:
+    """The image in a file; None if it is not there, cannot be read or is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return image if hashlib.sha256(image).digest() == digest else None
+
+
+def write_cached(path: Path, image: bytes) -> None:
+    """Keeps an image. Where that cannot be done, the next process compiles again."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(image).digest() + image)
+            os.replace(unfinished, path)  # readers see all of it or nothing
+        except OSError:
+            os.unlink(unfinished)
+            raise
+
+
+def _nvrtc() -> tuple[Any, str]:
+    """CuPy's face of NVRTC, and CuPy's version."""
+    try:
+        import cupy
+        from cupy.cuda import nvrtc
+    except ImportError as error:
+        raise NotImplementedError(
+            f"the CUDA kernels were not compiled when tpkernels was built, and CuPy, which would "
+            f"compile them now, cannot be imported ({error}): {_INSTALL}"
+        ) from error
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # of another class in each version of CuPy
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        raise NotImplementedError(
+            f"CuPy {cupy.__version__} is here, but NVRTC, the compiler that it calls, is not "
+            f"({told[0]}): {_INSTALL}"
+        ) from error
+    return nvrtc, cupy.__version__
+
+
+def _version(nvrtc: Any) -> str:
+    return ".".join(map(str, nvrtc.getVersion()))
+
+
+def _compile(nvrtc: Any, options: tuple[str, ...]) -> bytes:
+    *headers, (main, source) = _C.cuda_sources()
+    texts, names = [text.encode() for _, text in headers], [name.encode() for name, _ in headers]
+    program = nvrtc.createProgram(source, main, texts, names)
+    try:
+        nvrtc.compileProgram(program, options)
+        return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy takes the last byte off, as of text
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program).strip() or "no further reason"
+        raise NotImplementedError(
+            f"NVRTC {_version(nvrtc)} does not compile the CUDA kernels with {options[-1]}: "
+            f"{error}: {log}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
