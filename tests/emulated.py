@@ -80,9 +80,10 @@ def space_of(
     load(driver)
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    tpkernels.init(group, timeout=timeout)
+    tpkernels.init(group)
     workspace = groups.get(group.group_name).workspace
     assert workspace is not None
     space = workspace.device(words, buffer_bytes, "a test of the CUDA kernels")
+    space.timeout = timeout
     space.multicast = 1 << 60  # tests/native/emulated/grid.h
     return space

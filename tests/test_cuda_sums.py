@@ -30,12 +30,13 @@ def sums_job(driver: str, world: int) -> list[str]:
         for count, (offset, columns_of) in itertools.product(COUNTS, places):
             partials = [random(count, wire, r, offset) for r in range(world)]
             bias = random(13 if count % 13 == 0 else count, F32, 8) if columns_of else None
-            residual = random(count, residual_dtype, 9, offset) if residual_dtype else None
-            around = torch.full((count + offset + 9,), 77, dtype=out_dtype)
-            out = around[offset : offset + count]
+            residual = random(count, residual_dtype, 9, count % 2) if residual_dtype else None
+            around = torch.full((count + 17,), 77, dtype=out_dtype)
+            at = 1 - offset if offset < 2 else offset  # aligned where the partials are not
+            out = around[at : at + count]
             cuda.sum_partials(out, partials, bias, residual)
             right = torch.equal(bits(out), bits(host_sum(partials, out_dtype, bias, residual)))
-            beyond = (around[:offset] == 77).all() and (around[offset + count :] == 77).all()
+            beyond = (around[:at] == 77).all() and (around[at + count :] == 77).all()
             if not (right and beyond):
                 wrong.append(f"{count} {offset} {wire} {out_dtype} {residual_dtype}")
     return wrong
