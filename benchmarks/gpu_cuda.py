@@ -35,13 +35,16 @@ def _host_sum(partials: list[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def _workspace() -> DeviceWorkspace:
+def _workspace(device: str) -> DeviceWorkspace:
     """Of all ranks, which may share a GPU."""
+    group = groups.get(groups.name_of(dist.new_group())).ready()
+    assert group.workspace is not None
+    if device == "cpu":
+        return group.workspace.device(WORDS, BUFFER_BYTES >> 4, "the GPU suite")
     own = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(own)
-    group = groups.get(groups.name_of(dist.new_group())).ready()
     obstacle = group.no_gpu_kernels(own, None)
-    if obstacle is not None or group.workspace is None:
+    if obstacle is not None:
         raise NotImplementedError(obstacle)
     return group.workspace.cuda(own, WORDS, BUFFER_BYTES, "the GPU suite").current
 
@@ -51,7 +54,7 @@ class CudaCalls:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.space = _workspace()
+        self.space = _workspace(device)
         self.rank, self.world = self.space.rank, self.space.world
         self._signature = 0
 

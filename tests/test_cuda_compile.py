@@ -143,6 +143,7 @@ print(cuda.image_status())
 """
 
 
+@pytest.mark.slow
 def test_a_build_without_nvcc_imports(tmp_path: Path) -> None:
     """From a copy of the tree, with its objects, so that little is compiled."""
     pytest.importorskip("setuptools", minversion="77")

@@ -34,6 +34,7 @@ FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 @dataclass(frozen=True)
 class Handle:
     buffer_ptrs: list[int]
+    multicast_ptr: int
     arena: object
 
 
@@ -47,7 +48,7 @@ class SharedMemory:
         workspace = groups.get(name).workspace
         assert workspace is not None
         arena = workspace._further_arena("a rehearsal", memory.numel())
-        return Handle([arena.region(r).address for r in range(workspace.member.world)], arena)
+        return Handle([arena.region(r).address for r in range(workspace.member.world)], 0, arena)
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ TPK_DEVICE void fail(const Peers& peers, u64 kind, u64 source, u64 seen) {
   state[kStatePeer] = source;
   state[kStateExpected] = peers.word;
   state[kStateSeen] = seen;
-  store_release_sys(peers.space.control + kControlFailed, 1);
+  store_relaxed_sys(peers.space.control + kControlFailed, 1);  // the host then looks
 }
 
 // Whether there is reason to give up, which is recorded then.
