@@ -19,8 +19,6 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
-from tpkernels import nccl
-from tpkernels.backends import OPS
 from tpkernels.cli import app, session
 from tpkernels.cli.cases import Outputs, Spec, random_case, run_torch, run_tpkernels
 from tpkernels.cli.check import verify
@@ -49,48 +47,6 @@ def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in launcher.items():
         monkeypatch.setenv(name, str(value))
-
-
-def test_info_shows_what_is_here() -> None:
-    result = invoke("info")
-    assert result.exit_code == 0, result.output
-    assert tpkernels.__version__ in result.output
-    assert torch.__version__ in result.output
-    assert all(op in result.output for op in OPS)
-    assert "pipelined overlaps a matmul, and this op has none" in result.output
-    assert "CUDA kernels" in result.output and "CUDA driver" in result.output
-
-
-def test_info_json_is_one_object() -> None:
-    facts = json.loads(invoke("info", "--json").stdout)
-    assert facts["vector_unit"]["in_use"] in facts["vector_unit"]["available"]
-    assert facts["devices"]["usable_cores"] == sorted(os.sched_getaffinity(0))
-    assert "all_reduce" in facts["extension"]["holds"]
-    assert set(facts["local_matmul"].values()) <= {"native", "converted"}
-    assert facts["cuda"]["kernels"].startswith(("embedded: sm_", "NVRTC ", "none: "))
-    assert facts["cuda"]["driver"]
-    here = facts["algorithms"]["cpu"]
-    assert set(here) == set(OPS)
-    ways = here["all_gather_matmul"]
-    assert [name for name in ways if ways[name] is None] == [
-        "unfused",
-        "ring",
-        "direct",
-        "pipelined",
-    ]
-    assert "TRITON_INTERPRET=1" in ways["fused"]
-    assert "overlaps a matmul" in here["all_reduce"]["pipelined"]
-
-
-def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = {"ncclCommSplit": True, "ncclMemAlloc": False, "ncclMemFree": False}
-    found = {"path": "/a/libnccl.so.2", "version": "2.18.5", "origin": "from a wheel"}
-    monkeypatch.setattr(nccl, "facts", lambda: {**found, "features": features})
-    shown = " ".join(invoke("info").output.split())
-    assert "2.18.5, from a wheel: /a/libnccl.so.2, without ncclMemAlloc, ncclMemFree" in shown
-    assert json.loads(invoke("info", "--json").stdout)["nccl"] == {**found, "features": features}
-    monkeypatch.setattr(nccl, "facts", lambda: {"obstacle": "no NCCL: nobody has one"})
-    assert "no NCCL: nobody has one" in " ".join(invoke("info").output.split())
 
 
 def test_demo_passes_with_uneven_shards() -> None:
