@@ -159,7 +159,7 @@ def run_check(check: Check, group: dist.ProcessGroup, fast: bool) -> None:
         return tuple(one for result in flat for one in _Everyone.apply(result))
 
     try:
-        torch.autograd.gradcheck(function, inputs, fast_mode=fast)
+        torch.autograd.gradcheck(function, inputs, fast_mode=fast, check_undefined_grad=not fast)
     except Exception as error:
         raise AssertionError(f"{check.name}: {error}") from error
 
