@@ -12,7 +12,9 @@ Whose gradient it is:
   the exact adjoint: sums become gathers, gathers become sums.
 - Where the result is the same on all ranks (all_reduce, matmul_all_reduce), all make the same loss
   of it, which counts once. The gradient is then the same on all ranks too, and passes to each
-  summand as it is, without communication.
+  summand as it is, without communication. It is Megatron's convention, under which a
+  tensor-parallel model has the gradients of the unsharded one;
+  ``torch.distributed.nn.functional.all_reduce`` takes the loss W times.
 """
 
 from __future__ import annotations

@@ -111,6 +111,9 @@ def all_gather(
         shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
         algorithm: "auto", or one of "unfused", "direct".
 
+    The gradient of ``x`` is the sum over the ranks of the gradients of its part of their results:
+    each rank is taken to use the result for a part of the loss of its own.
+
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
         NotImplementedError: right but not supported: a dtype, or the algorithm asked for.

@@ -177,12 +177,18 @@ def all_gather_matmul(  # type: ignore[misc]
         y [..., M, ..., N] for one weight, a list for several; ``(gathered, y)`` with
         ``return_gathered``.
 
+    The gradient of ``x`` is one ``matmul_reduce_scatter``, that of a weight the product of the
+    gathered ``x`` and its result's gradient. A weight that is a leaf with ``grad_dtype`` float32
+    gets its gradient in float32, without a rounding to ``x``'s dtype.
+
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
         NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
 
-    The argument meanings are those of ``torch.ops.symm_mem.fused_all_gather_matmul``.
+    In ``torch.ops.tpkernels.all_gather_matmul`` a weight without a bias has one of no elements, and
+    ``gathered`` comes first, of no elements unless asked for. The argument meanings are those of
+    ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
     single = isinstance(weights, torch.Tensor)
     each = [weights] if isinstance(weights, torch.Tensor) else list(weights)

@@ -121,6 +121,11 @@ def all_reduce(
         The sum, taken in fp32 in the order of the ranks and rounded once: the same bits on every
         rank and in every run.
 
+    The gradient of the result is taken to be the same on all ranks, since all compute the same loss
+    from it, and passes to each rank's ``x`` as it is. What all ranks share and each multiplies by
+    weights of its own needs the opposite, the sum of its gradients: ``x = x.view_as(x)`` for the
+    products alone, with ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
+
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
         NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
@@ -133,6 +138,7 @@ def all_reduce(
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:
-    """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does."""
+    """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does, and
+    ``NotImplementedError`` where a gradient of ``x`` is recorded."""
     torch.ops.tpkernels.all_reduce_.default(x, groups.name_of(group), algorithm=algorithm)
     return x

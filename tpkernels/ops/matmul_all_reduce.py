@@ -153,6 +153,10 @@ def matmul_all_reduce(
         ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in the order of
         the ranks and rounded once: the same bits on every rank, in every run, for every algorithm.
 
+    Its gradient is taken to be the same on all ranks, since all compute the same loss from it. The
+    backward is local then: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``; see ``all_reduce`` for
+    an input that all ranks share.
+
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
         NotImplementedError: right but not supported: a dtype, or the algorithm asked for.

@@ -218,6 +218,9 @@ def matmul_reduce_scatter(
         This rank's share of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
         the order of the ranks and rounded once: the same bits in every run, for every algorithm.
 
+    The backward gathers the gradients of the shares once, for ``x`` (an ``all_gather_matmul``),
+    ``w`` and ``bias``, whose whole gradient every rank gets.
+
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
         NotImplementedError: right but not supported: a dtype, or the algorithm asked for.

@@ -121,7 +121,8 @@ def reduce_scatter(
         algorithm: "auto", or one of "unfused", "direct".
 
     Returns:
-        The share, summed in fp32 in the order of the ranks and rounded once.
+        The share, summed in fp32 in the order of the ranks and rounded once. The gradient of ``x``
+        is that of all shares, gathered.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
