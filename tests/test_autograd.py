@@ -89,9 +89,11 @@ def test_dtypes_of_outputs_and_partials(ranks: RanksFixture, world: int) -> None
 
 
 def test_many_rows(ranks: RanksFixture, world: int) -> None:
-    """Several steps through the workspace, and what ``auto`` chooses for many rows."""
+    """Several steps through the workspace, what ``auto`` chooses for many rows, and sums over many
+    rows in 16 bits, which round once."""
     gather = Case(op="all_gather_matmul", shape=(300 * world, 40), n=(24,), biases=(F32,))
     scatter = Case(op="matmul_reduce_scatter", shape=(300 * world, 24), k=(40,), biases=(F32,))
-    cases = [gather, scatter, replace(scatter, op="matmul_all_reduce")]
+    cases = [gather, scatter, replace(scatter, op="matmul_all_reduce", weight_layout="linear")]
     algorithms = ("auto", "pipelined")
-    run_cases(ranks, world, each(*cases, dtypes=(F32,), algorithms=algorithms, integers=(False,)))
+    many = each(*cases, dtypes=(F32, BF16), algorithms=algorithms, integers=(False,))
+    run_cases(ranks, world, many)

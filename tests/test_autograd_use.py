@@ -12,7 +12,8 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from cases import RanksFixture
+from cases import Case, RanksFixture, each
+from gradients import run_cases
 from ranked import fresh_group, report
 
 import tpkernels
@@ -213,6 +214,14 @@ def refusals_job() -> list[str]:
 )
 def test_on_two_ranks(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
     report(failure for rank in ranks(2).run(job) for failure in rank)
+
+
+def test_fused(interpreting: RanksFixture) -> None:
+    """The backward of a Triton kernel is the other Triton kernel."""
+    gather = Case(op="all_gather_matmul", shape=(40, 24), n=(16, 8), biases=(F32, None))
+    scatter = Case(op="matmul_reduce_scatter", shape=(40, 16), k=(24,), biases=(F32,))
+    cases = each(gather, scatter, dtypes=(F32, BF16), algorithms=("fused",), integers=(False,))
+    run_cases(interpreting, 2, cases)
 
 
 # Failures.

@@ -17,5 +17,6 @@ def training_job(steps: int) -> list[float]:
 def test_it_ends_at_the_loss_of_the_unsharded_model(ranks: RanksFixture, steps: int) -> None:
     whole = transformer.train(transformer.Whole(), steps)
     assert whole[-1] < (3.5 if steps == 20 else 2.6) < whole[0]
+    allowed = 1e-5 if steps == 20 else 1e-3  # 5e-7 was seen
     for losses in ranks(2).run(training_job, steps, timeout=280):
-        assert losses == pytest.approx(whole, abs=1e-3), losses
+        assert losses == pytest.approx(whole, abs=allowed), losses
