@@ -146,7 +146,7 @@ def call(
     return function(case, group, group if given is None else given)
 
 
-def _difference(got: torch.Tensor, want: Expected) -> str | None:
+def difference(got: torch.Tensor, want: Expected) -> str | None:
     """What is wrong with a result, or None."""
     exact, bound = want.exact, want.bound
     if got.shape != exact.shape or got.dtype != want.dtype or not got.is_contiguous():
@@ -170,7 +170,7 @@ def check(case: Case, group: dist.ProcessGroup, given: GroupLike | None = None) 
     """Runs one case; what is wrong with its results, as text."""
     rank, world = group.rank(), group.size()
     pairs = zip(call(case, group, given), reference.expected(case, rank, world), strict=True)
-    found = [_difference(got, want) for got, want in pairs]
+    found = [difference(got, want) for got, want in pairs]
     return [f"rank {rank} of {world}: {case}: {wrong}" for wrong in found if wrong is not None]
 
 

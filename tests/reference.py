@@ -57,7 +57,7 @@ def _limit(case: Case) -> int:
     return min(_EXACT[case.dtype], _EXACT[case.wire], _EXACT[case.out])
 
 
-def _draw(
+def draw(
     case: Case, shape: tuple[int, ...], dtype: torch.dtype, top: int, *what: object
 ) -> torch.Tensor:
     """Normally distributed, or integers of -top to top."""
@@ -71,7 +71,7 @@ def _draw(
 def _factor(case: Case, shape: tuple[int, ...], terms: int, *what: object) -> torch.Tensor:
     """x of a product. If integers: -1, 0 and 1, at most ``terms`` of a row not 0, so that no sum of
     products with such integers is larger than that."""
-    factor = _draw(case, shape, case.dtype, 1, *what)
+    factor = draw(case, shape, case.dtype, 1, *what)
     if case.integers and shape[-1] > terms:
         order = torch.randperm(shape[-1], generator=_generator(case, "order", *what))
         factor[..., order[terms:]] = 0
@@ -82,7 +82,7 @@ def _factor(case: Case, shape: tuple[int, ...], terms: int, *what: object) -> to
 def _gathered_x(case: Case) -> torch.Tensor:
     if case.n:
         return _factor(case, case.shape, _limit(case) - 16, "x")
-    return _draw(case, case.shape, case.dtype, 100, "x")
+    return draw(case, case.shape, case.dtype, 100, "x")
 
 
 @functools.lru_cache(maxsize=4)
@@ -90,9 +90,9 @@ def _column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Ten
     pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for i, n in enumerate(case.n):
         columns = n + rank * case.n_by_rank
-        w = _draw(case, (case.shape[-1], columns), case.dtype, 1, "w", rank, i)
+        w = draw(case, (case.shape[-1], columns), case.dtype, 1, "w", rank, i)
         dtype = case.biases[i % len(case.biases)] if case.biases else None
-        bias = None if dtype is None else _draw(case, (columns,), dtype, 8, "b", rank, i)
+        bias = None if dtype is None else draw(case, (columns,), dtype, 8, "b", rank, i)
         pairs.append((w, bias))
     return pairs
 
@@ -100,10 +100,10 @@ def _column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Ten
 @functools.lru_cache(maxsize=8)
 def _partial_factors(case: Case, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not case.k:
-        return _draw(case, case.shape, case.dtype, 8, "x", rank), None
+        return draw(case, case.shape, case.dtype, 8, "x", rank), None
     k = case.k[rank % len(case.k)]
     x = _factor(case, (*case.shape[:-1], k), (_limit(case) - 16) // world, "x", rank)
-    return x, _draw(case, (k, case.shape[-1]), case.dtype, 1, "w", rank)
+    return x, draw(case, (k, case.shape[-1]), case.dtype, 1, "w", rank)
 
 
 def gathered_x(case: Case) -> torch.Tensor:
@@ -125,20 +125,20 @@ def reduction_bias(case: Case) -> torch.Tensor | None:
     """The same on all ranks."""
     if not case.biases or case.biases[0] is None:
         return None
-    return _draw(case.values(), case.shape[-1:], case.biases[0], 8, "bias")
+    return draw(case.values(), case.shape[-1:], case.biases[0], 8, "bias")
 
 
 def reduction_residual(case: Case) -> torch.Tensor | None:
     """Of the whole unscattered output."""
     if case.residual is None:
         return None
-    return _draw(case.values(), case.shape, case.residual, 8, "residual")
+    return draw(case.values(), case.shape, case.residual, 8, "residual")
 
 
 # Results.
 
 
-def _expected(
+def bounded(
     case: Case,
     exact: torch.Tensor,
     unfused: torch.Tensor,
@@ -178,7 +178,7 @@ def _gathered_products(case: Case, rank: int) -> list[Expected]:
         if bias is not None:
             exact, terms = exact + bias.double(), terms + bias.double().abs()
             unfused = unfused + bias.to(narrow)
-        found.append(_expected(case, exact, unfused.to(case.out), terms, case.shape[-1]))
+        found.append(bounded(case, exact, unfused.to(case.out), terms, case.shape[-1]))
     return found
 
 
@@ -204,7 +204,7 @@ def _reduced(case: Case, world: int) -> Expected:
     exact, terms = functools.reduce(torch.add, wide), functools.reduce(torch.add, sizes)
     k = sum(case.k[rank % len(case.k)] for rank in range(world)) if case.k else world
     travelling = functools.reduce(torch.add, [part.abs() for part in wide[:world]])
-    return _expected(case, exact, unfused, terms, k, travelling)
+    return bounded(case, exact, unfused, terms, k, travelling)
 
 
 def expected(case: Case, rank: int, world: int) -> list[Expected]:

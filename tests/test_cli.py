@@ -19,6 +19,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
+from tpkernels.backends import OPS
 from tpkernels.cli import app, session
 from tpkernels.cli.cases import Outputs, Spec, random_case, run_torch, run_tpkernels
 from tpkernels.cli.check import verify

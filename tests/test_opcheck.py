@@ -39,7 +39,7 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
     yield (
         "all_gather_matmul",
         (x.to(BF16), [w.to(BF16), w2.to(BF16)], name),
-        {"out_dtype": F32, "biases": [None, w2[0]], "algorithm": "pipelined"},
+        {"out_dtype": F32, "biases": [torch.empty(0), w2[0]], "algorithm": "pipelined"},
     )
     yield "reduce_scatter", (blocks, name, 1), {"algorithm": "direct"}
     yield "reduce_scatter", (x.to(BF16), name), {"out_dtype": F32}

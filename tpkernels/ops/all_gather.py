@@ -11,7 +11,7 @@ from tpkernels import dtypes, groups
 from tpkernels.backends import Call, run
 from tpkernels.groups import Group, GroupLike
 from tpkernels.ops import _check
-from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.ops._library import define, define_backward, plan_call, remember
 from tpkernels.plan import Problem
 
 SCHEMA = (
@@ -52,7 +52,6 @@ def _run(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    forbid_grad("all_gather", (x,))
     own = groups.get(group)
     sizes = None if shard_sizes is None else tuple(shard_sizes)
     key = ("all_gather", x.shape, x.dtype, x.device, gather_dim, sizes, algorithm)
@@ -78,7 +77,21 @@ def _fake(
     return x.new_empty(shape)
 
 
+def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
+    _, ctx.group, ctx.dim = inputs
+    ctx.options = keyword_only_inputs
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
+    options = ctx.options
+    grad_x = torch.ops.tpkernels.reduce_scatter.default(
+        grad, ctx.group, ctx.dim, shard_sizes=options["shard_sizes"], algorithm=options["algorithm"]
+    )
+    return grad_x, None, None
+
+
 define(SCHEMA, run=_run, fake=_fake)
+define_backward("all_gather", run=_run, save=_save, backward=_backward)
 
 
 def all_gather(
@@ -97,6 +110,9 @@ def all_gather(
         gather_dim: the dim that is split over the ranks.
         shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
         algorithm: "auto", or one of "unfused", "ring", "direct".
+
+    The gradient of ``x`` is the sum over the ranks of the gradients of its part of their results:
+    each rank is taken to use the result for a part of the loss of its own.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.

@@ -13,12 +13,13 @@ from tpkernels.algorithms.memory import empty
 from tpkernels.backends import Call, run
 from tpkernels.groups import Group, GroupLike
 from tpkernels.ops import _check
-from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.ops._all_gather_matmul_grad import backward, save
+from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember
 from tpkernels.plan import Problem
 
 SCHEMA = (
-    "all_gather_matmul(Tensor x, Tensor[] weights, str group, int gather_dim=0, *, "
-    "Tensor?[]? biases=None, ScalarType? out_dtype=None, bool return_gathered=False, "
+    "all_gather_matmul(Tensor x, Tensor[] weights, str group, int gather_dim=0, "
+    "Tensor[]? biases=None, *, ScalarType? out_dtype=None, bool return_gathered=False, "
     "SymInt[]? shard_sizes=None, str algorithm='auto') -> (Tensor gathered, Tensor[] outs)"
 )
 
@@ -28,7 +29,7 @@ def _prepare(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     gather_dim: int,
-    biases: Sequence[torch.Tensor | None] | None,
+    biases: Sequence[torch.Tensor] | None,
     out_dtype: torch.dtype | None,
     return_gathered: bool,
     shard_sizes: Sequence[int] | None,
@@ -45,7 +46,7 @@ def _prepare(
         raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
     for i, w in enumerate(weights):
         _check.weight(w, x, shape[-1], f"weights[{i}]")
-        if biases is not None:
+        if biases is not None and biases[i].shape != (0,):
             _check.bias(biases[i], x, w.shape[1], f"biases[{i}]")
     out = _check.out_dtype(out_dtype, x)
     options = [] if out == x.dtype else [f"out {dtypes.name(out)}"]
@@ -69,14 +70,13 @@ def _run(
     weights: Sequence[torch.Tensor],
     group: str,
     gather_dim: int = 0,
+    biases: Sequence[torch.Tensor] | None = None,
     *,
-    biases: Sequence[torch.Tensor | None] | None = None,
     out_dtype: torch.dtype | None = None,
     return_gathered: bool = False,
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    forbid_grad("all_gather_matmul", (x, *weights, *(biases or ())))
     own = groups.get(group)
     key = (
         "all_gather_matmul",
@@ -85,7 +85,7 @@ def _run(
         x.device,
         tuple((w.shape, w.dtype) for w in weights),
         gather_dim,
-        biases is not None and tuple(None if b is None else (b.shape, b.dtype) for b in biases),
+        biases is not None and tuple((b.shape, b.dtype) for b in biases),
         out_dtype,
         return_gathered,
         None if shard_sizes is None else tuple(shard_sizes),
@@ -100,7 +100,8 @@ def _run(
     lead = call.problem.shape[:-1]
     outs = [empty((*lead, w.shape[1]), out_dtype or x.dtype, x.device) for w in weights]
     gathered = empty(call.problem.shape, x.dtype, x.device) if return_gathered else None
-    run(call, x, weights, biases or [None] * len(weights), outs, gathered)
+    each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
+    run(call, x, weights, each_bias, outs, gathered)
     return (x.new_empty(0) if gathered is None else gathered), outs
 
 
@@ -109,8 +110,8 @@ def _fake(
     weights: Sequence[torch.Tensor],
     group: str,
     gather_dim: int = 0,
-    *,
     biases: Any = None,
+    *,
     out_dtype: torch.dtype | None = None,
     return_gathered: bool = False,
     shard_sizes: Sequence[int] | None = None,
@@ -125,6 +126,8 @@ def _fake(
 
 
 define(SCHEMA, run=_run, fake=_fake)
+define_backward("all_gather_matmul", run=_run, save=save, backward=backward)
+define_autocast("all_gather_matmul")
 
 
 @overload
@@ -148,6 +151,7 @@ def all_gather_matmul(  # type: ignore[misc]
     biases: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     out_dtype: torch.dtype | None = None,
     return_gathered: bool = False,
+    save_gathered: bool = False,
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Any:
@@ -162,6 +166,10 @@ def all_gather_matmul(  # type: ignore[misc]
         biases: [N] for each weight, or None.
         out_dtype: dtype of the result; default ``x``'s. Products accumulate in fp32 either way.
         return_gathered: also return the gathered ``x``.
+        save_gathered: keep the gathered ``x`` for the gradient of the weights. By default ``x``
+            alone is kept, and gathered again in the backward: that takes a small part of the time
+            of the product that follows, where keeping takes the memory of all ranks' activations on
+            each. ``return_gathered`` keeps it too.
         shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
         algorithm: "auto", or one of "unfused", "ring", "direct", "pipelined".
 
@@ -169,16 +177,25 @@ def all_gather_matmul(  # type: ignore[misc]
         y [..., M, ..., N] for one weight, a list for several; ``(gathered, y)`` with
         ``return_gathered``.
 
+    The gradient of ``x`` is one ``matmul_reduce_scatter``, that of a weight the product of the
+    gathered ``x`` and its result's gradient. A weight that is a leaf with ``grad_dtype`` float32
+    gets its gradient in float32, without a rounding to ``x``'s dtype.
+
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
         NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
 
-    The argument meanings are those of ``torch.ops.symm_mem.fused_all_gather_matmul``.
+    In ``torch.ops.tpkernels.all_gather_matmul`` a weight without a bias has one of no elements, and
+    ``gathered`` comes first, of no elements unless asked for. The argument meanings are those of
+    ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
     single = isinstance(weights, torch.Tensor)
     each = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
+    if each_bias is not None:  # the op's lists hold tensors only
+        each_bias = [x.new_empty(0) if bias is None else bias for bias in each_bias]
+    keep = save_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in each)
     gathered, outs = torch.ops.tpkernels.all_gather_matmul.default(
         x,
         each,
@@ -186,7 +203,7 @@ def all_gather_matmul(  # type: ignore[misc]
         gather_dim,
         biases=each_bias,
         out_dtype=out_dtype,
-        return_gathered=return_gathered,
+        return_gathered=return_gathered or keep,
         shard_sizes=shard_sizes,
         algorithm=algorithm,
     )

@@ -11,7 +11,13 @@ from tpkernels.algorithms.memory import empty
 from tpkernels.backends import Call, run
 from tpkernels.groups import Group, GroupLike
 from tpkernels.ops import _check
-from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.ops._library import (
+    define,
+    define_backward,
+    forbid_grad,
+    plan_call,
+    remember,
+)
 from tpkernels.ops._reduction import describe, reduction_of
 from tpkernels.plan import Problem
 
@@ -22,7 +28,6 @@ SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto')
 
 
 def _call(x: torch.Tensor, group: str, out_dtype: torch.dtype | None, algorithm: str) -> Call:
-    forbid_grad("all_reduce", (x,))
     own = groups.get(group)
     key = ("all_reduce", x.shape, x.dtype, x.device, out_dtype, algorithm)
     call = own.calls.get(key)
@@ -60,6 +65,7 @@ def _run(
 
 
 def _run_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
+    forbid_grad("all_reduce_", x, "it overwrites its input: use tpkernels.all_reduce")
     call = _call(x, group, None, algorithm)
     out = x if x.is_contiguous() else x.new_empty(x.shape)
     run(call, x, out, reduction_of(x, None))
@@ -79,10 +85,20 @@ def _fake(
 
 
 def _fake_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
+    forbid_grad("all_reduce_", x, "it overwrites its input: use tpkernels.all_reduce")
     groups.get(group)
 
 
+def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
+    return grad.to(ctx.dtype), None
+
+
 define(SCHEMA, run=_run, fake=_fake)
+define_backward("all_reduce", run=_run, save=_save, backward=_backward)
 define(SCHEMA_IN_PLACE, run=_run_in_place, fake=_fake_in_place)
 
 
@@ -105,6 +121,11 @@ def all_reduce(
         The sum, taken in fp32 in the order of the ranks and rounded once: the same bits on every
         rank and in every run.
 
+    The gradient of the result is taken to be the same on all ranks, since all compute the same loss
+    from it, and passes to each rank's ``x`` as it is. What all ranks share and each multiplies by
+    weights of its own needs the opposite, the sum of its gradients: ``x = x.view_as(x)`` for the
+    products alone, with ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
+
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
         NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
@@ -117,6 +138,7 @@ def all_reduce(
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:
-    """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does."""
+    """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does, and
+    ``NotImplementedError`` where a gradient of ``x`` is recorded."""
     torch.ops.tpkernels.all_reduce_.default(x, groups.name_of(group), algorithm=algorithm)
     return x

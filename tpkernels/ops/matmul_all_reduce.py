@@ -10,12 +10,13 @@ from tpkernels import groups
 from tpkernels.backends import Call, run
 from tpkernels.groups import Group, GroupLike
 from tpkernels.ops import _check
-from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.ops._autograd import WeightGrad, bias_grad, matmul
+from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember
 from tpkernels.ops._reduction import describe, reduction_of
 from tpkernels.plan import Problem
 
 SCHEMA = (
-    "matmul_all_reduce(Tensor x, Tensor w, str group, *, Tensor? bias=None, Tensor? residual=None, "
+    "matmul_all_reduce(Tensor x, Tensor w, str group, Tensor? bias=None, Tensor? residual=None, *, "
     "ScalarType? out_dtype=None, ScalarType? wire_dtype=None, str algorithm='auto') -> Tensor"
 )
 
@@ -54,14 +55,13 @@ def _run(
     x: torch.Tensor,
     w: torch.Tensor,
     group: str,
-    *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    *,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    forbid_grad("matmul_all_reduce", (x, w, bias, residual))
     own = groups.get(group)
     key = (
         "matmul_all_reduce",
@@ -88,9 +88,9 @@ def _fake(
     x: torch.Tensor,
     w: torch.Tensor,
     group: str,
-    *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    *,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
@@ -99,7 +99,31 @@ def _fake(
     return x.new_empty((*x.shape[:-1], w.shape[1]), dtype=out_dtype)
 
 
+def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
+    x, w, _, bias, residual = inputs
+    ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None)
+    ctx.dtype, ctx.weight_grad = x.dtype, WeightGrad.of(w)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
+    """All of it local: the gradient of the sum is that of each partial (ops/_autograd.py)."""
+    x, w = ctx.saved_tensors
+    need_x, need_w, _, need_bias, need_residual = needs
+    factor = grad.to(ctx.dtype)
+    return (
+        matmul(factor, w.t()) if need_x else None,
+        ctx.weight_grad.product(x, factor) if need_w else None,
+        None,
+        bias_grad(grad, ctx.bias_dtype) if need_bias else None,
+        grad.to(ctx.residual_dtype) if need_residual else None,
+    )
+
+
 define(SCHEMA, run=_run, fake=_fake)
+define_backward("matmul_all_reduce", run=_run, save=_save, backward=_backward)
+define_autocast("matmul_all_reduce")
 
 
 def matmul_all_reduce(
@@ -128,6 +152,10 @@ def matmul_all_reduce(
     Returns:
         ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in the order of
         the ranks and rounded once: the same bits on every rank, in every run, for every algorithm.
+
+    Its gradient is taken to be the same on all ranks, since all compute the same loss from it. The
+    backward is local then: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``; see ``all_reduce`` for
+    an input that all ranks share.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.

@@ -12,14 +12,15 @@ from tpkernels import groups
 from tpkernels.backends import Call, run
 from tpkernels.groups import Group, GroupLike
 from tpkernels.ops import _check
-from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.ops._autograd import WeightGrad, algorithm_like, bias_grad
+from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember
 from tpkernels.ops._reduction import describe, reduction_of
 from tpkernels.plan import Problem
 
 SCHEMA = (
-    "matmul_reduce_scatter(Tensor x, Tensor w, str group, int scatter_dim=0, *, Tensor? bias=None, "
-    "Tensor? residual=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None, "
-    "SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor"
+    "matmul_reduce_scatter(Tensor x, Tensor w, str group, int scatter_dim=0, "
+    "Tensor? bias=None, Tensor? residual=None, *, ScalarType? out_dtype=None, "
+    "ScalarType? wire_dtype=None, SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor"
 )
 
 
@@ -63,15 +64,14 @@ def _run(
     w: torch.Tensor,
     group: str,
     scatter_dim: int = 0,
-    *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    *,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    forbid_grad("matmul_reduce_scatter", (x, w, bias, residual))
     own = groups.get(group)
     key = (
         "matmul_reduce_scatter",
@@ -115,9 +115,9 @@ def _fake(
     w: torch.Tensor,
     group: str,
     scatter_dim: int = 0,
-    *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    *,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     shard_sizes: Sequence[int] | None = None,
@@ -130,7 +130,60 @@ def _fake(
     return x.new_empty(shape, dtype=out_dtype)
 
 
+def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
+    x, w, ctx.group, ctx.dim, bias, residual = inputs
+    ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None)
+    ctx.dtype, ctx.weight_grad, ctx.options = x.dtype, WeightGrad.of(w), keyword_only_inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
+
+
+def _gathered(ctx: Any, grad: torch.Tensor, w: torch.Tensor | None, keep: bool) -> Any:
+    """(the gradient of x, or None without ``w``; the gathered gradient, if kept or needed): one
+    gather at the most."""
+    sizes, forward = ctx.options["shard_sizes"], ctx.options["algorithm"]
+    last = ctx.dim == grad.dim() - 1
+    if w is not None:
+        whole, (grad_x,) = torch.ops.tpkernels.all_gather_matmul.default(
+            grad,
+            [w.t()],
+            ctx.group,
+            ctx.dim,
+            return_gathered=keep,
+            shard_sizes=sizes,
+            algorithm=algorithm_like(forward, has_matmul=True, last_dim=last),
+        )
+        return grad_x, whole
+    whole = torch.ops.tpkernels.all_gather.default(
+        grad,
+        ctx.group,
+        ctx.dim,
+        shard_sizes=sizes,
+        algorithm=algorithm_like(forward, has_matmul=False, last_dim=last),
+    )
+    return None, whole
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
+    x, w = ctx.saved_tensors
+    need_x, need_w, _, _, need_bias, need_residual = needs
+    grad_x, whole = None, grad
+    if need_x or need_w or need_bias:
+        keep = need_w or need_bias
+        grad_x, whole = _gathered(ctx, grad.to(ctx.dtype), w if need_x else None, keep)
+    return (
+        grad_x,
+        ctx.weight_grad.product(x, whole) if need_w else None,
+        None,
+        None,
+        bias_grad(whole, ctx.bias_dtype) if need_bias else None,
+        grad.to(ctx.residual_dtype) if need_residual else None,
+    )
+
+
 define(SCHEMA, run=_run, fake=_fake)
+define_backward("matmul_reduce_scatter", run=_run, save=_save, backward=_backward)
+define_autocast("matmul_reduce_scatter")
 
 
 def matmul_reduce_scatter(
@@ -164,6 +217,9 @@ def matmul_reduce_scatter(
     Returns:
         This rank's share of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
         the order of the ranks and rounded once: the same bits in every run, for every algorithm.
+
+    The backward gathers the gradients of the shares once, for ``x`` (an ``all_gather_matmul``),
+    ``w`` and ``bias``, whose whole gradient every rank gets.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.

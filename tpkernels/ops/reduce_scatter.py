@@ -11,7 +11,7 @@ from tpkernels import dtypes, groups
 from tpkernels.backends import Call, run
 from tpkernels.groups import Group, GroupLike
 from tpkernels.ops import _check
-from tpkernels.ops._library import define, forbid_grad, plan_call, remember
+from tpkernels.ops._library import define, define_backward, plan_call, remember
 from tpkernels.ops._reduction import describe, reduction_of
 from tpkernels.plan import Problem
 
@@ -54,7 +54,6 @@ def _run(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    forbid_grad("reduce_scatter", (x,))
     own = groups.get(group)
     sizes = None if shard_sizes is None else tuple(shard_sizes)
     key = ("reduce_scatter", x.shape, x.dtype, x.device, scatter_dim, out_dtype, sizes, algorithm)
@@ -82,7 +81,24 @@ def _fake(
     return x.new_empty(shape, dtype=out_dtype)
 
 
+def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
+    x, ctx.group, ctx.dim = inputs
+    ctx.dtype, ctx.options = x.dtype, keyword_only_inputs
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
+    grad_x = torch.ops.tpkernels.all_gather.default(
+        grad.to(ctx.dtype),
+        ctx.group,
+        ctx.dim,
+        shard_sizes=ctx.options["shard_sizes"],
+        algorithm=ctx.options["algorithm"],
+    )
+    return grad_x, None, None
+
+
 define(SCHEMA, run=_run, fake=_fake)
+define_backward("reduce_scatter", run=_run, save=_save, backward=_backward)
 
 
 def reduce_scatter(
@@ -105,7 +121,8 @@ def reduce_scatter(
         algorithm: "auto", or one of "unfused", "ring", "direct".
 
     Returns:
-        The share, summed in fp32 in the order of the ranks and rounded once.
+        The share, summed in fp32 in the order of the ranks and rounded once. The gradient of ``x``
+        is that of all shares, gathered.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.
