@@ -3,13 +3,8 @@ Kernels run under their interpreter, and shared memory stands in for torch's sym
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import signal
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import faults
@@ -17,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, RanksFixture, each, one_of_each
+from cuda_rehearsal import FUSED_OPS, Handle, SharedMemory, pretending
 from faults import Ending
 from ranked import check_cases, fresh_group, report
 
@@ -24,47 +20,7 @@ import tpkernels
 from tpkernels import dtypes, groups
 from tpkernels.algorithms import common
 from tpkernels.algorithms.common import Reduction
-from tpkernels.ops import _check
-from tpkernels.symm import cuda, host
-from tpkernels.symm.cuda import CudaSpace
-
-FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-
-
-@dataclass(frozen=True)
-class Handle:
-    buffer_ptrs: list[int]
-    multicast_ptr: int
-    arena: object
-
-
-class SharedMemory:
-    """torch's symmetric memory, as far as it is used."""
-
-    empty = staticmethod(torch.empty)
-
-    @staticmethod
-    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
-        workspace = groups.get(name).workspace
-        assert workspace is not None
-        arena = workspace._further_arena("a rehearsal", memory.numel())
-        return Handle([arena.region(r).address for r in range(workspace.member.world)], 0, arena)
-
-
-@contextlib.contextmanager
-def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
-    """CPU tensors take the way of CUDA tensors, and the kernels know of no obstacle."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_check, "device", lambda _: "cuda")
-        patch.setattr("tpkernels.ops._library.obstacle", lambda _: None)
-        patch.setattr(cuda, "symmetric", memory)
-        patch.setattr(host, "_FIRST_WORDS", 4)  # and so have to grow
-        patch.setattr(host, "_FIRST_BYTES", 1 << 12)
-        yield patch
-
-
-def space_of(group: dist.ProcessGroup) -> CudaSpace:
-    return faults.workspace_of(group)._cuda[torch.device("cpu")]
+from tpkernels.symm import cuda
 
 
 def cases_job(cases: Sequence[Case]) -> list[str]:
@@ -175,99 +131,3 @@ def test_what_one_rank_lacks_is_refused_by_all(
         assert first.error == "NotImplementedError" and words in first.text, first
         assert second.error == first.error and second.text == first.text
         assert unfused.error == "", unfused
-
-
-def all_nan(call: functools.partial[torch.Tensor]) -> bool:
-    return bool(call().isnan().all())
-
-
-def late_job(op: str) -> tuple[bool, Ending] | None:
-    """Rank 1 does not come. The kernel of rank 0 gives up; its results and the next call say so."""
-    with pretending():
-        group = faults.new_group(timeout=1.5)
-        faults.run_op(op, group, "fused", 12)
-        if group.rank() == 1:
-            time.sleep(4.0)
-            return None
-        x, w = torch.ones(12, 48), torch.ones(48, 40)
-        call = functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
-        return all_nan(call), faults.ending_of(call)
-
-
-@pytest.mark.parametrize("op", FUSED_OPS)
-def test_a_kernel_that_gave_up_leaves_nan(interpreting: RanksFixture, op: str) -> None:
-    told = interpreting(2).run(late_job, op)[0]
-    assert told is not None
-    spoilt, after = told
-    assert spoilt
-    assert after.error == "CollectiveTimeoutError" and after.peer == 1, after
-    assert "an earlier call of the group, found by " + op in after.text
-
-
-def killed_job(op: str) -> tuple[list[bool], Ending, float] | None:
-    """Rank 1 is killed before its kernel starts; the thread that watches ends the others' waits.
-    (Where a rank is so slow that it sees it before its kernel starts, that call raises already.)"""
-    with pretending():
-        group = faults.new_group()
-        faults.run_op(op, group, "fused", 12)
-        x, w = torch.ones(12, 48), torch.ones(48, 40)
-        call = functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
-        if group.rank() == 1:
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        spoilt: list[bool] = []
-        begin = time.monotonic()
-        ending = faults.ending_of(lambda: spoilt.append(all_nan(call)))
-        if not ending.error:
-            ending = faults.ending_of(call)
-        return spoilt, ending, time.monotonic() - begin
-
-
-@pytest.mark.parametrize("op", FUSED_OPS)
-def test_a_killed_rank_is_reported_by_the_next_call(op: str) -> None:
-    with faults.watched_ranks(3, TRITON_INTERPRET="1") as ranks:
-        outcomes = faults.collect(ranks, killed_job, op)
-        assert outcomes[1].exitcode == -signal.SIGKILL
-        for spoilt, after, seconds in faults.values(outcomes, 1).values():
-            assert all(spoilt)
-            assert after.error == "PeerLostError" and after.peer == 1, after
-            assert f"pid {ranks.pids[1]}" in after.text, after
-            assert seconds < faults.PATIENCE / 2, seconds
-
-
-def mismatched_job() -> tuple[bool, Ending]:
-    with pretending():
-        group = faults.new_group()
-        faults.run_op("matmul_all_reduce", group, "fused", 40)
-        x, w = torch.ones(40, 8), torch.ones(8, 32 + 8 * (group.rank() == 1))
-        call = functools.partial(tpkernels.matmul_all_reduce, x, w, group, algorithm="fused")
-        return all_nan(call), faults.ending_of(call)
-
-
-def test_a_mismatch_is_found_by_the_kernels(interpreting: RanksFixture) -> None:
-    for rank, (spoilt, after) in enumerate(interpreting(2).run(mismatched_job)):
-        assert spoilt
-        assert after.error == "CollectiveMismatchError", after
-        assert after.peer == 1 - rank, after
-
-
-def closed_job() -> Ending:
-    """Rank 1 gives its workspaces back; the others' next call says so."""
-    with pretending():
-        group = faults.new_group()
-        faults.run_op("matmul_all_reduce", group, "fused", 12)
-        space_of(group).check()
-        dist.barrier()
-        if group.rank() == 1:
-            tpkernels.finalize()
-        time.sleep(0.3)
-        dist.barrier()
-        if group.rank() == 1:
-            return Ending("", "", None, 0.0, 0.0)
-        return faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group, "fused", 12))
-
-
-def test_a_rank_that_left_is_reported() -> None:
-    with faults.watched_ranks(2, TRITON_INTERPRET="1") as ranks:
-        first = faults.values(faults.collect(ranks, closed_job))[0]
-        assert first.error == "PeerLostError" and "tpkernels.finalize" in first.text, first

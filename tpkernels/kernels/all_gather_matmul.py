@@ -25,6 +25,7 @@ from tpkernels.kernels.sync import (
     TILES,
     buffer_of,
     enter,
+    failed,
     fence_async_proxy,
     leave,
     next_buffer,
@@ -54,6 +55,8 @@ def share_kernel(
     own = next_buffer(regions, state, rank, buffers_at, buffer_stride)
     own = pointer(own, x.dtype.element_ty)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
+    if failed(state):
+        count = 0
     copy_elements(x, own, count, lane, lanes, BLOCK)
     copy_elements(x, gathered, count, lane, lanes, BLOCK)
 

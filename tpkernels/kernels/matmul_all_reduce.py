@@ -62,7 +62,7 @@ def _share_result(context, result, at, inside, tile, last):
     peers, results_at, results, out = context[0], context[1], context[2], context[3]
     for i in range(1, peers.world):
         to = (peers.rank + i) % peers.world
-        tl.store(_results(peers, to, results_at, out) + at, result, mask=inside)
+        tl.store(_results(peers, to, results_at, out) + at, result, mask=inside & peers.usable)
         if last:
             publish(peers, to, results + tile, context[4])
 

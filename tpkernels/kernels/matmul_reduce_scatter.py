@@ -58,7 +58,7 @@ def push(
     """Stores a tile into this rank's slot at ``to``, and tells it so."""
     corner, offsets, inside = tile_at(row, column, row_end, N, N, acc.shape[0], acc.shape[1])
     slot = slot_of(peers, to, peers.rank, slot_bytes, WIRE)
-    tl.store(slot + corner + offsets, rounded(acc, WIRE), mask=inside)
+    tl.store(slot + corner + offsets, rounded(acc, WIRE), mask=inside & peers.usable)
     publish(peers, to, TILES + tile, CHAOS)
 
 

@@ -28,7 +28,8 @@ graph replays correctly.
 Failure: a wait ends at its deadline, when the peer's ENTERED word is of another call, when the host
 sets ABORT, or when another wait of the grid has failed. From then on the grid publishes nothing, so
 that no peer takes garbage for data; the kernel runs to its end, and its last program fills the
-results with NaN. The host finds FAILED set when it looks next.
+results with NaN. The host finds FAILED set when it looks next. Calls queued before that store into
+no buffer (`usable`): a peer may be further behind them than the invariant allows.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class Peers(NamedTuple):
     buffer_stride: Any  # bytes from one buffer to the other
     world: Any
     seed: Any  # of the delays that CHAOS asks for
+    usable: Any  # whether no wait had failed before; else nothing may be stored in a buffer
 
 
 @triton.jit
@@ -132,6 +134,12 @@ def next_buffer(regions, state, rank, buffers_at, buffer_stride):
 
 
 @triton.jit
+def failed(state):
+    """Whether a wait has failed, in this grid or in one before it."""
+    return tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu") != 0
+
+
+@triton.jit
 def enter(
     regions,
     state,
@@ -151,7 +159,7 @@ def enter(
     word = (signature.to(tl.int64) << 32) | epoch
     peers = Peers(
         regions, rank, word, epoch & 1, state, control, timeout_ns, words, buffers_at,
-        buffer_stride, WORLD, seed,
+        buffer_stride, WORLD, seed, not failed(state),
     )  # fmt: skip
     if tl.program_id(0) == 0:
         for i in range(1, WORLD):
@@ -168,12 +176,12 @@ def leave(peers, CHAOS: tl.constexpr):
             wait_for(peers, (peers.rank + i) % peers.world, ENTERED, CHAOS)
     tl.debug_barrier()  # the count is one thread's, the results all threads'
     ended = tl.atomic_add(peers.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
-    status = tl.atomic_add(peers.state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
+    broken = failed(peers.state)
     last = ended == tl.num_programs(0) - 1
     if last:
         tl.store(peers.state + STATE_ENDED, 0)
         tl.store(peers.state + STATE_EPOCH, peers.word & 0xFFFFFFFF)
-    return last & (status != 0)
+    return last & broken
 
 
 @triton.jit
@@ -210,9 +218,9 @@ def publish_from(peers, to, source, index, CHAOS: tl.constexpr):
     """The same for data that came from ``source``. Nothing is told after a wait has failed: what
     was written since is not the data."""
     delay(peers, index, CHAOS)
-    status = tl.atomic_add(peers.state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
+    broken = failed(peers.state)
     tl.debug_barrier()  # the word is one thread's, the data all threads'
-    if status == 0:
+    if not broken:
         word = word_of(peers, to, source, index)
         tl.atomic_xchg(word, peers.word, sem="release", scope="sys")
 
