@@ -25,11 +25,13 @@ ALLOWED = {
     "errors": set[str](),
     "dtypes": set[str](),
     "shards": set[str](),
+    "numerics": {"dtypes", "shards", "numerics"},
     "plan": LEAVES - {"_C"},
     "kernels": LEAVES | {"symm", "kernels"},
     "symm": LEAVES | {"symm"},
     "algorithms": LEAVES | {"plan", "symm", "algorithms", "kernels"},
     "groups": LEAVES | {"symm"},
+    "benchmarking": {"groups"},
     "backends": LEAVES | {"plan", "algorithms", "groups", "symm"},
     "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops"},
 }
