@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -120,6 +121,11 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         tpkernels.benchmark(pytest.fail, **options)
 
 
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="device meta"):
+        tpkernels.benchmark(pytest.fail, torch.empty(1, device="meta"))
+
+
 def test_the_first_tensor_says_whose_clock() -> None:
     there = torch.empty(1, device="meta")
     assert benchmarking._device_of((1, [2, (there,)], torch.empty(1))).type == "meta"
@@ -163,39 +169,47 @@ def test_cuda_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (timing.min, timing.max) == (2.0, 2.0)
 
 
-def in_turn() -> tuple[Timing, Timing, int, str]:
-    """Ranks sleep in turn. Timed alone, timed as a group, calls made, refusal of unlike options."""
-    group, calls = dist.group.WORLD, 0
+Span = tuple[float, float]
+
+
+def in_turn() -> tuple[Timing, Timing, list[Span], str]:
+    """Ranks sleep in turn. Timed alone, timed as a group, when each call of that began and ended
+    (on a clock that processes share), and the refusal of unlike options."""
+    group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    rank = dist.get_rank()
+    spans: list[Span] = []
 
     def turn() -> None:
-        nonlocal calls
-        calls += 1
-        if calls % 2 == rank:
+        begin = time.monotonic()
+        if len(spans) % 2 == rank:
             time.sleep(0.1)
+        spans.append((begin, time.monotonic()))
 
     alone = tpkernels.benchmark(turn, warmup=0, iterations=6)
+    spans.clear()
     together = tpkernels.benchmark(turn, warmup=2, min_seconds=1.0, group=group)
-    made = calls - 6
+    refusal = ""
     try:
-        tpkernels.benchmark(turn, iterations=5 + rank, group=group)
+        tpkernels.benchmark(pytest.fail, iterations=5 + rank, group=group)
     except ValueError as error:
-        return alone, together, made, str(error)
-    return alone, together, made, ""
+        refusal = str(error)
+    return alone, together, spans, refusal
 
 
 def test_the_slowest_rank_counts_in_each_iteration(ranks: Callable[[int], Ranks]) -> None:
     told = ranks(2).run(in_turn, timeout=60)
-    for rank, (alone, together, made, refusal) in enumerate(told):
+    for rank, (alone, together, spans, refusal) in enumerate(told):
         assert alone.min < 50 and alone.max >= 100  # a rank by itself sleeps every other time
         assert together == told[0][1]
         assert together.min >= 100
         assert together.median < 150  # 200, if a wait for the other rank were in it
         assert 5 <= together.iterations <= 10
-        assert made == together.iterations + 2
+        assert len(spans) == together.iterations + 2
         assert f"rank {rank} gives iterations={5 + rank}, but over the group it goes" in refusal
         assert "from 5 to 6" in refusal
+    both = list(zip(*(spans for _, _, spans, _ in told), strict=True))
+    for before, after in pairwise(both):  # a barrier between
+        assert max(end for _, end in before) <= min(begin for begin, _ in after)
 
 
 @pytest.mark.gpu

@@ -34,11 +34,19 @@ def test_the_heatmap_shows_the_wrong_region(tmp_path: Path) -> None:
     for name, out in {"right": x, "wrong": wrong}.items():
         compare(x, out, 0.0, 0.0, ([16, 16, 0, 32], 2)).save_heatmap(tmp_path / f"{name}.png")
         pictures[name] = torch.from_numpy(imread(tmp_path / f"{name}.png").copy())
-    for picture in pictures.values():
+    brightest, largest = {}, {}
+    for name, picture in pictures.items():
         assert min(picture.shape[:2]) > 200
         assert len(picture.flatten(0, 1).unique(dim=0)) > 50
-    changed = (pictures["right"] != pictures["wrong"]).any(-1).double().mean()
-    assert 0.01 < changed < 0.5
+        red, green, blue = picture[..., :3].unbind(-1)
+        bright = (red > 0.95) & (green > 0.95) & (blue < 0.75)  # the end of the scale
+        brightest[name], largest[name] = bright.tensor_split(2, dim=1)
+    assert brightest["right"].double().mean() < 0.01
+    assert brightest["wrong"].double().mean() > 0.03
+    row, column = brightest["wrong"].nonzero().double().median(0).values.tolist()
+    height, width = brightest["wrong"].shape
+    assert 0.25 < row / height < 0.5 < column / width < 0.85  # second of four, second of two
+    assert largest["wrong"].sum() > 1.5 * brightest["wrong"].sum()  # the NaN's region as well
 
 
 def test_the_heatmap_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def benchmark(
     """Times ``fn(*args)``; keyword arguments of ``fn`` go in by ``functools.partial``.
 
     On a CUDA device by events on its current stream: iterations are queued one after the other and
-    waited for once, at the end. Elsewhere by the host's clock.
+    waited for once, at the end. On the CPU by the host's clock.
 
     Args:
         warmup: calls before the first that counts.
@@ -105,9 +105,12 @@ def benchmark(
 
     Raises:
         ValueError: a number out of range, two that exclude each other, ranks that give others.
+        NotImplementedError: a device of another kind.
     """
     clock = torch.device(device) if device is not None else _device_of(args)
     _check(warmup, iterations, min_seconds, calls)
+    if clock.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device {clock}; there are clocks for cpu and cuda")
     if flush_l2 and clock.type != "cuda":
         raise ValueError(f"flush_l2 is for CUDA devices, and this measures on {clock}")
     seconds = _SECONDS if min_seconds is None else min_seconds
