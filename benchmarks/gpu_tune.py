@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_stages import Result, Setting, over_ranks, synchronize, times_ms
+import tpkernels
+from benchmarks.gpu_stages import Result, Setting, over_ranks, times_ms
 
 # (block_m, block_n, block_k, num_warps, num_stages)
 CANDIDATES = {
@@ -69,24 +71,8 @@ def tune(setting: Setting) -> Iterator[Result]:
             yield Result("tune", what, f"{best:.3f}x of torch.matmul", ok=None)
 
 
-def _median_ms(device: str, job: Callable[[], object], repeats: int) -> float:
-    """The same number of calls on every rank, or they would wait for each other for ever."""
-    job()
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        job()
-        end.record()
-        synchronize(device)
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
 def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
-    """(op, our ms, their ms) on ranks that may share a GPU, bf16."""
+    """(op, our ms, their ms) on ranks that may share a GPU, bf16; the same on every rank."""
     import torch.distributed._symmetric_memory as symmetric
 
     from benchmarks.gpu_calls import FusedCalls
@@ -111,10 +97,10 @@ def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float,
             lambda: theirs.fused_matmul_reduce_scatter(whole, w, "sum", 0, name),
         ),
     }
-    return [
-        (op, _median_ms(device, ours, 20), _median_ms(device, other, 20))
-        for op, (ours, other) in pairs.items()
-    ]
+    time = functools.partial(
+        tpkernels.benchmark, warmup=1, iterations=20, group=group, device=device
+    )
+    return [(op, time(ours).median, time(other).median) for op, (ours, other) in pairs.items()]
 
 
 def symm_mem(setting: Setting) -> Iterator[Result]:
@@ -124,7 +110,6 @@ def symm_mem(setting: Setting) -> Iterator[Result]:
         return
     for m, n, k in [(512, 4096, 4096), (2048, 4096, 4096), (8192, 4096, 4096)]:
         told = over_ranks(setting, 2, _symm_mem_job, m, n, k)
-        for rows in zip(*told, strict=True):
-            op, ours, theirs = rows[0][0], max(r[1] for r in rows), max(r[2] for r in rows)
+        for op, ours, theirs in told[0]:
             value = f"{ours:.4f} ms, symm_mem {theirs:.4f} ms: {theirs / ours:.2f}x"
             yield Result("symm_mem", f"{op} {m}x{n}x{k}, 2 ranks", value, ok=None)

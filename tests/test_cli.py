@@ -130,10 +130,10 @@ def test_check_tells_right_from_wrong(
 
 
 def test_time_is_the_median_of_the_slowest_rank() -> None:
-    ranks = [Samples((0.001, 0.005, 0.003), calls=2), Samples((0.002, 0.001, 0.004), calls=2)]
-    time = summary(ranks)
-    assert (time.least, time.median, time.p95) == (2.0, 4.0, 5.0)
-    assert (time.runs, time.calls) == (3, 2)
+    seconds = (0.001, 0.005, 0.003), (0.002, 0.001, 0.004)
+    time = summary([Samples(each, calls=2, warmup=1) for each in seconds])
+    assert (time.min, time.median, time.p95) == (2.0, 4.0, 5.0)
+    assert (time.iterations, time.calls, time.warmup) == (3, 2, 1)
 
 
 def test_bench_writes_json(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_bench_writes_json(tmp_path: Path) -> None:
     assert all(
         first["ms"][name]["median"] > 0 for name in ("tpkernels", "gloo", "matmul", "product")
     )
-    assert first["ms"]["tpkernels"]["runs"] == 2
+    assert first["ms"]["tpkernels"]["iterations"] == 2
     assert written["results"][2]["ms"]["matmul"] is None
     known = {"cpu", "cores", "torch", "tpkernels", "date", "command", "load", "ranks"}
     assert known <= set(written["environment"])

@@ -25,6 +25,7 @@ ALLOWED = {
     "errors": set[str](),
     "dtypes": set[str](),
     "shards": set[str](),
+    "numerics": {"dtypes", "shards", "numerics"},
     "plan": LEAVES - {"_C"},
     "kernels": LEAVES | {"symm", "kernels"},
     "cuda": LEAVES | {"symm", "cuda"},
@@ -32,6 +33,7 @@ ALLOWED = {
     "algorithms": LEAVES | {"plan", "symm", "algorithms", "kernels", "cuda"},
     "groups": LEAVES | {"symm"},
     "nccl": LEAVES | {"symm", "groups", "nccl"},
+    "benchmarking": {"groups"},
     "backends": LEAVES | {"plan", "algorithms", "groups", "symm"},
     "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops"},
 }

@@ -4,7 +4,8 @@ The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take
 mesh dimension or a group's name.
 """
 
-from tpkernels import nccl
+from tpkernels import nccl, numerics
+from tpkernels.benchmarking import benchmark
 from tpkernels.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -36,12 +37,14 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce",
     "all_reduce_",
+    "benchmark",
     "empty",
     "finalize",
     "init",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nccl",
+    "numerics",
     "reduce_scatter",
     "shard_sizes",
 ]

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tpkernels import dtypes
 from tpkernels.backends import OPS
+from tpkernels.benchmarking import Timing
 from tpkernels.cli import environment
 from tpkernels.cli.cases import MATMUL_OPS, Spec
 from tpkernels.cli.comparison import BASELINES, CaseReport, run_case
@@ -35,7 +36,7 @@ from tpkernels.cli.options import (
 )
 from tpkernels.cli.output import byte_size, console, milliseconds, table
 from tpkernels.cli.session import open_session, world_size
-from tpkernels.cli.timing import Time, summary
+from tpkernels.cli.timing import summary
 from tpkernels.plan import choose
 
 _SHAPES = ["16,2048,2048", "1024,2048,2048"]
@@ -173,7 +174,7 @@ def _result(spec: Spec, requested: str, reports: list[CaseReport]) -> dict[str, 
     }
 
 
-def _time(time: Time | None) -> dict[str, float] | None:
+def _time(time: Timing | None) -> dict[str, float] | None:
     return None if time is None else asdict(time)
 
 

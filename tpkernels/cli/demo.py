@@ -13,7 +13,7 @@ from tpkernels.cli.layer import Call, LayerReport, LayerShape, run_layer
 from tpkernels.cli.options import DTYPES, UsageError, at_least, dtype_named, exit_codes
 from tpkernels.cli.output import console, milliseconds, table
 from tpkernels.cli.session import open_session, world_size
-from tpkernels.cli.timing import Time, summary
+from tpkernels.cli.timing import summary
 
 
 def demo(
@@ -105,9 +105,7 @@ def _table(reports: list[LayerReport]) -> Table:
 def _row(calls: tuple[Call, ...]) -> list[str]:
     """One op; what it was is the same on all ranks, the times are not."""
     call = calls[0]
-    times: dict[str, Time] = {
-        name: summary([each.samples[name] for each in calls]) for name in call.samples
-    }
+    times = {name: summary([each.samples[name] for each in calls]) for name in call.samples}
     ours = times["tpkernels"].median
     ratio = f"{call.verdict.ratio:.2f}"
     return [

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
+
+from tpkernels.benchmarking import Timing, slowest
 
 # A timed region is at least this long (as far as _MOST_CALLS allows): ranks leave a barrier some
 # 0.1 ms apart, which counts in full on the first of them.
@@ -28,22 +28,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds of one call in each repetition, on one rank; a repetition is ``calls`` calls."""
+    """Seconds of one call in each repetition, on one rank; a repetition is ``calls`` calls, and
+    ``warmup`` calls came before."""
 
     seconds: tuple[float, ...]
     calls: int
-
-
-@dataclass(frozen=True)
-class Time:
-    """What all ranks' samples come to: of each repetition the slowest rank, then over repetitions.
-    Milliseconds."""
-
-    median: float
-    p95: float
-    least: float
-    runs: int
-    calls: int
+    warmup: int
 
 
 def measure(
@@ -54,25 +44,24 @@ def measure(
     Args:
         budget: seconds after which no further repetition starts, if there have been three.
     """
-    calls = {name: _calls_per_region(variant) for name, variant in variants.items()}
+    sizes = {name: _calls_per_region(variant) for name, variant in variants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     started = time.perf_counter()
     for repetition in range(repeat):
         first = repetition % len(names)
         for name in names[first:] + names[:first]:
-            seconds[name].append(_region(variants[name], calls[name]))
-        elapsed = _slowest(time.perf_counter() - started)
+            seconds[name].append(_region(variants[name], sizes[name][0]))
+        (elapsed,) = slowest([time.perf_counter() - started])
         if elapsed > budget and repetition >= 2:
             break
-    return {name: Samples(tuple(seconds[name]), calls[name]) for name in names}
+    return {name: Samples(tuple(seconds[name]), *sizes[name]) for name in names}
 
 
-def summary(ranks: Sequence[Samples]) -> Time:
-    """The times of all ranks as one."""
-    slowest = sorted(1e3 * max(each) for each in zip(*(s.seconds for s in ranks), strict=True))
-    p95 = slowest[math.ceil(0.95 * len(slowest)) - 1]
-    return Time(statistics.median(slowest), p95, slowest[0], len(slowest), ranks[0].calls)
+def summary(ranks: Sequence[Samples]) -> Timing:
+    """The times of all ranks as one: of each repetition the slowest rank's."""
+    samples = [1e3 * max(each) for each in zip(*(s.seconds for s in ranks), strict=True)]
+    return Timing.of(samples, warmup=ranks[0].warmup, calls=ranks[0].calls)
 
 
 def _region(variant: Variant, calls: int) -> float:
@@ -86,15 +75,11 @@ def _region(variant: Variant, calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def _calls_per_region(variant: Variant) -> int:
-    """The same on all ranks. Warms up too."""
-    took = _slowest(_region(variant, 1))
+def _calls_per_region(variant: Variant) -> tuple[int, int]:
+    """The same on all ranks, and how many calls it took to find out: they warm up too."""
+    (took,) = slowest([_region(variant, 1)])
+    warmup = 1
     if took < _WARM_SECONDS:
-        took = _slowest(_region(variant, 1))
-    return min(max(1, math.ceil(_REGION_SECONDS / took)), _MOST_CALLS)
-
-
-def _slowest(seconds: float) -> float:
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)
+        (took,) = slowest([_region(variant, 1)])
+        warmup = 2
+    return min(max(1, math.ceil(_REGION_SECONDS / took)), _MOST_CALLS), warmup
