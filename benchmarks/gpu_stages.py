@@ -143,7 +143,11 @@ def _fused_job(device: str, calls: int, delay_us: int, rows: int) -> list[tuple[
 
 def over_ranks(setting: Setting, world: int, job: Callable[..., Any], *args: object) -> list[Any]:
     """What ``job(device, *args)`` returns on each of ``world`` ranks."""
-    env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    env = {
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30.3 on, without NVLS
+        "NCCL_NVLS_ENABLE": "0",
+    }
     if setting.rehearsal:
         env["TRITON_INTERPRET"] = "1"
     with Ranks(world, backend="gloo", env=env) as ranks:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_cuda, gpu_stages, gpu_tune
+from benchmarks import gpu_cuda, gpu_nccl, gpu_stages, gpu_tune
 from benchmarks.gpu_stages import Result, Setting
 
 STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
@@ -32,6 +32,8 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "fused_check": gpu_stages.fused_check,
     "graph": gpu_stages.graph,
     "cuda_check": gpu_cuda.cuda_check,
+    "nccl_check": gpu_nccl.nccl_check,
+    "gpu_tests": gpu_nccl.gpu_tests,
     "paced_copy": gpu_cuda.paced_copy,
     "matmul_speed": gpu_stages.matmul_speed,
     "fused_speed": gpu_stages.fused_speed,

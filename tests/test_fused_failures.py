@@ -177,7 +177,8 @@ def test_an_exception_in_one_rank_reaches_all() -> None:
                 assert first.error == "MemoryError", first
                 continue
             assert first.error == "PeerLostError" and first.peer == 1, first
-            assert "MemoryError: none left" in first.text and first.seconds < PROMPT, first
+            assert "MemoryError: none left" in first.text, first
+            assert first.seconds < 3 * PROMPT, first  # a whole call of the interpreter
 
 
 def refused_job(op: str) -> list[str]:

@@ -173,7 +173,7 @@ def gradcheck_job(fast: bool) -> int:
     return done
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "fast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["projected", "whole"]
 )

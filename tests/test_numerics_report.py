@@ -63,10 +63,10 @@ def test_what_is_wrong_with_an_op_is_told_by_region() -> None:
     exact, bound = torch.zeros(4, 4, dtype=torch.float64), torch.full((4, 4), 0.5)
     want = Expected(exact, bound, torch.float32)
     got = torch.full((4, 4), 0.5)
-    assert ranked._difference(got, want) is None
+    assert ranked.difference(got, want) is None
     for wrong in (0.75, math.nan):
         got[2, 1] = wrong
-        told = ranked._difference(got, want)
+        told = ranked.difference(got, want)
         assert told is not None
         assert f"worst: [2, 1] is {wrong}, expected 0" in told
         assert told.count("!") == 1

@@ -91,6 +91,7 @@ def bias_grad(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def algorithm_like(forward: str, *, has_matmul: bool, last_dim: bool) -> str:
     """The algorithm of a collective in the backward: the one asked for in the forward, unless that
     splits a matmul and there is none here to split, or none that can be along the last dim."""
-    if forward in ("unfused", "ring", "direct") or (has_matmul and not last_dim):
+    anywhere = ("unfused", "direct") if has_matmul else ("unfused", "ring", "direct")
+    if forward in anywhere or (has_matmul and not last_dim):
         return forward
     return "auto"

@@ -1,0 +1,88 @@
+"""The NCCL communicator for the GPU suite, and the GPU-marked tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_stages import Result, Setting, integers, over_ranks
+from tpkernels import nccl
+
+# From this version on NCCL lets ranks share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
+_SHARED_GPU = (2, 30, 3)
+
+
+def _nccl_job(device: str, count: int) -> list[tuple[str, bool]]:
+    """On every rank: what was called, and whether it was exact."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    group = dist.new_group()
+    assert group is not None
+    told = []
+    for dtype in (torch.float32, torch.bfloat16):
+        every = [integers(r, device, dtype, world * count, 3) for r in range(world)]
+        total, mine = torch.stack(every).sum(0), slice(rank * count, (rank + 1) * count)
+        with nccl.Communicator(group, timeout=30.0) as comm:
+            results = {
+                "all_gather": (comm.all_gather(every[rank]), torch.cat(every)),
+                "all_reduce": (comm.all_reduce(every[rank]), total),
+                "reduce_scatter": (comm.reduce_scatter(every[rank]), total[mine]),
+                "all_to_all": (
+                    comm.all_to_all(every[rank]),
+                    torch.cat([each[mine] for each in every]),
+                ),
+            }
+            comm.wait()
+            told += [
+                (f"{what} {dtype}", torch.equal(got, want)) for what, (got, want) in results.items()
+            ]
+    return told
+
+
+def nccl_check(setting: Setting) -> Iterator[Result]:
+    """Every collective on one rank, and on two that share a GPU where NCCL allows it."""
+    if setting.rehearsal:
+        yield Result("nccl_check", "NCCL needs a GPU", ok=None)
+        return
+    version = nccl.version()
+    for world in (1, 2):
+        if world > torch.cuda.device_count() and _numbers(version) < _SHARED_GPU:
+            what = f"{world} ranks on {torch.cuda.device_count()} GPU"
+            yield Result("nccl_check", what, f"needs NCCL 2.30.3, this is {version}", ok=None)
+            continue
+        told = over_ranks(setting, world, _nccl_job, 100 if setting.small else 100_000)
+        for what in dict(told[0]):
+            right = all(dict(rank)[what] for rank in told)
+            yield Result("nccl_check", f"{what}, {world} ranks", f"NCCL {version}", right)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def gpu_tests(setting: Setting) -> Iterator[Result]:
+    """The tests that are marked ``gpu``, but those that would run this suite."""
+    if setting.rehearsal or importlib.util.find_spec("hypothesis") is None:
+        yield Result("gpu_tests", "need a GPU and tpkernels[test]", ok=None)
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "--ignore=tests/test_gpu_suite.py",
+    ]
+    root = Path(__file__).resolve().parent.parent
+    ended = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=setting.budget_s, check=False
+    )
+    last = (ended.stdout.strip() or ended.stderr.strip()).splitlines()[-1]
+    yield Result("gpu_tests", "pytest -m gpu", last, ended.returncode == 0)
