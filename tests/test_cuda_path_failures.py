@@ -120,7 +120,7 @@ def queued_job(op: str) -> tuple[int, int]:
     """(bytes that calls behind a failed one changed in this rank's buffers, the same at the end of
     a call that is in order). Rank 1 stays away; rank 0 goes on as if it had not looked."""
     with pretending() as patch:
-        group = faults.new_group(timeout=0.5)
+        group = faults.new_group(timeout=1.5)
         x, w = torch.ones(12, 48), torch.ones(48, 40)
         call = functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
         call()

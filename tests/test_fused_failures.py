@@ -22,7 +22,8 @@ from tpkernels.symm import device
 WORLD = 3
 VICTIM = 1
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-STOP_TIMEOUT = 0.6
+STOP_TIMEOUT = 2.0  # a call of the interpreter takes up to half a second
+KERNEL_PROMPT = 3 * PROMPT  # it runs its kernel to the end after a failure
 
 
 def disturbed_job(op: str, number: int, timeout: float) -> tuple[Report, float] | None:
@@ -56,7 +57,7 @@ def test_a_killed_rank_is_reported(op: str) -> None:
             first = report.first
             assert first.error == "PeerLostError" and first.peer == VICTIM, first
             assert f"rank {VICTIM} (pid {pid})" in first.text and first.text.startswith(op), first
-            assert first.at - killed_at < PROMPT, first.at - killed_at
+            assert first.at - killed_at < KERNEL_PROMPT, first.at - killed_at
             faults.require_broken(report)
 
 
@@ -69,7 +70,7 @@ def test_a_stopped_rank_is_a_timeout(op: str) -> None:
         for report, stopped_at in faults.values(outcomes, VICTIM).values():
             first = report.first
             assert first.error == "CollectiveTimeoutError" and first.peer is not None, first
-            assert first.at - stopped_at < 2 * STOP_TIMEOUT + PROMPT, first
+            assert first.at - stopped_at < 2 * STOP_TIMEOUT + KERNEL_PROMPT, first
             faults.require_broken(report)
         os.kill(ranks.pids[VICTIM], signal.SIGCONT)
         ranks.collect(faults.COLLECT_SECONDS)
@@ -81,7 +82,7 @@ def woken_job(delay_at: int) -> list[Ending]:
 
     matmul_all_reduce.ONE_SHOT_BYTES = 0
     fused._LOOK_S = faults.COLLECT_SECONDS  # the kernels alone
-    group = faults.new_group(timeout=0.5)
+    group = faults.new_group(timeout=1.0)
     call = functools.partial(faults.run_op, "matmul_all_reduce", group, "fused", 100)
     call()
     places = 0
@@ -90,7 +91,7 @@ def woken_job(delay_at: int) -> list[Ending]:
         nonlocal places
         places += 1
         if places == delay_at:
-            time.sleep(2)
+            time.sleep(3)
 
     if group.rank() == 1:
         faults.workspace_of(group).set_chaos(seed=1, max_delay_us=1)
@@ -127,7 +128,7 @@ def mismatched_job(watched: bool) -> tuple[Ending, tuple[int, ...] | None]:
 def test_a_mismatch_is_found_on_all_ranks(interpreting: RanksFixture, watched: bool) -> None:
     for rank, (first, failure) in enumerate(interpreting(2).run(mismatched_job, watched)):
         assert first.error == "CollectiveMismatchError", first
-        assert first.peer == 1 - rank and first.seconds < PROMPT, first
+        assert first.peer == 1 - rank and first.seconds < KERNEL_PROMPT, first
         assert "[40, 32]" in first.text and "[40, 40]" in first.text, first
         if not watched:
             assert failure is not None and failure[:2] == (device.MISMATCH, 1 - rank), failure
@@ -137,11 +138,11 @@ def test_a_mismatch_is_found_on_all_ranks(interpreting: RanksFixture, watched: b
 
 def late_job() -> tuple[Ending, tuple[int, ...] | None]:
     """Rank 1 does not come; the kernel of rank 0 must give up by itself."""
-    group = faults.new_group(timeout=0.3)
+    group = faults.new_group(timeout=1.0)
     faults.run_op("all_gather_matmul", group, "fused", 12)
     fused._LOOK_S = faults.COLLECT_SECONDS
     if group.rank() == 1:
-        time.sleep(1.2)
+        time.sleep(3)
     ending = faults.ending_of(lambda: faults.run_op("all_gather_matmul", group, "fused", 12))
     space = faults.workspace_of(group)._device
     assert space is not None
@@ -151,7 +152,7 @@ def late_job() -> tuple[Ending, tuple[int, ...] | None]:
 def test_a_kernel_gives_up_at_its_deadline(interpreting: RanksFixture) -> None:
     first, failure = interpreting(2).run(late_job)[0]
     assert first.error == "CollectiveTimeoutError" and first.peer == 1, first
-    assert 0.3 <= first.seconds < 0.3 + PROMPT, first
+    assert 1.0 <= first.seconds < 1.0 + KERNEL_PROMPT, first
     assert failure is not None and failure[:2] == (device.TIMEOUT, 1), failure
 
 
@@ -178,7 +179,7 @@ def test_an_exception_in_one_rank_reaches_all() -> None:
                 continue
             assert first.error == "PeerLostError" and first.peer == 1, first
             assert "MemoryError: none left" in first.text, first
-            assert first.seconds < 3 * PROMPT, first  # a whole call of the interpreter
+            assert first.seconds < KERNEL_PROMPT, first
 
 
 def refused_job(op: str) -> list[str]:
