@@ -3,7 +3,6 @@ no new graph for another M."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import RanksFixture
 from ranked import fresh_group, report
+from test_opcheck import opcheck_failures
 from torch._dynamo.utils import counters
 
 import tpkernels
@@ -50,14 +50,7 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
 
 
 def opcheck_job() -> list[str]:
-    failures = []
-    with fresh_group() as group:
-        for op, args, options in samples(group.group_name, group.rank(), group.size()):
-            try:
-                torch.library.opcheck(getattr(torch.ops.tpkernels, op).default, args, options)
-            except Exception:
-                failures.append(f"{op} {options}: {traceback.format_exc(limit=-3)}")
-    return failures
+    return opcheck_failures(samples)
 
 
 def sequence_step(group: dist.ProcessGroup, save_gathered: bool) -> Step:

@@ -66,6 +66,11 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
 
 
 def opcheck_job() -> list[str]:
+    return opcheck_failures(samples)
+
+
+def opcheck_failures(samples: Callable[[str, int, int], Iterator[Sample]]) -> list[str]:
+    """What ``torch.library.opcheck`` says of the calls, on this rank."""
     failures = []
     with fresh_group() as group:
         for op, args, options in samples(group.group_name, group.rank(), group.size()):

@@ -70,9 +70,9 @@ class Group:
         """Whether all ranks map each other's memory."""
         return self.workspace is not None
 
-    def cuda_by_gloo(self) -> bool:
-        """Whether torch.distributed has gloo for CUDA tensors, which moves the host's memory."""
-        return self.pg._get_backend(torch.device("cuda")).name() == "gloo"
+    def by_gloo(self, device: str) -> bool:
+        """Whether gloo, which moves the host's memory, has the group's tensors of a device type."""
+        return self.pg._get_backend(torch.device(device)).name() == "gloo"
 
     def init(self, timeout: float, workspace_bytes: int) -> None:
         """See ``tpkernels.init``."""

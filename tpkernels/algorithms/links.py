@@ -136,9 +136,9 @@ def hang_up(call: Call, error: BaseException) -> None:
         return
     if isinstance(error, CollectiveMismatchError):
         return  # each rank hears all others, so all find that not all are in one call
-    nothing = torch.empty(1, dtype=torch.uint8)
-    if group.pg._get_backend(nothing.device).name() != "gloo":
+    if not group.by_gloo("cpu"):
         return
+    nothing = torch.empty(1, dtype=torch.uint8)
     for peer in after(call):
         try:
             work = group.pg.recv([nothing], peer, _HANG_UP_TAG)

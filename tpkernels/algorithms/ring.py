@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -74,10 +74,7 @@ def hops(rank: int, world: int) -> Iterator[list[Hop]]:
         elif world == 2:
             yield [up]
         else:  # the last step of an even ring: both receive of the rank opposite
-            yield [
-                Hop(up.to, up.source, up.sent, up.received, part=0, parts=2),
-                Hop(down.to, down.source, down.sent, down.received, part=1, parts=2),
-            ]
+            yield [replace(up, part=0, parts=2), replace(down, part=1, parts=2)]
 
 
 def _gather(

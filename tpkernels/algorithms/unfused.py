@@ -64,7 +64,7 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 
 def _all_gather(call: Call, own: torch.Tensor) -> torch.Tensor:
     """own [N] of all ranks [world * N]."""
-    sent = own.cpu() if call.problem.device == "cuda" and call.group.cuda_by_gloo() else own
+    sent = own.cpu() if call.problem.device == "cuda" and call.group.by_gloo("cuda") else own
     received = sent.new_empty(call.group.world * sent.numel())
     options = _options(AllgatherOptions, call)
     finish(call, call.group.pg._allgather_base(received, sent, options))
@@ -77,7 +77,7 @@ def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
     count = pieces[group.rank].numel()
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     device = sent.device
-    if call.problem.device == "cuda" and group.cuda_by_gloo():
+    if call.problem.device == "cuda" and group.by_gloo("cuda"):
         sent = sent.cpu()
     received = sent.new_empty(count * group.world)
     options = _options(AllToAllOptions, call)

@@ -20,7 +20,6 @@ from tpkernels.cli.options import DTYPES
 from tpkernels.cli.output import byte_size, console, table
 from tpkernels.plan import ALGORITHMS, obstacles
 
-_NO_GPU = "needs a GPU that torch sees"
 _NATIVE = "native: torch multiplies it at full speed"
 _CONVERTED = "converted to float32 by panels: no instructions for it on this processor"
 
@@ -65,7 +64,7 @@ def gather() -> dict[str, Any]:
 def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | None]:
     """Why each algorithm cannot run ``op``; None: it can."""
     if device == "cuda" and not torch.cuda.is_available():
-        return dict.fromkeys(ALGORITHMS, _NO_GPU)
+        return dict.fromkeys(ALGORITHMS, kernels.NO_GPU)
     shape = (1024, 1024, 1024) if op in MATMUL_OPS else (1024,)
     problem = replace(Spec(op, shape, torch.float32).problem(world=2), device=device)
     found = obstacles(problem, shared_memory=shared_memory, no_kernels=kernels.obstacle(device))
@@ -107,8 +106,8 @@ def _show(facts: dict[str, Any], out: Console) -> None:
     for device in TABLES:
         reasons = {why for each in facts["algorithms"][device].values() for why in each.values()}
         out.print(
-            f"on {device}: nothing, it {_NO_GPU}"
-            if reasons == {_NO_GPU}
+            f"on {device}: nothing, it {kernels.NO_GPU}"
+            if reasons == {kernels.NO_GPU}
             else _algorithm_table(device, facts)
         )
 

@@ -10,6 +10,7 @@ import os
 import torch
 
 OLDEST = (8, 0)  # compute capability
+NO_GPU = "needs a GPU that torch sees"
 
 
 @functools.lru_cache
@@ -24,7 +25,7 @@ def obstacle(device: str) -> str | None:
         )
     if device == "cuda":
         if not torch.cuda.is_available():
-            return "needs a GPU that torch sees"
+            return NO_GPU
         found = torch.cuda.get_device_capability()
         if found < OLDEST:
             name = torch.cuda.get_device_name()

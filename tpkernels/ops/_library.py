@@ -119,7 +119,7 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
     if group.world > 1 or algorithm not in ("auto", "unfused"):
         group.ready()
     shared = group.shared_memory or group.world == 1
-    if algorithm == "ring" and problem.device == "cuda" and group.cuda_by_gloo():
+    if algorithm == "ring" and problem.device == "cuda" and group.by_gloo("cuda"):
         raise NotImplementedError(
             f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
             "group with NCCL"

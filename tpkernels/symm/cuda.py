@@ -42,7 +42,8 @@ class CudaSpace:
         # All that were ever made: a captured graph may go on using one that has been outgrown.
         self.spaces: list[DeviceWorkspace] = []
         self._chaos: dict[str, Any] | None = None
-        self._watch = Watch(channel, self.spaces).__enter__()
+        self._watch = Watch(channel, self.spaces)
+        self._watch.start()
         self._last: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -95,7 +96,7 @@ class CudaSpace:
 
     def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
         """Stops the watch and tells the peers; memory goes with the last use of it."""
-        self._watch.__exit__()
+        self._watch.stop()
         self._channel.abandon(why, late, culprit)
 
 

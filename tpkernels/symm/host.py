@@ -108,8 +108,7 @@ class HostWorkspace:
                 no memory.
         """
         self._agree("the first call of kernels on GPUs")
-        nbytes = _C.Channel.region_bytes(self.member.world, _PAGE)
-        link = make_arena(self._watched(), "watch", -(-nbytes // _PAGE) * _PAGE)
+        link = self._link("watch", _C.Channel.region_bytes(self.member.world, _PAGE))
         channel = _channel(link, self.member, epoch=0)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
@@ -139,10 +138,14 @@ class HostWorkspace:
 
     def _further_arena(self, purpose: str, nbytes: int) -> _C.Arena:
         """An arena beside the channel's, whose ranks the channel watches already. Collective."""
-        link = make_arena(self._watched(), purpose, -(-nbytes // _PAGE) * _PAGE)
+        link = self._link(purpose, nbytes)
         for pidfd in link.pidfds:
             os.close(pidfd)
         return link.arena
+
+    def _link(self, purpose: str, nbytes: int) -> Link:
+        """A new arena, in the call that has just begun. Collective."""
+        return make_arena(self._watched(), purpose, -(-nbytes // _PAGE) * _PAGE)
 
     def _watched(self) -> Member:
         """The member, for a rendezvous in the call that has just begun: it finds a lost peer."""

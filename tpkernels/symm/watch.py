@@ -35,10 +35,16 @@ class Watch:
                     space.abort(0 if error.peer is None else error.peer)
                 return
 
-    def __enter__(self) -> Watch:
+    def start(self) -> None:
         self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def __enter__(self) -> Watch:
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
+        self.stop()
