@@ -36,6 +36,8 @@ ALLOWED = {
     "benchmarking": {"groups"},
     "backends": LEAVES | {"plan", "algorithms", "groups", "symm"},
     "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops"},
+    "nn": LEAVES - {"_C"} | {"groups", "ops", "nn"},
+    "parallel": LEAVES - {"_C"} | {"groups", "nn", "parallel"},
 }
 # From here on anything goes: they use the package as its users do.
 USERS = {"", "__main__", "cli", "launch", "_fork_server", "_member", "_rank"}
@@ -134,7 +136,7 @@ def test_what_is_promised_is_there() -> None:
 
 
 def sources() -> Iterator[Path]:
-    for folder in ("tpkernels", "csrc", "tests", "benchmarks"):
+    for folder in ("tpkernels", "csrc", "tests", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in {".py", ".pyi", ".cpp", ".h", ".inc", ".cu", ".cuh"}:
                 yield path

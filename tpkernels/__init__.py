@@ -4,7 +4,7 @@ The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take
 mesh dimension or a group's name.
 """
 
-from tpkernels import nccl, numerics
+from tpkernels import nccl, nn, numerics
 from tpkernels.benchmarking import benchmark
 from tpkernels.errors import (
     CollectiveMismatchError,
@@ -23,6 +23,7 @@ from tpkernels.ops import (
     matmul_reduce_scatter,
     reduce_scatter,
 )
+from tpkernels.parallel import parallelize
 from tpkernels.shards import shard_sizes
 
 __version__ = "0.1.0"
@@ -44,7 +45,9 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nccl",
+    "nn",
     "numerics",
+    "parallelize",
     "reduce_scatter",
     "shard_sizes",
 ]

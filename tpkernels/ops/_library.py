@@ -37,7 +37,8 @@ def define_backward(
 
     Args:
         run: the op's kernel for CPU and CUDA tensors.
-        save: ``save(ctx, inputs, keyword_only_inputs, output)``.
+        save: ``save(ctx, inputs, keyword_only_inputs, output)``; without the second where the op
+            has no keyword-only arguments.
         backward: ``backward(ctx, needs, *grads)`` with, for each positional argument, whether its
             gradient is needed; returns the gradients. It runs in the dtypes of the forward, also
             under autocast, and is refused where it would have to be differentiated itself.

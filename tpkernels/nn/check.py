@@ -1,0 +1,55 @@
+"""Checks of modules that are to be sharded."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tpkernels import dtypes
+
+
+def plain_parameter(value: torch.Tensor | None, what: str) -> None:
+    """Raises for a parameter that cannot be split: quantised, packed, or sharded already."""
+    if value is None:
+        return
+    data = value.data
+    if not value.is_floating_point() or type(data) is not torch.Tensor:
+        raise NotImplementedError(
+            f"{what} is a {type(data).__name__} of {dtypes.name(value.dtype)}; a quantised, packed "
+            "or distributed weight cannot be split: parallelise the plain floating-point model"
+        )
+    dtypes.check_supported(value.dtype, what)
+
+
+def linear(module: nn.Module, name: str) -> nn.Linear:
+    """``module``, if it is a plain ``nn.Linear``.
+
+    Raises:
+        TypeError: it is something else, such as a layer that is parallel already or an adapter.
+        NotImplementedError: its weight is quantised or distributed.
+    """
+    if isinstance(module, nn.Linear):
+        plain_parameter(module.weight, f"{name}.weight")
+        plain_parameter(module.bias, f"{name}.bias")
+    if type(module) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise TypeError(
+            f"{name} is a {type(module).__module__}.{type(module).__qualname__}, not an nn.Linear"
+        )
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def embedding(module: nn.Module, name: str) -> nn.Embedding:
+    """``module``, if it is a plain ``nn.Embedding``; raises as `linear` does."""
+    if not isinstance(module, nn.Embedding) or type(module) is not nn.Embedding:
+        raise TypeError(
+            f"{name} is a {type(module).__module__}.{type(module).__qualname__}, not an "
+            "nn.Embedding"
+        )
+    plain_parameter(module.weight, f"{name}.weight")
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        raise NotImplementedError(
+            f"{name} has max_norm, sparse or scale_grad_by_freq, which a vocabulary-parallel "
+            "embedding does not do"
+        )
+    return module

@@ -1,0 +1,130 @@
+"""Cross-entropy of logits that are split by vocabulary and are never gathered.
+
+Each rank reduces its columns to three numbers a row: their maximum m_r, the sum s_r of
+exp(logit - m_r), and the target's logit if it is among them. One all-gather of these, 12 bytes a
+row and rank, gives every rank the loss:
+
+    log(sum_r s_r * exp(m_r - m)) + m - target,  m = max_r m_r
+
+in rank order, so with the same bits everywhere. Megatron-LM takes three all-reduces for it. The
+backward is local: softmax(own columns) - onehot, from the logits and the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tpkernels import dtypes, groups
+from tpkernels.groups import GroupLike
+from tpkernels.nn.embedding import local_ids
+from tpkernels.nn.split import Split
+from tpkernels.ops.all_gather import all_gather
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def _statistics(logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    """[3, rows]: maximum, sum of exponentials below it, the target's logit or 0."""
+    rows = logits.shape[0]
+    if not logits.shape[1]:
+        empty = logits.new_zeros(3, rows)
+        empty[0].fill_(-torch.inf)
+        return empty
+    top = logits.amax(1)
+    # A row of -inf has no largest exponential; its sum is 0.
+    below = (logits - top.masked_fill(top == -torch.inf, 0).unsqueeze(1)).exp_().sum(1)
+    target = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+    return torch.stack([top, below, target])
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of each row [rows], fp32 (fp64 of fp64)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        local: torch.Tensor,
+        here: torch.Tensor,
+        ignored: torch.Tensor,
+        group: str,
+        world: int,
+    ) -> torch.Tensor:
+        mine = _statistics(logits.to(dtypes.accumulator(logits.dtype)), local, here)
+        all_ranks = all_gather(mine, group).view(world, 3, -1)
+        tops, sums, targets = all_ranks.unbind(1)
+        top = tops.amax(0)
+        total = (sums * (tops - top).exp()).sum(0)
+        log_sum = total.log() + top
+        ctx.save_for_backward(logits, local, here, ignored, log_sum)
+        return (log_sum - targets.sum(0)).masked_fill(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        logits, local, here, ignored, log_sum = ctx.saved_tensors
+        probability = (logits.to(log_sum.dtype) - log_sum.unsqueeze(1)).exp_()
+        if logits.shape[1]:
+            own = here.to(log_sum.dtype).neg().unsqueeze(1)
+            probability.scatter_add_(1, local.unsqueeze(1), own)
+        factor = grad.masked_fill(ignored, 0).unsqueeze(1)
+        # Not probability * 0: an ignored row may hold infinities.
+        grad_logits = (probability * factor).masked_fill_(ignored.unsqueeze(1), 0)
+        return grad_logits.to(logits.dtype), None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    group: GroupLike,
+    vocab_size: int,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """``torch.nn.functional.cross_entropy`` of logits of which each rank has its columns.
+
+    Args:
+        logits: [..., columns of this rank], as `ParallelLMHead` gives them: the vocabulary is split
+            by ``tpkernels.shard_sizes(vocab_size, world)``.
+        target: [...] ids, the same on all ranks.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        vocab_size: of all ranks together.
+        ignore_index: targets that count for nothing.
+        reduction: "mean" over the targets that count, "sum", or "none".
+
+    Returns:
+        The loss, with the same bits on every rank; a scalar, or [...] for "none". float32 (float64
+        of float64 logits): rounding it to 16 bits would lose what training looks at.
+
+    Raises:
+        ValueError: shapes or options that do not fit.
+        RuntimeError: a target is outside the vocabulary and not ``ignore_index``.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+    """
+    name = groups.name_of(group)
+    own = groups.get(name)
+    split = Split.of(0, vocab_size, None, own.rank, own.world, "vocab_size")
+    if logits.dim() < 1 or logits.shape[-1] != split.size:
+        raise ValueError(
+            f"logits have shape {list(logits.shape)}; rank {own.rank} of {own.world} has "
+            f"{split.size} columns of a vocabulary of {vocab_size}"
+        )
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target has shape {list(target.shape)}, logits {list(logits.shape)}: all but the last "
+            "dim must agree"
+        )
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}")
+    flat = target.reshape(-1)
+    ignored = flat == ignore_index
+    local, here = local_ids(flat, split, ignored, "a target is")
+    columns = logits.reshape(flat.shape[0], split.size)
+    here = here & ~ignored
+    rows: torch.Tensor = _CrossEntropy.apply(columns, local, here, ignored, name, own.world)
+    if reduction == "none":
+        return rows.view(target.shape)
+    total = rows.sum()
+    return total if reduction == "sum" else total / (~ignored).sum()

@@ -1,0 +1,63 @@
+"""How a dim of a parameter is split over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tpkernels.shards import check_sizes, shard_sizes
+
+
+@dataclass(frozen=True)
+class Split:
+    """``sizes[r]`` entries of dim ``dim`` are rank r's, in rank order; ``rank`` is this one."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(
+        cls, dim: int, total: int, sizes: Sequence[int] | None, rank: int, world: int, what: str
+    ) -> Split:
+        """``sizes``, or the balanced split of ``total``.
+
+        Raises:
+            ValueError: ``sizes`` do not fit the group, or do not add up to ``total``.
+        """
+        if sizes is None:
+            return cls(dim, tuple(shard_sizes(total, world)), rank)
+        checked = check_sizes(sizes, world)
+        if sum(checked) != total:
+            raise ValueError(f"the split {list(checked)} of {what} does not add up to {total}")
+        return cls(dim, checked, rank)
+
+    @property
+    def offset(self) -> int:
+        """Where this rank's share begins."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def size(self) -> int:
+        """Of this rank's share."""
+        return self.sizes[self.rank]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def along(self, dim: int) -> Split:
+        """The same split of another dim."""
+        return Split(dim, self.sizes, self.rank)
+
+    def share(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an unsharded tensor; a view."""
+        return whole.narrow(self.dim, self.offset, self.size)
+
+    def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        return (*whole[: self.dim], self.size, *whole[self.dim + 1 :])
+
+    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        return (*local[: self.dim], self.total, *local[self.dim + 1 :])

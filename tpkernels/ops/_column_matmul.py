@@ -1,0 +1,117 @@
+"""``y_i = x @ w_i`` where all ranks have the same x and each has columns of its own: the
+column-parallel layer without sequence parallelism.
+
+The forward is local. In the backward every rank has the part of x's gradient that its columns give,
+and the sum of these is one ``matmul_all_reduce``: Megatron's "f" (identity forward, all-reduce
+backward), fused with the product before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpkernels import groups
+from tpkernels.algorithms.common import as_rows
+from tpkernels.algorithms.memory import empty
+from tpkernels.algorithms.product import product
+from tpkernels.groups import GroupLike
+from tpkernels.ops import _check
+from tpkernels.ops._autograd import WeightGrad, bias_grad
+from tpkernels.ops._library import define, define_autocast, define_backward
+
+SCHEMA = "_column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
+
+
+def _check_call(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None
+) -> None:
+    _check.matrix_input(x)
+    for i, w in enumerate(weights):
+        _check.weight(w, x, x.shape[-1], f"weights[{i}]")
+        if biases is not None and biases[i].shape != (0,):
+            _check.bias(biases[i], x, w.shape[1], f"biases[{i}]")
+
+
+def _run(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: str,
+    biases: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    _check_call(x, weights, biases)
+    outs = []
+    for i, w in enumerate(weights):
+        out = empty((*x.shape[:-1], w.shape[1]), x.dtype, x.device)
+        bias = biases[i] if biases is not None and biases[i].numel() else None
+        product(as_rows(x), w, as_rows(out), bias)
+        outs.append(out)
+    return outs
+
+
+def _fake(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: str,
+    biases: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    groups.get(group)
+    return [x.new_empty((*x.shape[:-1], w.shape[1])) for w in weights]
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weights, ctx.group, biases = inputs
+    ctx.dtype = x.dtype
+    kept = x if any(w.requires_grad for w in weights) else None
+    ctx.save_for_backward(kept, *(weights if x.requires_grad else ()))
+    ctx.weight_grads = [WeightGrad.of(w) for w in weights]
+    ctx.bias_dtypes = None if biases is None else [b.dtype for b in biases]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, needs: Any, grad_outs: Sequence[torch.Tensor | None]) -> Any:
+    need_x, need_weights, _, need_biases = needs
+    x, *weights = ctx.saved_tensors
+    grads = [None if grad is None else grad.to(ctx.dtype) for grad in grad_outs]
+    grad_x = None
+    pairs = [(g, w) for g, w in zip(grads, weights, strict=False) if g is not None]
+    if need_x and pairs:
+        one = len(pairs) == 1
+        grad = pairs[0][0] if one else torch.cat([g for g, _ in pairs], -1)
+        back = pairs[0][1].t() if one else torch.cat([w.t() for _, w in pairs])
+        grad_x = torch.ops.tpkernels.matmul_all_reduce.default(grad, back, ctx.group)
+    grad_weights = [
+        ctx.weight_grads[i].product(x, g) if need_weights[i] and g is not None else None
+        for i, g in enumerate(grads)
+    ]
+    grad_biases: Any = None
+    if need_biases:
+        grad_biases = [
+            None if grad is None or not need else bias_grad(grad, dtype)
+            for grad, need, dtype in zip(grad_outs, need_biases, ctx.bias_dtypes, strict=True)
+        ]
+    return grad_x, grad_weights, None, grad_biases
+
+
+define(SCHEMA, run=_run, fake=_fake)
+define_backward("_column_matmul", run=_run, save=_save, backward=_backward)
+define_autocast("_column_matmul")
+
+
+def column_matmul(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: GroupLike,
+    biases: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """``x @ w_i + bias_i`` for weights [K, N_i] of this rank, x [..., K] being the same on all
+    ranks of ``group``, over which the gradient of x is summed. Raises what the ops raise."""
+    each = None
+    if any(bias is not None for bias in biases):
+        each = [x.new_empty(0) if bias is None else bias for bias in biases]
+    outs: list[torch.Tensor] = torch.ops.tpkernels._column_matmul.default(
+        x, list(weights), groups.name_of(group), each
+    )
+    return outs

@@ -1,0 +1,192 @@
+"""Models of the Llama family of Hugging Face transformers: which module becomes which layer.
+
+    embed_tokens          VocabParallelEmbedding; all ranks get all rows, of whose number the model
+                          makes positions and mask
+    layers[0]             in front of it each rank takes its rows
+    input_layernorm, post_attention_layernorm
+                          RMSNorm, its weight's gradient summed over the ranks' rows
+    q_proj, k_proj, v_proj    column-parallel by key-value group, one gather
+    q_norm, k_norm        RMSNorm, its weight's gradient summed over the ranks' heads
+    o_proj, down_proj     RowParallelLinear
+    gate_proj, up_proj    column-parallel, one gather
+    norm                  as the other norms; behind it the rows are gathered, so that
+                          ``last_hidden_state`` is whole for any head
+    lm_head               ParallelLMHead; its logits are gathered
+
+Without sequence parallelism the rows are neither split nor gathered, and the norms of layers stay
+as they are. transformers is not imported: the table goes by names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels import groups
+from tpkernels.nn import ParallelLMHead, RMSNorm, RowParallelLinear, VocabParallelEmbedding, check
+from tpkernels.nn.heads import Heads
+from tpkernels.parallel.shared_input import (
+    SEQUENCE_DIM,
+    GatherRows,
+    Rows,
+    SharedInputLinear,
+    ShareInput,
+    SplitRows,
+)
+
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a ``config.model_type`` has beside the names that all of the family share."""
+
+    head_norms: tuple[str, ...] = ()  #: of the attention, on each head
+
+
+ARCHITECTURES = {
+    "llama": Architecture(),
+    "mistral": Architecture(),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(head_norms=("q_norm", "k_norm")),
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of one decoder layer, checked, and how its heads are split."""
+
+    name: str
+    layer: nn.Module
+    heads: Heads
+
+
+def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """See `tpkernels.parallelize`. Everything is checked before the first module is replaced."""
+    architecture = _architecture(model)
+    group = groups.name_of(mesh)
+    world = groups.get(group).world
+    inner = getattr(model, "base_model_prefix", "")
+    base: Any = getattr(model, inner, model)
+    prefix = "" if base is model else f"{inner}."
+    check.embedding(_module(base, "embed_tokens", prefix), f"{prefix}embed_tokens")
+    _check_norm(base, "norm", prefix)
+    layers = list(_parts(base, prefix, architecture, world))
+    head = getattr(model, "lm_head", None)
+    if head is not None:
+        check.linear(head, "lm_head")
+
+    rows = Rows(world) if sequence_parallel else None
+    embedding = VocabParallelEmbedding.from_embedding(base.embed_tokens, group)
+    if head is not None:
+        parallel = ParallelLMHead.from_linear(head, group, gather_output=True)
+        if head.weight is base.embed_tokens.weight:
+            parallel.tie(embedding)
+        model.lm_head = parallel
+    base.embed_tokens = embedding
+    for parts in layers:
+        _replace(parts, group, architecture, rows)
+    if rows is not None:
+        base.norm = _norm(base.norm, group)
+        base.layers[0].register_forward_pre_hook(SplitRows(group, rows), with_kwargs=True)
+        base.norm.register_forward_hook(GatherRows(group, rows))
+
+
+def _architecture(model: nn.Module) -> Architecture:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type not in ARCHITECTURES:
+        raise NotImplementedError(
+            f"{type(model).__name__} (model_type {model_type!r}) is not in the table, which has "
+            f"{', '.join(ARCHITECTURES)}; pass plan={{...}}"
+        )
+    return ARCHITECTURES[model_type]
+
+
+def _module(parent: nn.Module, name: str, prefix: str) -> nn.Module:
+    try:
+        return parent.get_submodule(name)
+    except AttributeError:
+        raise TypeError(
+            f"the model has no module {prefix}{name}, which its architecture should have"
+        ) from None
+
+
+def _check_norm(parent: nn.Module, name: str, prefix: str) -> None:
+    norm = _module(parent, name, prefix)
+    if not isinstance(getattr(norm, "variance_epsilon", None), float):
+        raise TypeError(f"{prefix}{name} is a {type(norm).__name__}, not an RMSNorm of the family")
+    check.plain_parameter(norm.get_parameter("weight"), f"{prefix}{name}.weight")
+
+
+def _parts(base: nn.Module, prefix: str, architecture: Architecture, world: int) -> Iterator[Parts]:
+    layers = _module(base, "layers", prefix)
+    for number, layer in layers.named_children():
+        name = f"{prefix}layers.{number}."
+        linears = [f"self_attn.{each}" for each in (*QKV, "o_proj")]
+        linears += [f"mlp.{each}" for each in (*GATE_UP, "down_proj")]
+        found = {each: check.linear(_module(layer, each, name), name + each) for each in linears}
+        for each in (*LAYER_NORMS, *(f"self_attn.{norm}" for norm in architecture.head_norms)):
+            _check_norm(layer, each, name)
+        attention: Any = layer.get_submodule("self_attn")
+        head_dim = attention.head_dim
+        queries, keys = (found[f"self_attn.{each}"].out_features for each in QKV[:2])
+        try:
+            heads = Heads(queries // head_dim, keys // head_dim, head_dim, world)
+        except ValueError as error:
+            raise ValueError(f"{name}self_attn: {error}") from None
+        yield Parts(name, layer, heads)
+
+
+def _norm(norm: Any, group: str) -> RMSNorm:
+    made = RMSNorm(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
+    made.weight = norm.weight
+    return made.train(norm.training)
+
+
+def _replace(parts: Parts, group: str, architecture: Architecture, rows: Rows | None) -> None:
+    sequence = rows is not None
+    attention = parts.layer.get_submodule("self_attn")
+    mlp = parts.layer.get_submodule("mlp")
+    heads = parts.heads
+    widths = (heads.query_group, heads.head_dim, heads.head_dim)
+    splits = (heads.query_sizes, heads.kv_sizes, heads.kv_sizes)
+    for name, sizes, width in zip(QKV, splits, widths, strict=True):
+        made = SharedInputLinear.from_linear(
+            getattr(attention, name),
+            group,
+            sequence_parallel=sequence,
+            sequence_dim=SEQUENCE_DIM,
+            out_sizes=sizes,
+            stand_in=width,
+        )
+        setattr(attention, name, made)
+    for name in GATE_UP:
+        made = SharedInputLinear.from_linear(
+            getattr(mlp, name), group, sequence_parallel=sequence, sequence_dim=SEQUENCE_DIM
+        )
+        setattr(mlp, name, made)
+    for owner, name, row_sizes in (
+        (attention, "o_proj", heads.query_sizes),
+        (mlp, "down_proj", None),
+    ):
+        row = RowParallelLinear.from_linear(
+            getattr(owner, name),
+            group,
+            sequence_parallel=sequence,
+            sequence_dim=SEQUENCE_DIM,
+            in_sizes=row_sizes,
+        )
+        setattr(owner, name, row)
+    attention.register_forward_pre_hook(ShareInput(QKV, rows), with_kwargs=True)
+    mlp.register_forward_pre_hook(ShareInput(GATE_UP, rows), with_kwargs=True)
+    for name in architecture.head_norms:
+        setattr(attention, name, _norm(getattr(attention, name), group))
+    if sequence:
+        for name in LAYER_NORMS:
+            setattr(parts.layer, name, _norm(getattr(parts.layer, name), group))

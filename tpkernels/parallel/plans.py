@@ -1,0 +1,55 @@
+"""Plans of torch's ``ParallelStyle``s by module name, checked before torch applies them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.nn import check
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> Model:
+    """``torch.distributed.tensor.parallel.parallelize_module``, which only warns of a name that
+    matches nothing. Raises as `tpkernels.parallelize` does, with the model unchanged then."""
+    from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+    if not plan:
+        raise ValueError("plan is empty; name at least one module")
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(
+                f"plan[{pattern!r}] is a {type(style).__name__}, not a "
+                "torch.distributed.tensor.parallel.ParallelStyle"
+            )
+        found = list(matches(model, pattern))
+        if not found:
+            names = [name for name, _ in model.named_modules() if name]
+            close = difflib.get_close_matches(pattern, names, 3, 0.4)
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            raise ValueError(
+                f"plan names {pattern!r}, which is no module of {type(model).__name__}{hint}"
+            )
+        for name, module in found:
+            for parameter_name, parameter in module.named_parameters():
+                check.plain_parameter(parameter, f"{name}.{parameter_name}".lstrip("."))
+    parallelize_module(model, mesh, dict(plan))
+    return model
+
+
+def matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that torch takes ``pattern`` for: wildcards within the parts of a dotted name."""
+    atoms = pattern.split(".") if pattern else []
+    for name, module in model.named_modules():
+        parts = name.split(".") if name else []
+        if len(parts) == len(atoms) and all(map(fnmatch, parts, atoms)):
+            yield name, module
