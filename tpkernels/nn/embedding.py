@@ -67,9 +67,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(
-                f"padding_idx {padding_idx} is not in a vocabulary of {num_embeddings}"
-            )
+            raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} embeddings")
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         split = Split.of(0, num_embeddings, None, self.rank, self.world, "num_embeddings")
         self.add_sharded("weight", (num_embeddings, embedding_dim), split, device, dtype)
