@@ -156,6 +156,22 @@ def test_copy_engines_gather_for_fused(
     report(failure for rank in told for failure in rank)
 
 
+def suite_job(driver: str) -> list[bool]:
+    """What the GPU suite does over paced links, its peers in threads."""
+    from benchmarks import gpu_link
+
+    emulated.load(driver)
+    gather = gpu_link.Gather("cpu", 3, 96, 48, 32)
+    scatter = gpu_link.Scatter("cpu", 3, 96, 48, 48)
+    ways = [(gather, "pipelined"), (gather, "fused"), (scatter, "pipelined")]
+    return [gpu_link.check(case, name) for case, name in ways]
+
+
+def test_the_gpu_suites_paced_links(interpreting: RanksFixture, cuda_driver: str) -> None:
+    """They have not seen a GPU; here they run on the CPU."""
+    assert interpreting(1).run(suite_job, cuda_driver) == [[True] * 3]
+
+
 def refused_job(driver: str) -> list[str]:
     emulated.load(driver)
     with pretending(), fresh_group() as group:

@@ -118,6 +118,11 @@ class Group:
             return own
         key = device, kernels
         if key not in self._no_gpu_kernels:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
+                    "before the capture of a graph"
+                )
             with self.lock:
                 self.check_usable()
                 try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tpkernels.backends import Call
 
 # Words of a call: the first and the last are the call's own.
-_DATA, _RESULT, _WORDS = 1, 2, 4
+DATA, _RESULT, _WORDS = 1, 2, 4
 
 
 def all_gather_matmul(
@@ -74,9 +74,9 @@ def gather_and_multiply(
     side.fork()
     with side.current():
         copies.put(rows, 0)
-        copies.publish(_DATA)
+        copies.publish(DATA)
         for peer in peers:
-            copies.fetch(peer, _DATA, whole.narrow(0, begins[peer], sizes[peer]), 0)
+            copies.fetch(peer, DATA, whole.narrow(0, begins[peer], sizes[peer]), 0)
             arrived[peer] = side.mark()
     try:
         whole.narrow(0, begins[copies.rank], sizes[copies.rank]).copy_(rows)
@@ -131,10 +131,10 @@ def multiply_and_scatter(
                 continue
             shape = (sizes[owner], columns)
             product(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
-            copies.publish(_DATA, owner)
+            copies.publish(DATA, owner)
         with side.current():
             for source in reversed(peers):
-                copies.fetch(source, _DATA, partials[source], begins[rank] * row_bytes)
+                copies.fetch(source, DATA, partials[source], begins[rank] * row_bytes)
     finally:
         side.join()
     return partials
