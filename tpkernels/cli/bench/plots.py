@@ -92,7 +92,7 @@ def _figure(
         has = draw(axes, found, names)
         shown = shown or has
         if not has:
-            axes.text(0.5, 0.5, "nothing measured", ha="center", transform=axes.transAxes)
+            axes.text(0.5, 0.5, "no values", ha="center", transform=axes.transAxes)
     for axes in grid[len(drawn) :]:
         axes.set_axis_off()
     if not shown:
@@ -186,5 +186,5 @@ def _split(axes: Axes, found: list[Result], names: list[str]) -> bool:
     axes.invert_yaxis()
     axes.set_xlabel("% of the local product's time; M and algorithm to the left", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="lower left")
     return True

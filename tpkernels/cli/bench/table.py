@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tpkernels.cli.bench.file import Report
-from tpkernels.cli.bench.results import Algorithm, Result, Speedup, Time
+from tpkernels.cli.bench.results import Algorithm, Interval, Result, Speedup, Time
 from tpkernels.cli.output import byte_size, milliseconds, table
 
 _NUMBERS = (
@@ -108,13 +108,20 @@ def _judged(algorithm: Algorithm) -> list[str]:
     ect, hidden, speedup = algorithm["ect"], algorithm["e_overlap"], algorithm["speedup"]
     return [
         "" if ect is None else f"{ect:.3g}",
-        ("" if ect is None else "-") if hidden is None else f"{100 * hidden['value']:.0f} %",
+        ("" if ect is None else "-") if hidden is None else _percent(hidden),
         *(_speedup(speedup.get(name)) for name in ("unfused", "torch")),
     ]
 
 
 def _digits(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
+
+
+def _percent(found: Interval) -> str:
+    text = f"{100 * found['value']:.0f} %"
+    if found["low"] is None or found["high"] is None:
+        return f"{text} ?"
+    return f"{text}\n[dim]{100 * found['low']:.0f}..{100 * found['high']:.0f}[/]"
 
 
 def _speedup(found: Speedup | None) -> str:
