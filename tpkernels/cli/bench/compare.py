@@ -67,8 +67,11 @@ def compare(
             raise UsageError(f"unknown baseline '{relative_to}'; there are {', '.join(BASELINES)}")
         a, b = load(_file(first)), load(_file(second))
         found = changes(a, b, relative_to)
-        if not found:
-            raise UsageError(f"'{first}' and '{second}' have no case and algorithm in common")
+        if all(change.ratio is None and change.right for change in found):
+            beside = f", timed beside '{relative_to}'" if relative_to else ""
+            raise UsageError(
+                f"'{first}' and '{second}' have no case and algorithm in common{beside}"
+            )
         out = console()
         for line in _differences(a, b):
             out.print(line, markup=False)
@@ -92,26 +95,23 @@ def changes(a: Report, b: Report, relative_to: str | None = None) -> list[Change
 
 def _changes(a: Result, b: Result, names: list[str], relative_to: str | None) -> Iterator[Change]:
     for name in names:
-        times = a["times"].get(name), b["times"].get(name)
-        ratio_of = None
-        if times[0] is not None and times[1] is not None:
-            if relative_to is None:
-                ratio_of = independent(ratio, [times[1]["samples"]], [times[0]["samples"]])
-            elif relative_to in a["times"] and relative_to in b["times"]:
-                bases = (each["times"][relative_to]["samples"] for each in (b, a))
-                pairs = zip(reversed(times), bases, strict=True)
-                series = [[time["samples"], base] for time, base in pairs if time is not None]
-                ratio_of = independent(_over_baselines, *series)
-            else:
-                continue
+        old, new = a["times"].get(name), b["times"].get(name)
         yield Change(
             case=b["case"],
             algorithm=name,
-            first=times[0] and times[0]["median"],
-            second=times[1] and times[1]["median"],
-            ratio=ratio_of,
+            first=old and old["median"],
+            second=new and new["median"],
+            ratio=_ratio_of(a, b, [name] if relative_to is None else [name, relative_to]),
             right=b["algorithms"][name]["right"],
         )
+
+
+def _ratio_of(a: Result, b: Result, names: list[str]) -> Estimate | None:
+    """Of the second time over the first, each over its baseline if ``names`` has one."""
+    if not all(name in found["times"] for found in (a, b) for name in names):
+        return None
+    series = [[found["times"][name]["samples"] for name in names] for found in (b, a)]
+    return independent(ratio if len(names) == 1 else _over_baselines, *series)
 
 
 def _over_baselines(b: Array, b_base: Array, a: Array, a_base: Array) -> Array:
