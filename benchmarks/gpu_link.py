@@ -21,7 +21,6 @@ from benchmarks.gpu_stages import Result, Setting, times_ms
 from tpkernels import cuda
 from tpkernels.algorithms import fused, pipelined_cuda
 from tpkernels.cuda.copies import CopyCall
-from tpkernels.kernels import all_gather_matmul as kernel
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.side import Side
 
@@ -141,6 +140,8 @@ class Gather:
             )  # fmt: skip
 
     def fused(self, rate: float) -> None:
+        from tpkernels.kernels import all_gather_matmul as kernel
+
         space, side = self.ranks.spaces[0], self.ranks.side
         with PacedCall(self.ranks, 2, rate, space.words - 2) as copies, ExitStack() as after:
             fused.bring_rows(copies, side, self.ranks.peers, self.rows, self.whole, self.sizes)
