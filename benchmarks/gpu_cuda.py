@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_calls import FusedCalls
 from benchmarks.gpu_stages import Result, Setting, over_ranks, synchronize, times_ms
 from tpkernels import _C, cuda, groups
 from tpkernels.algorithms import fused
@@ -161,6 +160,8 @@ def cuda_check(setting: Setting) -> Iterator[Result]:
 def _queued_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     """On every rank: the ops by an algorithm on exact integers, uneven shards; `copied` is fused
     with copy engines also for small shards. On a GPU also replays of a graph."""
+    from benchmarks.gpu_calls import FusedCalls
+
     if algorithm == "copied":
         fused.COPY_ENGINE_BYTES = 0
     made = FusedCalls(device, "fused" if algorithm == "copied" else algorithm)
