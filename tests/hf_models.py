@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from nn_reference import far, share
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tpkernels
@@ -51,10 +50,10 @@ def mesh_of_all() -> DeviceMesh:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """Two sentences, the second shorter; not a multiple of 2, 3 or 4 tokens."""
+def batch(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    """Two sentences, the second shorter; by default not a multiple of 2, 3 or 4 tokens."""
     torch.manual_seed(2)
-    ids = torch.randint(1, VOCAB, (2, TOKENS))
+    ids = torch.randint(1, VOCAB, (2, tokens))
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -77,12 +76,16 @@ def norms_in_full(model: Any) -> Iterator[None]:
         kind.forward = own
 
 
-def run(model: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """(logits, loss, gradients)."""
-    out = model(**batch(), use_cache=False)
-    out.loss.backward()
+def run(
+    model: Any, *lengths: int, call: Any = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(logits, loss, gradients) of batches of these lengths, in one backward; the logits are those
+    of the last. ``call`` in place of the model, if it is compiled."""
+    outs = [(call or model)(**batch(tokens), use_cache=False) for tokens in lengths or (TOKENS,)]
+    loss = torch.stack([out.loss for out in outs]).sum()
+    loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return out.logits.detach(), out.loss.detach(), grads
+    return outs[-1].logits.detach(), loss.detach(), grads
 
 
 def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
@@ -122,8 +125,3 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
         if off > allowed:
             told[name] = f"off by {off:.3g}, transformers by {allowed / 2:.3g}"
     return [f"{name}: {said}" for name, said in told.items() if said is not None]
-
-
-def unchanged(model: nn.Module, before: dict[str, type]) -> bool:
-    """Whether the modules are of the types they were."""
-    return {name: type(module) for name, module in model.named_modules()} == before

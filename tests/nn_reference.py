@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ import tpkernels
 from tpkernels import nn as tnn
 
 F64 = torch.float64
+#: World sizes: nothing here divides by 3.
+SWEEP = (3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2, 4)))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cases import Case, RanksFixture
 from reference import Expected
 
 import tpkernels
-from tpkernels import groups
+from tpkernels import backends, groups
 from tpkernels.groups import GroupLike
 from tpkernels.symm import reach
 
@@ -43,6 +43,26 @@ def apart() -> Iterator[None]:
         yield
     finally:
         reach._reaches = reaches
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[list[str]]:
+    """The calls that run within, by op."""
+    made: list[str] = []
+    run = backends.run
+
+    def recording(call: Any, *args: Any) -> Any:
+        made.append(call.problem.op)
+        return run(call, *args)
+
+    modules = [__import__(f"tpkernels.ops.{name}", fromlist=["run"]) for name in backends.OPS]
+    for module in modules:
+        module.run = recording
+    try:
+        yield made
+    finally:
+        for module in modules:
+            module.run = run
 
 
 def place(x: torch.Tensor, layout: str) -> torch.Tensor:

@@ -14,33 +14,12 @@ import torch
 import torch.distributed as dist
 from cases import Case, RanksFixture, each
 from gradients import run_cases
-from ranked import fresh_group, report
+from ranked import fresh_group, recorded_calls, report
 
 import tpkernels
-from tpkernels import backends
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 VICTIM = 1
-
-
-def _record() -> list[str]:
-    """The calls that run from now on, by op."""
-    made: list[str] = []
-    run = backends.run
-
-    def recording(call: Any, *args: Any) -> Any:
-        made.append(call.problem.op)
-        return run(call, *args)
-
-    for name in backends.OPS:
-        module = __import__(f"tpkernels.ops.{name}", fromlist=["run"])
-        module.run = recording
-    return made
-
-
-def _stop_recording() -> None:
-    for name in backends.OPS:
-        __import__(f"tpkernels.ops.{name}", fromlist=["run"]).run = backends.run
 
 
 def needs_job() -> list[str]:
@@ -66,30 +45,26 @@ def needs_job() -> list[str]:
         (mar, "xwbr", False, []),
     ]
     failures = []
-    made = _record()
-    try:
-        with fresh_group() as group:
-            for op, needed, save, expected in wanted:
-                t = {
-                    "x": torch.randn(4, 6),
-                    "w": torch.randn(6, 8),
-                    "b": torch.randn(8),
-                    "r": torch.randn(4 // group.size() if op == mrs else 4, 8),
-                }
-                for name in needed:
-                    t[name].requires_grad_()
-                options: dict[str, Any] = {"bias": t["b"], "residual": t["r"]}
-                if op == ag:
-                    options = {"biases": t["b"], "save_gathered": save}
-                y = getattr(tpkernels, op)(t["x"], t["w"], group, **options)
-                made.clear()
-                y.sum().backward()
-                if made != expected or any(
-                    (name in needed) != (t[name].grad is not None) for name in t
-                ):
-                    failures.append(f"{op} for {needed}, {save}: {made}, not {expected}")
-    finally:
-        _stop_recording()
+    with recorded_calls() as made, fresh_group() as group:
+        for op, needed, save, expected in wanted:
+            t = {
+                "x": torch.randn(4, 6),
+                "w": torch.randn(6, 8),
+                "b": torch.randn(8),
+                "r": torch.randn(4 // group.size() if op == mrs else 4, 8),
+            }
+            for name in needed:
+                t[name].requires_grad_()
+            options: dict[str, Any] = {"bias": t["b"], "residual": t["r"]}
+            if op == ag:
+                options = {"biases": t["b"], "save_gathered": save}
+            y = getattr(tpkernels, op)(t["x"], t["w"], group, **options)
+            made.clear()
+            y.sum().backward()
+            if made != expected or any(
+                (name in needed) != (t[name].grad is not None) for name in t
+            ):
+                failures.append(f"{op} for {needed}, {save}: {made}, not {expected}")
     return failures
 
 

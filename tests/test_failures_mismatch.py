@@ -15,6 +15,7 @@ from cases import RanksFixture
 from faults import Ending, Report
 
 import tpkernels
+from tpkernels.ops._column_matmul import column_matmul
 
 WORLD = 3
 ODD = 1
@@ -25,6 +26,11 @@ Run: TypeAlias = Callable[[dist.ProcessGroup], object]
 
 def _x(rows: int = 6, k: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(rows, k, dtype=dtype)
+
+
+def _column_backward(rows: int, group: dist.ProcessGroup) -> None:
+    (y,) = column_matmul(_x(rows).requires_grad_(), [W], group, [None])
+    y.sum().backward()
 
 
 W = torch.ones(8, 3)
@@ -97,6 +103,10 @@ PAIRS: dict[str, tuple[Run, Run]] = {
     "residual": (
         lambda g: tpkernels.matmul_all_reduce(_x(), W, g),
         lambda g: tpkernels.matmul_all_reduce(_x(), W, g, residual=torch.ones(6, 3)),
+    ),
+    "column products' backward": (
+        lambda g: _column_backward(6, g),
+        lambda g: _column_backward(7, g),
     ),
     "growth or not": (
         lambda g: tpkernels.all_reduce(_x(), g),

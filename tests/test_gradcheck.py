@@ -19,6 +19,7 @@ from cases import COLLECTIVE_WAYS, MATMUL_WAYS, RanksFixture
 from ranked import fresh_group
 
 import tpkernels
+from tpkernels.ops._column_matmul import column_matmul
 
 Shape = tuple[int, ...]
 
@@ -118,6 +119,12 @@ def checks(world: int) -> Iterator[Check]:
             ),
             replicated=True,
         )
+    yield Check(
+        name="_column_matmul",
+        own=(lambda r: (2, 1 + r % 2), lambda r: (2, 1), lambda r: (1,)),
+        same=((2, 1, 2),),
+        call=lambda own, same, group: column_matmul(same[0], own[:2], group, [None, own[2]]),
+    )
     for way in COLLECTIVE_WAYS:
         yield Check(
             name=f"all_gather {way}",
@@ -181,4 +188,4 @@ def gradcheck_job(fast: bool) -> int:
 )
 def test_gradcheck(ranks: RanksFixture, world: int, fast: bool) -> None:
     """Every op by every algorithm; the Jacobian in random directions, or all of it."""
-    assert ranks(world).run(gradcheck_job, fast, timeout=280) == [33] * world
+    assert ranks(world).run(gradcheck_job, fast, timeout=280) == [34] * world

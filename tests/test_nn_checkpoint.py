@@ -62,7 +62,7 @@ def load_job(folder: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("saved, loaded", [(2, 3), (4, 1)])
+@pytest.mark.parametrize("saved, loaded", [(2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_loads_it(
     ranks: RanksFixture, tmp_path: Path, saved: int, loaded: int
 ) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import WORLDS, RanksFixture
-from nn_reference import F64, far
-from ranked import fresh_group, report
-from test_autograd_use import _record, _stop_recording
+from cases import RanksFixture
+from nn_reference import F64, SWEEP, far
+from ranked import fresh_group, recorded_calls, report
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpkernels import nn as tnn
 from tpkernels.nn.split import Split
@@ -72,37 +72,50 @@ def loss_job(vocab: int) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", SWEEP)
 def test_it_is_torchs(ranks: RanksFixture, world: int) -> None:
     for vocab in (11, 3):  # with 4 ranks the last has none of 3
         report(failure for rank in ranks(world).run(loss_job, vocab) for failure in rank)
 
 
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(result):
+            if isinstance(one, torch.Tensor):
+                self.elements = max(self.elements, one.numel())
+        return result
+
+
 def low_precision_job() -> Any:
-    """(bits of the loss, its dtype, the gradient's dtype, calls made, the loss of fp32 logits)."""
+    """(bits of the loss, its dtype, the gradient's dtype, calls made, elements of the largest
+    tensor made, error of the loss)."""
     with fresh_group() as group:
         torch.manual_seed(1)
         logits = torch.randn(64, 1000 * group.size())
         target = torch.randint(0, logits.shape[1], (64,))
         split = Split.of(1, logits.shape[1], None, group.rank(), group.size(), "vocab")
         mine = split.share(logits).bfloat16().requires_grad_()
-        made = _record()
-        try:
+        with recorded_calls() as made, Largest() as largest:
             loss = tnn.vocab_parallel_cross_entropy(mine, target, group, logits.shape[1])
             loss.backward()
-        finally:
-            _stop_recording()
         assert mine.grad is not None
         want = F.cross_entropy(logits.bfloat16().double(), target)
-        return loss.item().hex(), loss.dtype, mine.grad.dtype, made, abs(want.item() - loss.item())
+        off = abs(want.item() - loss.item())
+        return loss.item().hex(), loss.dtype, mine.grad.dtype, made, largest.elements, off
 
 
-def test_16_bit_logits_and_one_round(ranks: RanksFixture) -> None:
+def test_16_bit_logits_never_gathered(ranks: RanksFixture) -> None:
     told = ranks(3).run(low_precision_job)
     assert len({bits for bits, *_ in told}) == 1
-    for _, dtype, grad_dtype, made, off in told:
+    for _, dtype, grad_dtype, made, elements, off in told:
         assert (dtype, grad_dtype) == (torch.float32, torch.bfloat16)
         assert made == ["all_gather"]  # three numbers a row, and nothing in the backward
+        assert elements == 64 * 1000  # this rank's columns
         assert off < 1e-6 * 8  # a loss of about 8, summed in fp32
 
 

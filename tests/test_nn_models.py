@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import WORLDS, RanksFixture
-from nn_reference import Model, Shape, far, inputs, share, whole_logits
+from cases import RanksFixture
+from nn_reference import SWEEP, Model, Shape, far, inputs, share, whole_logits
 from ranked import fresh_group, report
 from torch.utils.checkpoint import checkpoint
 
@@ -59,7 +59,7 @@ def model_job(shape: Shape, sequence: bool, dim: int) -> list[str]:
     return [f"{shape} {sequence=} {dim=}: {said}" for said in failures]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", SWEEP)
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
 def test_a_model_of_layers_is_the_unsharded_one(
     ranks: RanksFixture, world: int, sequence: bool

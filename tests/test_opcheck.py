@@ -59,6 +59,8 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
         (blocks.to(BF16), w.t().contiguous().t().to(BF16), name),
         {"out_dtype": F32, "wire_dtype": F32, "bias": w[0]},
     )
+    yield "_column_matmul", (blocks, [w, w2.expand(8, 3)], name, [torch.empty(0), w2[0]]), {}
+    yield "_column_matmul", (x.to(BF16), [w.t().contiguous().t().to(BF16)], name), {}
     yield "all_reduce", (x, name), {}
     yield "all_reduce", (x.t().to(BF16), name), {"out_dtype": F32}
     yield "all_reduce_", (x.clone(), name), {}

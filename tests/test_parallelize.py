@@ -8,9 +8,9 @@ import copy
 import hf_models
 import pytest
 import torch
-from cases import WORLDS, RanksFixture
-from ranked import report
-from test_autograd_use import _record, _stop_recording
+from cases import RanksFixture
+from nn_reference import SWEEP, share
+from ranked import recorded_calls, report
 
 import tpkernels
 from tpkernels import nn as tnn
@@ -18,25 +18,19 @@ from tpkernels import nn as tnn
 pytest.importorskip("transformers")
 
 
-def logits_job(model_type: str, sequence: bool, tied: bool) -> list[str]:
-    model = hf_models.make(model_type, tied=tied)
-    found = hf_models.differences(model, sequence, hf_models.mesh_of_all())
-    return [f"{model_type}, {sequence=}: {said}" for said in found]
+def logits_job(model_type: str) -> list[str]:
+    model, mesh = hf_models.make(model_type, tied=model_type == "qwen3"), hf_models.mesh_of_all()
+    found = []
+    for sequence in (True, False):
+        found += [f"{sequence=}: {one}" for one in hf_models.differences(model, sequence, mesh)]
+    return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
-def test_logits_and_gradients(
-    ranks: RanksFixture, world: int, model_type: str, sequence: bool
-) -> None:
-    told = ranks(world).run(logits_job, model_type, sequence, model_type == "qwen3", timeout=120)
+@pytest.mark.parametrize("world", SWEEP)
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_logits_and_gradients(ranks: RanksFixture, world: int, model_type: str) -> None:
+    told = ranks(world).run(logits_job, model_type, timeout=120)
     report(failure for rank in told for failure in rank)
-
-
-@pytest.mark.parametrize("model_type", ["mistral", "qwen2"])
-def test_the_rest_of_the_family(ranks: RanksFixture, model_type: str) -> None:
-    report(f for rank in ranks(2).run(logits_job, model_type, True, False) for f in rank)
 
 
 def calls_job() -> tuple[list[str], list[str]]:
@@ -45,61 +39,74 @@ def calls_job() -> tuple[list[str], list[str]]:
     for sequence in (True, False):
         model = hf_models.make("llama")
         tpkernels.parallelize(model, hf_models.mesh_of_all(), sequence_parallel=sequence)
-        calls = _record()
-        try:
-            with torch.no_grad():
-                model(input_ids=hf_models.batch()["input_ids"], use_cache=False)
-        finally:
-            _stop_recording()
+        with recorded_calls() as calls, torch.no_grad():
+            model(input_ids=hf_models.batch()["input_ids"], use_cache=False)
         made.append(calls)
     return made[0], made[1]
 
 
 def test_projections_of_one_input_share_a_gather(ranks: RanksFixture) -> None:
     layer = ["all_gather_matmul", "matmul_reduce_scatter"] * 2
-    for sequence, replicated in ranks(2).run(calls_job):
+    for sequence, replicated in ranks(3).run(calls_job):
         assert sequence == ["all_reduce", *layer * 2, "all_gather", "all_gather"]
         assert replicated == ["all_reduce", *["matmul_all_reduce"] * 4, "all_gather"]
 
 
-def use_job(how: str, sequence: bool) -> list[str]:
+def generate_job(model_type: str) -> list[str]:
+    """Tokens generated with a cache, from prompts of which one is padded."""
+    torch.manual_seed(1)
+    prompt = {name: hf_models.batch()[name] for name in ("input_ids", "attention_mask")}
+    single = hf_models.make(model_type).eval()
+    want = single.generate(**prompt, max_new_tokens=5, do_sample=False)
+    told = []
+    for sequence in (True, False):
+        parallel = copy.deepcopy(single)
+        tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
+        got = parallel.generate(**prompt, max_new_tokens=5, do_sample=False)
+        if not torch.equal(want, got):
+            told.append(f"{model_type}, {sequence=}: {got}, expected {want}")
+    return told
+
+
+@pytest.mark.parametrize("world", SWEEP)
+def test_it_generates_the_same_tokens(ranks: RanksFixture, world: int) -> None:
+    for model_type in ("llama", "qwen3"):
+        told = ranks(world).run(generate_job, model_type, timeout=120)
+        report(failure for rank in told for failure in rank)
+
+
+def use_job(how: str) -> list[str]:
+    """Gradients of a parallel model that is used in some way."""
     torch._dynamo.reset()
-    single, told = hf_models.make("qwen3"), []
-    parallel = copy.deepcopy(single)
-    tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
-    ids = hf_models.batch()["input_ids"]
-    if how == "generate":
-        options = {"max_new_tokens": 5, "do_sample": False}
-        want, got = (m.eval().generate(ids, **options) for m in (single, parallel))
-        return [] if torch.equal(want, got) else [f"generated {got}, expected {want}"]
-    if how == "copied":
-        parallel = copy.deepcopy(parallel)
-    if how == "checkpointing":
-        parallel.gradient_checkpointing_enable({"use_reentrant": False})
-    logits, _, grads = hf_models.run(single)
-    if how == "compile":
-        call = torch.compile(parallel, backend="aot_eager", fullgraph=True)
-        out = call(**hf_models.batch(), use_cache=False)
-        out.loss.backward()
-        got_logits = out.logits.detach()
-        got = {name: p.grad for name, p in parallel.named_parameters()}
-    else:
-        got_logits, _, got = hf_models.run(parallel)
-    pairs = {"logits": (got_logits, logits)}
-    from nn_reference import share
-
-    pairs |= {name: (got[name], share(parallel, name, grads[name])) for name in got}
-    for name, (one, other) in pairs.items():
-        if other.numel() and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
-            told.append(f"{name} is off by {(one - other).abs().max():.3g}")
-    left = [name for name, m in parallel.named_modules() if getattr(m, "given", None) is not None]
-    return told + [f"{name} keeps what it was given" for name in left]
+    told = []
+    for sequence in (True, False):
+        single = hf_models.make("qwen3")
+        parallel = copy.deepcopy(single)
+        tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
+        call, lengths = None, (hf_models.TOKENS,)
+        if how == "copied":
+            parallel = copy.deepcopy(parallel)
+        if how == "checkpointing":  # recomputed when a forward of another length has run
+            parallel.gradient_checkpointing_enable({"use_reentrant": False})
+            lengths = (hf_models.TOKENS, hf_models.TOKENS + 3)
+        if how == "compiled":
+            call = torch.compile(parallel, backend="aot_eager", fullgraph=True)
+        logits, _, grads = hf_models.run(single, *lengths)
+        got_logits, _, got = hf_models.run(parallel, *lengths, call=call)
+        pairs = {"logits": (got_logits, logits)}
+        pairs |= {name: (got[name], share(parallel, name, grads[name])) for name in got}
+        for name, (one, other) in pairs.items():
+            if other.numel() and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
+                told.append(f"{sequence=}: {name} is off by {(one - other).abs().max():.3g}")
+        for name, module in parallel.named_modules():
+            if getattr(module, "given", None) is not None:
+                told.append(f"{sequence=}: {name} keeps what it was given")
+    return told
 
 
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
-@pytest.mark.parametrize("how", ["generate", "copied", "checkpointing", "compile"])
-def test_it_is_used_as_before(ranks: RanksFixture, how: str, sequence: bool) -> None:
-    told = ranks(2).run(use_job, how, sequence, timeout=180)
+@pytest.mark.parametrize("how", ["copied", "checkpointing", "compiled"])
+def test_it_is_used_as_before(ranks: RanksFixture, how: str) -> None:
+    told = ranks(3).run(use_job, how, timeout=180)
     report(f"{how}: {failure}" for rank in told for failure in rank)
 
 

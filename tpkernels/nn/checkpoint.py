@@ -56,15 +56,15 @@ class ShardTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> ShardTensor:
-        if func not in _ON_SHARES:
+        first = args[0] if args else None
+        if func not in _ON_SHARES or not isinstance(first, ShardTensor):
             raise NotImplementedError(
                 f"{func} of a ShardTensor, of which this rank has a share only; take .local, or "
                 ".full_tensor() on all ranks"
             )
-        first = args[0]
+        if func is _aten.copy_.default and getattr(args[1], "placement", None) != first.placement:
+            raise ValueError(f"cannot copy {args[1]!r} into {first!r}, which is not split alike")
         shares = [x.local if isinstance(x, ShardTensor) else x for x in args]
-        if func is _aten.copy_.default and shares[1].shape != shares[0].shape:
-            raise ValueError(f"copy of {list(args[1].shape)} into {first!r}")
         result = func(*shares, **(kwargs or {}))
         if result is first.local:
             return first

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tpkernels import dtypes, groups
 from tpkernels.groups import GroupLike
@@ -62,6 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (log_sum - targets.sum(0)).masked_fill(ignored, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         logits, local, here, ignored, log_sum = ctx.saved_tensors
         probability = (logits.to(log_sum.dtype) - log_sum.unsqueeze(1)).exp_()

@@ -31,11 +31,11 @@ from tpkernels.nn import ParallelLMHead, RMSNorm, RowParallelLinear, VocabParall
 from tpkernels.nn.heads import Heads
 from tpkernels.parallel.shared_input import (
     SEQUENCE_DIM,
+    EnterLayer,
     GatherRows,
     Rows,
     SharedInputLinear,
     ShareInput,
-    SplitRows,
 )
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -60,9 +60,8 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of one decoder layer, checked, and how its heads are split."""
+    """A decoder layer, its modules checked, and how its heads are split."""
 
-    name: str
     layer: nn.Module
     heads: Heads
 
@@ -94,7 +93,9 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         _replace(parts, group, architecture, rows)
     if rows is not None:
         base.norm = _norm(base.norm, group)
-        base.layers[0].register_forward_pre_hook(SplitRows(group, rows), with_kwargs=True)
+        for number, parts in enumerate(layers):
+            hook = EnterLayer(group, rows, first=number == 0)
+            parts.layer.register_forward_pre_hook(hook, with_kwargs=True)
         base.norm.register_forward_hook(GatherRows(group, rows))
 
 
@@ -140,7 +141,7 @@ def _parts(base: nn.Module, prefix: str, architecture: Architecture, world: int)
             heads = Heads(queries // head_dim, keys // head_dim, head_dim, world)
         except ValueError as error:
             raise ValueError(f"{name}self_attn: {error}") from None
-        yield Parts(name, layer, heads)
+        yield Parts(layer, heads)
 
 
 def _norm(norm: Any, group: str) -> RMSNorm:

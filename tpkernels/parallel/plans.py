@@ -40,10 +40,23 @@ def apply(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
                 f"plan names {pattern!r}, which is no module of {type(model).__name__}{hint}"
             )
         for name, module in found:
-            for parameter_name, parameter in module.named_parameters():
-                check.plain_parameter(parameter, f"{name}.{parameter_name}".lstrip("."))
+            _check_module(name or type(model).__name__, module, style)
     parallelize_module(model, mesh, dict(plan))
     return model
+
+
+def _check_module(name: str, module: nn.Module, style: ParallelStyle) -> None:
+    """What torch would find only when it has changed the modules before this one."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    of_linears = isinstance(style, (ColwiseParallel, RowwiseParallel))
+    if of_linears and not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise TypeError(
+            f"{name} is a {type(module).__name__}; {type(style).__name__} takes an nn.Linear or an "
+            "nn.Embedding"
+        )
+    for parameter_name, parameter in module.named_parameters():
+        check.plain_parameter(parameter, f"{name}.{parameter_name}")
 
 
 def matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

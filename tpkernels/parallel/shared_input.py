@@ -45,7 +45,7 @@ class SharedInputLinear(ColumnParallelLinear):
 
 @dataclass
 class Rows:
-    """The split of the sequence in the forward that runs: rows of each rank."""
+    """The split of the sequence in the layer that runs: rows of each rank."""
 
     world: int
     sizes: list[int] = field(default_factory=list)
@@ -76,15 +76,21 @@ class ShareInput:
 
 
 @dataclass(frozen=True)
-class SplitRows:
-    """Forward pre-hook of the first layer: from here on each rank has its rows."""
+class EnterLayer:
+    """Forward pre-hook (with keyword arguments) of a decoder layer. Every layer notes how the
+    sequence is split: a checkpointed one is recomputed by itself, maybe after a forward of another
+    length. In front of the first each rank takes its rows."""
 
     group: str
     rows: Rows
+    first: bool
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        tokens = kwargs["position_embeddings"][0].shape[SEQUENCE_DIM]
+        self.rows.sizes = shard_sizes(tokens, self.rows.world)
+        if not self.first:
+            return args, kwargs
         x, *rest = args
-        self.rows.sizes = shard_sizes(x.shape[SEQUENCE_DIM], self.rows.world)
         mine = split_over_ranks(x, self.group, SEQUENCE_DIM, self.rows.sizes)
         return (mine, *rest), kwargs
 
