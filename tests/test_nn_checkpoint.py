@@ -14,6 +14,8 @@ from cases import RanksFixture
 from nn_reference import F64, Model, Shape
 from ranked import fresh_group, report
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tpkernels import nn as tnn
 
@@ -107,12 +109,16 @@ def refusals_job() -> list[str]:
         layer = tnn.ColumnParallelLinear(5, 6, group, bias=False, dtype=F64)
         uneven = tnn.ColumnParallelLinear(5, 6, group, bias=False, out_sizes=[5, 1], dtype=F64)
         share = layer.state_dict()["weight"]
+        mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))["dp"]
         doings: list[Any] = [
             lambda: pickle.dumps(share),
             lambda: share + 1,
             lambda: layer.load_state_dict({"weight": torch.zeros(3, 5)}),
             lambda: layer.load_state_dict(uneven.state_dict()),
             lambda: layer.load_state_dict({}),
+            lambda: torch.zeros(6, 5, dtype=F64).copy_(share),
+            lambda: share.copy_(uneven.state_dict()["weight"]),
+            lambda: fully_shard(layer, mesh=mesh).state_dict(),
         ]
         for do in doings:
             try:
@@ -130,6 +136,9 @@ def test_refusals(ranks: RanksFixture) -> None:
         "has shape [3, 5], the unsharded parameter [6, 5]",
         "load it through torch.distributed.checkpoint, or unsharded",
         "Missing key(s) in state_dict",
+        "take .local, or .full_tensor() on all ranks",
+        "which is not split alike",
+        "NotImplementedError: weight is a DTensor: a layer that is split once more",
     ]
     for told in ranks(2).run(refusals_job):
         for said, part in zip(told, expected, strict=True):

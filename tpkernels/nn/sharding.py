@@ -89,9 +89,15 @@ class ShardedModule(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, split in self.splits.items():
-            if prefix + name in destination:
-                local = destination[prefix + name]
-                destination[prefix + name] = ShardTensor(local.detach(), split, self.group)
+            key = prefix + name
+            if key in destination:
+                local = destination[key].data
+                if type(local) is not torch.Tensor:
+                    raise NotImplementedError(
+                        f"{key} is a {type(local).__name__}: a layer that is split once more, as "
+                        "by fully_shard, has no state dict"
+                    )
+                destination[key] = ShardTensor(local, split, self.group)
 
     def _load_from_state_dict(
         self,

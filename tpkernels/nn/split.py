@@ -48,10 +48,6 @@ class Split:
     def total(self) -> int:
         return sum(self.sizes)
 
-    def along(self, dim: int) -> Split:
-        """The same split of another dim."""
-        return Split(dim, self.sizes, self.rank)
-
     def share(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of an unsharded tensor; a view."""
         return whole.narrow(self.dim, self.offset, self.size)
