@@ -3,6 +3,7 @@ finite."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -131,9 +132,21 @@ def refusals_job() -> list[str]:
             (logits, target + total, {"vocab_size": total}),
             (logits, target - 1, {"vocab_size": total}),
         ]
-        for x, t, options in calls:
+        leaf = logits.clone().requires_grad_()
+
+        def twice() -> None:
+            loss = tnn.vocab_parallel_cross_entropy(leaf, target, group, total)
+            torch.autograd.grad(loss, leaf, create_graph=True)
+
+        for do in [
+            *(
+                functools.partial(tnn.vocab_parallel_cross_entropy, x, t, group, **o)
+                for x, t, o in calls
+            ),
+            twice,
+        ]:
             try:
-                tnn.vocab_parallel_cross_entropy(x, t, group, **options)
+                do()
                 told.append("nothing")
             except (ValueError, RuntimeError) as error:
                 told.append(f"{type(error).__name__}: {error}")
@@ -147,6 +160,7 @@ def test_refusals(ranks: RanksFixture) -> None:
         "reduction is 'avg'; it must be one of mean, sum, none",
         "a target is outside the vocabulary of 10",
         "a target is outside the vocabulary of 10",
+        "has no second derivative",
     ]
     for told in ranks(2).run(refusals_job):
         for said, part in zip(told, expected, strict=True):

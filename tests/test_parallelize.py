@@ -9,7 +9,7 @@ import hf_models
 import pytest
 import torch
 from cases import RanksFixture
-from nn_reference import SWEEP, share
+from nn_reference import share
 from ranked import recorded_calls, report
 
 import tpkernels
@@ -26,7 +26,7 @@ def logits_job(model_type: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", SWEEP)
+@pytest.mark.parametrize("world", hf_models.SWEEP)
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_logits_and_gradients(ranks: RanksFixture, world: int, model_type: str) -> None:
     told = ranks(world).run(logits_job, model_type, timeout=120)
@@ -47,7 +47,7 @@ def calls_job() -> tuple[list[str], list[str]]:
 
 def test_projections_of_one_input_share_a_gather(ranks: RanksFixture) -> None:
     layer = ["all_gather_matmul", "matmul_reduce_scatter"] * 2
-    for sequence, replicated in ranks(3).run(calls_job):
+    for sequence, replicated in ranks(2).run(calls_job):
         assert sequence == ["all_reduce", *layer * 2, "all_gather", "all_gather"]
         assert replicated == ["all_reduce", *["matmul_all_reduce"] * 4, "all_gather"]
 
@@ -68,7 +68,7 @@ def generate_job(model_type: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("world", SWEEP)
+@pytest.mark.parametrize("world", hf_models.SWEEP)
 def test_it_generates_the_same_tokens(ranks: RanksFixture, world: int) -> None:
     for model_type in ("llama", "qwen3"):
         told = ranks(world).run(generate_job, model_type, timeout=120)
@@ -106,7 +106,7 @@ def use_job(how: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["copied", "checkpointing", "compiled"])
 def test_it_is_used_as_before(ranks: RanksFixture, how: str) -> None:
-    told = ranks(3).run(use_job, how, timeout=180)
+    told = ranks(2).run(use_job, how, timeout=180)
     report(f"{how}: {failure}" for rank in told for failure in rank)
 
 
@@ -128,4 +128,4 @@ def state_job() -> list[str]:
 
 
 def test_state_dicts_are_the_unsharded_models(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(3).run(state_job) for failure in rank)
+    report(failure for rank in ranks(2).run(state_job) for failure in rank)

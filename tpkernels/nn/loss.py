@@ -15,12 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tpkernels import dtypes, groups
 from tpkernels.groups import GroupLike
 from tpkernels.nn.embedding import local_ids
-from tpkernels.nn.split import Split
+from tpkernels.nn.split import Split, position
 from tpkernels.ops.all_gather import all_gather
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -63,8 +62,12 @@ class _CrossEntropy(torch.autograd.Function):
         return (log_sum - targets.sum(0)).masked_fill(ignored, 0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "vocab_parallel_cross_entropy has no second derivative; call backward without "
+                "create_graph=True"
+            )
         logits, local, here, ignored, log_sum = ctx.saved_tensors
         probability = (logits.to(log_sum.dtype) - log_sum.unsqueeze(1)).exp_()
         if logits.shape[1]:
@@ -106,11 +109,11 @@ def vocab_parallel_cross_entropy(
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     name = groups.name_of(group)
-    own = groups.get(name)
-    split = Split.of(0, vocab_size, None, own.rank, own.world, "vocab_size")
+    rank, world = position(name)
+    split = Split.of(0, vocab_size, None, rank, world, "vocab_size")
     if logits.dim() < 1 or logits.shape[-1] != split.size:
         raise ValueError(
-            f"logits have shape {list(logits.shape)}; rank {own.rank} of {own.world} has "
+            f"logits have shape {list(logits.shape)}; rank {rank} of {world} has "
             f"{split.size} columns of a vocabulary of {vocab_size}"
         )
     if logits.shape[:-1] != target.shape:
@@ -125,7 +128,7 @@ def vocab_parallel_cross_entropy(
     local, here = local_ids(flat, split, ignored, "a target is")
     columns = logits.reshape(flat.shape[0], split.size)
     here = here & ~ignored
-    rows: torch.Tensor = _CrossEntropy.apply(columns, local, here, ignored, name, own.world)
+    rows: torch.Tensor = _CrossEntropy.apply(columns, local, here, ignored, name, world)
     if reduction == "none":
         return rows.view(target.shape)
     total = rows.sum()

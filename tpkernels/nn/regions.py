@@ -16,6 +16,7 @@ import torch
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
+from tpkernels.nn.split import position
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 
@@ -58,7 +59,7 @@ class _Split(torch.autograd.Function):
 
 
 def _own_part(x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    rank = groups.get(group).rank
+    rank, _ = position(group)
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
 
 

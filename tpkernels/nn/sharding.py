@@ -16,7 +16,7 @@ from torch import nn
 from tpkernels import groups
 from tpkernels.groups import GroupLike
 from tpkernels.nn.checkpoint import ShardTensor
-from tpkernels.nn.split import Split
+from tpkernels.nn.split import Split, position
 
 
 def draw_linear(fan_in: int) -> Callable[[torch.Tensor], Any]:
@@ -35,8 +35,7 @@ class ShardedModule(nn.Module):
     def __init__(self, group: GroupLike) -> None:
         super().__init__()
         self.group = groups.name_of(group)
-        own = groups.get(self.group)
-        self.rank, self.world = own.rank, own.world
+        self.rank, self.world = position(self.group)
         self.splits: dict[str, Split] = {}  #: of the sharded parameters, by name
 
     def add_sharded(

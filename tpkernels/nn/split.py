@@ -7,7 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
+from tpkernels import groups
 from tpkernels.shards import check_sizes, shard_sizes
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def position(group: str) -> tuple[int, int]:
+    """(rank, world) in the group of that name.
+
+    Raises:
+        ValueError: there is no such group on this rank.
+    """
+    own = groups.get(group)
+    return own.rank, own.world
 
 
 @dataclass(frozen=True)

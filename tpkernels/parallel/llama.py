@@ -27,12 +27,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
-from tpkernels.nn import ParallelLMHead, RMSNorm, RowParallelLinear, VocabParallelEmbedding, check
+from tpkernels.nn import ParallelLMHead, RMSNorm, VocabParallelEmbedding, check
 from tpkernels.nn.heads import Heads
 from tpkernels.parallel.shared_input import (
     SEQUENCE_DIM,
     EnterLayer,
     GatherRows,
+    OwnRowsLinear,
     Rows,
     SharedInputLinear,
     ShareInput,
@@ -176,13 +177,14 @@ def _replace(parts: Parts, group: str, architecture: Architecture, rows: Rows | 
         (attention, "o_proj", heads.query_sizes),
         (mlp, "down_proj", None),
     ):
-        row = RowParallelLinear.from_linear(
+        row = OwnRowsLinear.from_linear(
             getattr(owner, name),
             group,
             sequence_parallel=sequence,
             sequence_dim=SEQUENCE_DIM,
             in_sizes=row_sizes,
         )
+        row.rows = rows
         setattr(owner, name, row)
     attention.register_forward_pre_hook(ShareInput(QKV, rows), with_kwargs=True)
     mlp.register_forward_pre_hook(ShareInput(GATE_UP, rows), with_kwargs=True)

@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpkernels.nn import ColumnParallelLinear, column_parallel, gather_from_ranks, split_over_ranks
+from tpkernels.nn import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel,
+    gather_from_ranks,
+    split_over_ranks,
+)
 from tpkernels.shards import shard_sizes
 
 SEQUENCE_DIM = 1  #: transformers' activations are [batch, sequence, width]
@@ -49,6 +55,15 @@ class Rows:
 
     world: int
     sizes: list[int] = field(default_factory=list)
+
+
+class OwnRowsLinear(RowParallelLinear):
+    """A row-parallel projection that is called with its input alone."""
+
+    rows: Rows | None = None  #: with sequence parallelism
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, shard_sizes=None if self.rows is None else self.rows.sizes)
 
 
 @dataclass(frozen=True)
