@@ -31,12 +31,12 @@ from tpkernels.nn import ParallelLMHead, RMSNorm, VocabParallelEmbedding, check
 from tpkernels.nn.heads import Heads
 from tpkernels.parallel.shared_input import (
     SEQUENCE_DIM,
-    EnterLayer,
     GatherRows,
     OwnRowsLinear,
     Rows,
     SharedInputLinear,
     ShareInput,
+    SplitRows,
 )
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -94,9 +94,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         _replace(parts, group, architecture, rows)
     if rows is not None:
         base.norm = _norm(base.norm, group)
-        for number, parts in enumerate(layers):
-            hook = EnterLayer(group, rows, first=number == 0)
-            parts.layer.register_forward_pre_hook(hook, with_kwargs=True)
+        base.layers[0].register_forward_pre_hook(SplitRows(group, rows), with_kwargs=True)
         base.norm.register_forward_hook(GatherRows(group, rows))
 
 

@@ -56,6 +56,9 @@ class Rows:
     world: int
     sizes: list[int] = field(default_factory=list)
 
+    def split(self, tokens: int) -> None:
+        self.sizes = shard_sizes(tokens, self.world)
+
 
 class OwnRowsLinear(RowParallelLinear):
     """A row-parallel projection that is called with its input alone."""
@@ -76,6 +79,10 @@ class ShareInput:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         layers = [getattr(module, name) for name in self.names]
+        # A checkpointed layer is recomputed by itself, maybe after a forward of another length.
+        # Its attention, which comes first, is told how many tokens there are.
+        if self.rows is not None and "position_embeddings" in kwargs:
+            self.rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
         shape = list(x.shape)
         if self.rows is not None:
             shape[SEQUENCE_DIM] = sum(self.rows.sizes)
@@ -91,21 +98,16 @@ class ShareInput:
 
 
 @dataclass(frozen=True)
-class EnterLayer:
-    """Forward pre-hook (with keyword arguments) of a decoder layer. Every layer notes how the
-    sequence is split: a checkpointed one is recomputed by itself, maybe after a forward of another
-    length. In front of the first each rank takes its rows."""
+class SplitRows:
+    """Forward pre-hook (with keyword arguments) of the first layer: from here on each rank has its
+    rows."""
 
     group: str
     rows: Rows
-    first: bool
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        tokens = kwargs["position_embeddings"][0].shape[SEQUENCE_DIM]
-        self.rows.sizes = shard_sizes(tokens, self.rows.world)
-        if not self.first:
-            return args, kwargs
         x, *rest = args
+        self.rows.split(x.shape[SEQUENCE_DIM])
         mine = split_over_ranks(x, self.group, SEQUENCE_DIM, self.rows.sizes)
         return (mine, *rest), kwargs
 
