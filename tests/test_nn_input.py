@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from cases import RanksFixture
 from nn_reference import Model, Shape, far, inputs
@@ -144,7 +145,7 @@ def compile_job(sequence: bool) -> list[str]:
     return failures
 
 
-def test_compiled_layers(ranks: RanksFixture) -> None:
-    for sequence in (True, False):
-        told = ranks(2).run(compile_job, sequence, timeout=120)
-        report(failure for rank in told for failure in rank)
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiled_layers(ranks: RanksFixture, sequence: bool) -> None:
+    told = ranks(2).run(compile_job, sequence, timeout=120)
+    report(failure for rank in told for failure in rank)

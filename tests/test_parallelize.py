@@ -104,7 +104,9 @@ def use_job(how: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("how", ["copied", "checkpointing", "compiled"])
+@pytest.mark.parametrize(
+    "how", ["copied", "checkpointing", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_it_is_used_as_before(ranks: RanksFixture, how: str) -> None:
     told = ranks(2).run(use_job, how, timeout=180)
     report(f"{how}: {failure}" for rank in told for failure in rank)
