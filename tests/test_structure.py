@@ -20,22 +20,25 @@ MOST_LINES = 300
 
 # What the modules of a layer may import of the package. Imports point one way:
 # ops -> plan, backends -> algorithms -> symm -> _C.
-LEAVES = {"_C", "errors", "dtypes", "shards"}
+LEAVES = {"_C", "errors", "dtypes", "shards", "version", "cache"}
 ALLOWED = {
     "errors": set[str](),
     "dtypes": set[str](),
     "shards": set[str](),
+    "version": set[str](),
+    "cache": set[str](),
+    "tuning": LEAVES | {"tuning"},
     "numerics": {"dtypes", "shards", "numerics"},
-    "plan": LEAVES - {"_C"},
+    "plan": LEAVES - {"_C"} | {"tuning"},
     "kernels": LEAVES | {"symm", "kernels"},
     "cuda": LEAVES | {"symm", "cuda"},
     "symm": LEAVES | {"symm"},
     "algorithms": LEAVES | {"plan", "symm", "algorithms", "kernels", "cuda"},
-    "groups": LEAVES | {"symm"},
+    "groups": LEAVES | {"symm", "tuning"},
     "nccl": LEAVES | {"symm", "groups", "nccl"},
     "benchmarking": {"groups"},
     "backends": LEAVES | {"plan", "algorithms", "groups", "symm"},
-    "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops"},
+    "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops", "tuning"},
 }
 # From here on anything goes: they use the package as its users do.
 USERS = {"", "__main__", "cli", "launch", "_fork_server", "_member", "_rank"}

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 class Arena:
@@ -62,6 +62,7 @@ class Channel:
     def locate(self, segment: int, offset: int) -> None: ...
     def in_segment(self, peer: int) -> bool: ...
     def segment_of(self, peer: int, nbytes: int) -> Region: ...
+    def set_on_wait(self, f: Callable[[bool], object] | None) -> None: ...
     def set_chaos(
         self,
         seed: int,

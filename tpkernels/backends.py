@@ -11,6 +11,7 @@ from typing import Any
 from tpkernels import _C
 from tpkernels.algorithms import direct, fused, pipelined, ring, unfused
 from tpkernels.algorithms.links import hang_up
+from tpkernels.algorithms.ranges import profiling, recorded_waits
 from tpkernels.groups import Group
 from tpkernels.plan import Plan, Problem
 from tpkernels.symm.host import HostWorkspace
@@ -74,6 +75,9 @@ def run(call: Call, *args: Any) -> Any:
     with group.lock:
         group.check_usable()
         try:
+            if profiling():
+                with recorded_waits(group.workspace):
+                    return call.function(call, *args)
             return call.function(call, *args)
         except BaseException as error:
             group.leave(error)

@@ -5,6 +5,7 @@ The registry below is the package's only mutable module state.
 
 from __future__ import annotations
 
+import socket
 import threading
 import weakref
 from collections.abc import Hashable
@@ -18,8 +19,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.reach import share_a_host
-from tpkernels.symm.rendezvous import Member
+from tpkernels.symm.rendezvous import Member, exchange
 from tpkernels.symm.waiter import Waiter
+from tpkernels.tuning import store
+from tpkernels.tuning.machine import machines_here
+from tpkernels.tuning.table import Table
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
@@ -39,6 +43,8 @@ class Group:
         self.timeout = DEFAULT_TIMEOUT
         self._workspace_bytes = DEFAULT_WORKSPACE_BYTES
         self.workspace: HostWorkspace | None = None
+        self.hosts = 1
+        self.tuned = Table()  # rank 0's
         self.calls: dict[Hashable, Any] = {}  # checked and planned calls, by their arguments
         self.lock = threading.RLock()
         self.waiter = Waiter()
@@ -90,6 +96,8 @@ class Group:
             try:
                 if self.world == 1 or self._one_host(member, workspace_bytes):
                     self.workspace = HostWorkspace(member, workspace_bytes)
+                if self.world > 1:
+                    self.tuned = self._tuned_by_rank_0(member)
             except (ValueError, MemoryError):  # on all ranks alike: they may try again
                 raise
             except BaseException as error:
@@ -101,14 +109,24 @@ class Group:
     def _one_host(self, member: Member, workspace_bytes: int) -> bool:
         """Agrees with the other ranks on the options, and on whether all can share memory."""
         options = {"timeout": member.timeout, "workspace_bytes": workspace_bytes}
-        one_host, said = share_a_host(member, {"options": options})
+        one_host, said = share_a_host(member, {"options": options, "host": socket.gethostname()})
         for rank, other in enumerate(said):
             if other["options"] != options:
                 raise ValueError(
                     f"tpkernels.init of group '{self.name}': rank {self.rank} gives {options}, "
                     f"rank {rank} gives {other['options']}; all ranks must give the same"
                 )
+        self.hosts = 1 if one_host else len({other["host"] for other in said})
         return one_host
+
+    def _tuned_by_rank_0(self, member: Member) -> Table:
+        """The times that rank 0 finds in its cache, on all ranks: what each found by itself might
+        differ, and with it the choices."""
+        found = Table()
+        if self.rank == 0:
+            found = store.load(machines_here(self.world, self.hosts, self.shared_memory))
+        said = exchange(member, "tuning", {"table": store.to_json(found)})
+        return store.from_json(said[0]["table"])
 
     def no_gpu_kernels(self, device: torch.device, own: str | None) -> str | None:
         """Why the Triton kernels cannot run on the ranks' GPUs, this rank's being ``device``; None:

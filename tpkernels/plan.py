@@ -1,7 +1,9 @@
 """Which algorithm a call runs: Problem -> Plan. Pure: no device, no communication.
 
 A problem holds only what all ranks share, so that all choose alike; what may differ by rank (the
-columns of a column-parallel weight, the K of a row-parallel one) is not part of it.
+columns of a column-parallel weight, the K of a row-parallel one) is not part of it. The table of
+measured times that a choice may rest on is one that all ranks share, too: rank 0's
+(`groups.Group.tuned`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from math import prod
 import torch
 
 from tpkernels import dtypes
+from tpkernels.shards import shard_sizes
+from tpkernels.tuning.table import Series, Table
 
 ALGORITHMS = ("unfused", "ring", "direct", "pipelined", "fused")
 
@@ -57,6 +61,28 @@ class Problem:
         """Bytes of the whole tensor that travels."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def place(self) -> tuple[Series, int] | None:
+        """Among which measured problems this one stands, and its extent; None: among none, because
+        it is not split evenly along its rows, or along its elements where there is no matmul.
+
+        A bias and a residual change nothing: all algorithms add them where they sum anyway.
+        """
+        matmul = _has_matmul(self)
+        width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
+        if not total:
+            return None
+        extent = total // width
+        if self.dim is not None:
+            if self.outer != 1 or (matmul and self.dim == len(self.shape) - 1):
+                return None
+            each = self.inner // width
+            if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
+                return None
+        options = tuple(one for one in self.options if one not in ("bias", "residual"))
+        dtype = dtypes.name(self.dtype)
+        return Series(self.op, self.device, self.world, width, dtype, options), extent
+
     def __str__(self) -> str:
         parts = [f"{list(self.shape)} {dtypes.name(self.dtype)}"]
         if self.dim is not None:
@@ -89,12 +115,16 @@ PIPELINE_MIN_ROWS = 256
 RING_MIN_BYTES = 8 << 20
 
 
+NOTHING_TUNED = Table()
+
+
 def choose(
     problem: Problem,
     *,
     shared_memory: bool,
     no_kernels: str | None = None,
     requested: str = "auto",
+    tuned: Table = NOTHING_TUNED,
 ) -> Plan:
     """The plan for ``problem``.
 
@@ -102,6 +132,8 @@ def choose(
         shared_memory: whether all ranks of the group can map each other's memory.
         no_kernels: why the Triton kernels cannot run; None: they can.
         requested: an algorithm's name, or "auto".
+        tuned: measured times, the same on all ranks. Where they tell which algorithm is fastest,
+            "auto" is that one.
 
     Raises:
         ValueError: ``requested`` is no algorithm.
@@ -116,6 +148,9 @@ def choose(
         return _plan(problem, requested, "asked for")
     if problem.world == 1:
         return _plan(problem, "unfused", "one rank: nothing to communicate")
+    measured = _measured(problem, tuned, shared_memory, no_kernels)
+    if measured is not None:
+        return _plan(problem, *measured)
     if not shared_memory:
         return _across_hosts(problem)
     if problem.device == "cuda":
@@ -132,6 +167,23 @@ def choose(
         else (f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split")
     )
     return _plan(problem, "direct", reason)
+
+
+def _measured(
+    problem: Problem, tuned: Table, shared_memory: bool, no_kernels: str | None
+) -> tuple[str, str] | None:
+    """The choice that measured times allow, and its reason."""
+    place = problem.place if tuned.measurements else None
+    if place is None:
+        return None
+    return tuned.choice(*place, candidates(problem, shared_memory, no_kernels))
+
+
+def candidates(problem: Problem, shared_memory: bool, no_kernels: str | None) -> list[str]:
+    """What "auto" may take: all that can run, but for the kernels under Triton's interpreter."""
+    found = obstacles(problem, shared_memory=shared_memory, no_kernels=no_kernels)
+    tests_only = {"fused"} if problem.device == "cpu" else set()
+    return [name for name, why in found.items() if why is None and name not in tests_only]
 
 
 def _across_hosts(problem: Problem) -> Plan:

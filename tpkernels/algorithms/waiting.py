@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpkernels._C import Phase
+from tpkernels.algorithms.ranges import WAIT, recorded
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ def finish(call: Call, work: Any) -> None:
         return
     if group.workspace is not None:
         group.workspace.channel.publish(Phase.READ)
-    while not work.is_completed():
-        with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised again below
-            work.wait(_LOOK)
-            return
-        _watch(group, 0.0)
+    with recorded(WAIT):
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised below
+                work.wait(_LOOK)
+                return
+            _watch(group, 0.0)
     try:
         work.wait()
     except TpkernelsError:

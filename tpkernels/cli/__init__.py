@@ -6,7 +6,9 @@ import typer
 
 from tpkernels.cli.bench import bench
 from tpkernels.cli.demo import demo
+from tpkernels.cli.explain import explain
 from tpkernels.cli.info import info
+from tpkernels.cli.tune import tune
 
 app = typer.Typer(
     help="Fused communication and compute for tensor parallelism in PyTorch.",
@@ -17,6 +19,8 @@ app = typer.Typer(
 app.command()(info)
 app.command()(demo)
 app.command()(bench)
+app.command()(tune)
+app.command()(explain)
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from torch._library.autograd import Info, make_autograd_impl
 from tpkernels.backends import Call
 from tpkernels.groups import Group
 from tpkernels.kernels import obstacle
-from tpkernels.plan import Problem, check_algorithm, choose
+from tpkernels.plan import NOTHING_TUNED, Problem, check_algorithm, choose
+from tpkernels.tuning.table import Table
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _MOST_CALLS = 4096  # remembered per group
@@ -124,16 +125,27 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
             f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
             "group with NCCL"
         )
-    no_kernels = obstacle(problem.device)
-    if algorithm == "fused" and problem.device == "cuda":
-        no_kernels = group.no_gpu_kernels(on, no_kernels)
-    plan = choose(
+    asked = functools.partial(
+        choose,
         problem,
         shared_memory=shared,
-        no_kernels=no_kernels,
         requested=algorithm,
+        tuned=_tuned(group, problem.device),
     )
+    plan = asked()
+    if plan.algorithm == "fused":
+        no_kernels = obstacle(problem.device)
+        if problem.device == "cuda":  # found out together: all ranks have come to the same plan
+            no_kernels = group.no_gpu_kernels(on, no_kernels)
+        if no_kernels is not None:
+            plan = asked(no_kernels=no_kernels)
     return Call(group, problem, plan)
+
+
+def _tuned(group: Group, device: str) -> Table:
+    """The times that hold for the group's tensors of a device type. Where gloo moves a GPU's, none
+    do: they were taken with NCCL."""
+    return NOTHING_TUNED if device == "cuda" and group.by_gloo("cuda") else group.tuned
 
 
 def forbid_grad(op: str, tensor: torch.Tensor, instead: str) -> None:

@@ -1,0 +1,116 @@
+"""``tpkernels explain``: what ``auto`` takes for a problem, beside what else, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from tpkernels import kernels
+from tpkernels.backends import TABLES
+from tpkernels.cli.cases import MATMUL_OPS, Spec
+from tpkernels.cli.options import DTYPES, UsageError, at_least, exit_codes
+from tpkernels.cli.output import console, milliseconds, table
+from tpkernels.cli.specs import specs_of
+from tpkernels.plan import ALGORITHMS, Plan, Problem, choose, obstacles
+from tpkernels.tuning import store
+from tpkernels.tuning.machine import Machine, this_machine
+from tpkernels.tuning.table import Measurement, Table
+
+_NEITHER = "not measured"
+
+
+def explain(
+    op: Annotated[str, typer.Option(help="The op.")],
+    m: Annotated[int | None, typer.Option(help="Rows, over all ranks.")] = None,
+    n: Annotated[int | None, typer.Option(help="Columns of the result, over all ranks.")] = None,
+    k: Annotated[int | None, typer.Option(help="What the matmul sums over, in all.")] = None,
+    nbytes: Annotated[
+        str | None, typer.Option("--bytes", help="Instead of these: size of a collective alone.")
+    ] = None,
+    world: Annotated[int, typer.Option("--tp", "--nproc", help="Ranks.")] = 2,
+    dtype: Annotated[str, typer.Option(help=" | ".join(DTYPES))] = "bf16",
+    device: Annotated[str, typer.Option(help="cpu | cuda")] = "cpu",
+    hosts: Annotated[
+        int, typer.Option(help="How many hosts the ranks are on; of several they share no memory.")
+    ] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of a rank.")] = 1,
+) -> None:
+    """Show what auto takes for a problem, and why, with the times that `tpkernels tune` has taken
+    here. Starts no ranks."""
+    with exit_codes():
+        at_least(1, tp=world, hosts=hosts, threads=threads)
+        if device not in TABLES:
+            raise UsageError(f"unknown device '{device}'; there are {', '.join(TABLES)}")
+        spec = _spec(op, (m, n, k), nbytes, dtype, world)
+        shared = hosts == 1
+        problem = replace(spec.problem(world), device=device)
+        machine, measured = None, Table()
+        if device == "cpu" or torch.cuda.is_available():
+            machine = this_machine(device, world, hosts, shared, threads=threads)
+            measured = store.load([machine])
+        found = obstacles(problem, shared_memory=shared, no_kernels=kernels.obstacle(device))
+        plan = choose(
+            problem,
+            shared_memory=shared,
+            no_kernels=kernels.obstacle(device),
+            tuned=measured,
+        )
+        _show(spec, problem, found, plan, measured, machine, console())
+
+
+def _spec(
+    op: str, extents: tuple[int | None, ...], nbytes: str | None, dtype: str, world: int
+) -> Spec:
+    matmul = op in MATMUL_OPS
+    needed, given = ("--m, --n and --k", "--bytes") if matmul else ("--bytes", "--m, --n and --k")
+    if matmul and (None in extents or nbytes is not None):
+        raise UsageError(f"{op} takes {needed}, and no {given}")
+    if not matmul and (nbytes is None or any(one is not None for one in extents)):
+        specs_of([op], [], "1K", dtype, world)  # an op that does not exist
+        raise UsageError(f"{op} takes {needed}, and no {given}")
+    (spec,) = specs_of([op], [",".join(map(str, extents))], nbytes or "", dtype, world)
+    return spec
+
+
+def _show(
+    spec: Spec,
+    problem: Problem,
+    found: dict[str, str | None],
+    plan: Plan,
+    measured: Table,
+    machine: Machine | None,
+    out: Console,
+) -> None:
+    cases = measured.at(*problem.place) if problem.place is not None else []
+    shown = table("algorithm", ("ms",), "")
+    for name in ALGORITHMS:
+        chosen = f"[bold green]{name}[/]" if name == plan.algorithm else name
+        why = found[name]
+        shown.add_row(chosen, _times(name, cases) if why is None else "", why or "can run")
+    out.print(f"{spec.op} {spec}, {problem.world} ranks, {problem.device}")
+    out.print(shown)
+    out.print(f"auto takes [bold]{plan.algorithm}[/]: {plan.reason}")
+    if machine is None:
+        return
+    count = len(measured.measurements)
+    path = store.path_for(machine)
+    out.print(
+        f"{count} cases were measured: {path}"
+        if count
+        else f"Nothing was measured for this machine, {problem.world} ranks of {machine.threads} "
+        f"threads and these versions ({path}): see tpkernels tune"
+    )
+
+
+def _times(name: str, cases: list[Measurement]) -> str:
+    """One time for each measured size of the extent that is not part of the problem."""
+    told = [
+        milliseconds(case.ms[name]) + (f" ({case.other})" if len(cases) > 1 else "")
+        for case in cases
+        if name in case.ms
+    ]
+    return ", ".join(told) or _NEITHER
