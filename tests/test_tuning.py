@@ -46,6 +46,15 @@ def test_what_cannot_run_is_passed_over() -> None:
     assert "256" in plan(spec(64), measured(spec(64), direct=1.0)).reason  # compared with nothing
 
 
+def test_between_equals_the_thresholds_decide() -> None:
+    """A single run would decide by chance."""
+    for m, by_rule in ((64, "direct"), (1024, "pipelined")):
+        near = {"direct": 1.0, "pipelined": 1.0, "unfused": 0.99, by_rule: 1.009}
+        assert plan(spec(m), measured(spec(m), **near)).algorithm == by_rule
+        clear = {**near, by_rule: 1.02}
+        assert plan(spec(m), measured(spec(m), **clear)).algorithm == "unfused"
+
+
 def test_cases_of_one_problem_are_weighed_together() -> None:
     """N differs by rank for all that a rank knows, so it decides nothing by itself."""
     narrow = measured(spec(64, n=512), unfused=1.0, direct=1.5, pipelined=1.1)

@@ -132,8 +132,8 @@ def choose(
         shared_memory: whether all ranks of the group can map each other's memory.
         no_kernels: why the Triton kernels cannot run; None: they can.
         requested: an algorithm's name, or "auto".
-        tuned: measured times, the same on all ranks. Where they tell which algorithm is fastest,
-            "auto" is that one.
+        tuned: measured times, the same on all ranks. Where they tell that another algorithm is
+            clearly faster than the one of the thresholds, "auto" is the fastest.
 
     Raises:
         ValueError: ``requested`` is no algorithm.
@@ -146,37 +146,33 @@ def choose(
         if obstacle is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {obstacle}")
         return _plan(problem, requested, "asked for")
+    ruled = _by_rule(problem, shared_memory, no_kernels)
+    place = problem.place if tuned.measurements and problem.world > 1 else None
+    if place is not None:
+        possible = candidates(problem, shared_memory, no_kernels)
+        measured = tuned.choice(*place, possible, unless=ruled[0])
+        if measured is not None:
+            return _plan(problem, *measured)
+    return _plan(problem, *ruled)
+
+
+def _by_rule(problem: Problem, shared_memory: bool, no_kernels: str | None) -> tuple[str, str]:
+    """The algorithm where nothing is known but the thresholds, and why."""
     if problem.world == 1:
-        return _plan(problem, "unfused", "one rank: nothing to communicate")
-    measured = _measured(problem, tuned, shared_memory, no_kernels)
-    if measured is not None:
-        return _plan(problem, *measured)
+        return "unfused", "one rank: nothing to communicate"
     if not shared_memory:
         return _across_hosts(problem)
     if problem.device == "cuda":
-        return _plan(problem, "unfused", "on this GPU nothing is known to be faster")
+        return "unfused", "on this GPU nothing is known to be faster"
     rows = _rows_per_part(problem)
     if (
         _obstacle(problem, "pipelined", shared_memory, no_kernels) is None
         and rows >= PIPELINE_MIN_ROWS
     ):
-        return _plan(problem, "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}")
-    reason = (
-        "no matmul to overlap with"
-        if not _has_matmul(problem)
-        else (f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split")
-    )
-    return _plan(problem, "direct", reason)
-
-
-def _measured(
-    problem: Problem, tuned: Table, shared_memory: bool, no_kernels: str | None
-) -> tuple[str, str] | None:
-    """The choice that measured times allow, and its reason."""
-    place = problem.place if tuned.measurements else None
-    if place is None:
-        return None
-    return tuned.choice(*place, candidates(problem, shared_memory, no_kernels))
+        return "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}"
+    if not _has_matmul(problem):
+        return "direct", "no matmul to overlap with"
+    return "direct", f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
 
 
 def candidates(problem: Problem, shared_memory: bool, no_kernels: str | None) -> list[str]:
@@ -186,21 +182,19 @@ def candidates(problem: Problem, shared_memory: bool, no_kernels: str | None) ->
     return [name for name, why in found.items() if why is None and name not in tests_only]
 
 
-def _across_hosts(problem: Problem) -> Plan:
+def _across_hosts(problem: Problem) -> tuple[str, str]:
     reason, rows = "the ranks share no memory", _rows_per_part(problem)
     if problem.device == "cuda":
-        return _plan(
-            problem, "unfused", f"{reason}; nothing else is known to be faster on this GPU"
-        )
+        return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
     if problem.nbytes < RING_MIN_BYTES:
-        return _plan(problem, "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}")
+        return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
     if _has_matmul(problem) and rows < PIPELINE_MIN_ROWS:
-        return _plan(problem, "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}")
+        return "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
-        return _plan(problem, "unfused", f"{reason}; ring has measured no faster")
+        return "unfused", f"{reason}; ring has measured no faster"
     if _obstacle(problem, "ring", False, None) is not None:
-        return _plan(problem, "unfused", f"{reason}; a gather of K is not split")
-    return _plan(problem, "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}")
+        return "unfused", f"{reason}; a gather of K is not split"
+    return "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
 
 
 def check_algorithm(name: str) -> None:

@@ -8,6 +8,7 @@ from tpkernels.cli.bench import bench
 from tpkernels.cli.demo import demo
 from tpkernels.cli.explain import explain
 from tpkernels.cli.info import info
+from tpkernels.cli.profile import profile
 from tpkernels.cli.tune import tune
 
 app = typer.Typer(
@@ -21,6 +22,8 @@ app.command()(demo)
 app.command()(bench)
 app.command()(tune)
 app.command()(explain)
+# What follows the script is the script's, options too.
+app.command(context_settings={"allow_interspersed_args": False})(profile)
 
 
 def main() -> None:

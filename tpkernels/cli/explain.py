@@ -86,23 +86,21 @@ def _show(
     out: Console,
 ) -> None:
     cases = measured.at(*problem.place) if problem.place is not None else []
-    shown = table("algorithm", ("ms",), "")
+    shown = table("algorithm", ("ms",), "why not")
     for name in ALGORITHMS:
         chosen = f"[bold green]{name}[/]" if name == plan.algorithm else name
         why = found[name]
-        shown.add_row(chosen, _times(name, cases) if why is None else "", why or "can run")
+        shown.add_row(chosen, _times(name, cases) if why is None else "", why or "")
     out.print(f"{spec.op} {spec}, {problem.world} ranks, {problem.device}")
     out.print(shown)
     out.print(f"auto takes [bold]{plan.algorithm}[/]: {plan.reason}")
     if machine is None:
         return
-    count = len(measured.measurements)
-    path = store.path_for(machine)
+    count, where = len(measured.measurements), f"{problem.world} ranks x {machine.threads} threads"
     out.print(
-        f"{count} cases were measured: {path}"
+        f"Measured here with {where}: {count} cases, {store.path_for(machine)}"
         if count
-        else f"Nothing was measured for this machine, {problem.world} ranks of {machine.threads} "
-        f"threads and these versions ({path}): see tpkernels tune"
+        else f"Nothing was measured here with {where}: see tpkernels tune"
     )
 
 

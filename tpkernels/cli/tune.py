@@ -139,31 +139,34 @@ def tune_case(spec: Spec, repeat: int, budget: float) -> TuneReport:
     return TuneReport(machine, before, verdicts, measure(variants, repeat=repeat, budget=budget))
 
 
+def measurement(spec: Spec, world: int, ms: dict[str, float]) -> Measurement:
+    """Times of a case, taken today."""
+    place = spec.problem(world).place
+    assert place is not None  # it is split evenly
+    return Measurement(*place, other=spec.other, ms=ms, date=date.today().isoformat())
+
+
+def _medians(reports: list[TuneReport]) -> dict[str, float]:
+    """Milliseconds of the slowest rank."""
+    names = reports[0].samples
+    return {name: summary([each.samples[name] for each in reports]).median for name in names}
+
+
 def _keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
     """Adds the times to the machine's table; where it is, and what ``auto`` is with it."""
     machine = reports[0].machine
-    problem = spec.problem(machine.ranks)
-    assert problem.place is not None  # it is split evenly
-    samples = {
-        name: summary([report.samples[name] for report in reports]).median
-        for name in reports[0].samples
-    }
-    measured = Measurement(
-        *problem.place, other=spec.other, ms=samples, date=date.today().isoformat()
-    )
-    tuned = store.load([machine]).with_measurement(measured)
+    new = measurement(spec, machine.ranks, _medians(reports))
+    tuned = store.load([machine]).with_measurement(new)
     try:
         path = store.save(machine, tuned)
     except OSError as error:
         raise UsageError(f"cannot write the tuning cache: {error}") from error
+    problem = spec.problem(machine.ranks)
     return path, choose(problem, shared_memory=machine.shared_memory, tuned=tuned)
 
 
 def _cells(spec: Spec, reports: list[TuneReport], after: Plan) -> list[str]:
-    report = reports[0]
-    times = {
-        name: summary([each.samples[name] for each in reports]).median for name in report.samples
-    }
+    report, times = reports[0], _medians(reports)
     best = min(times, key=times.__getitem__, default=None)
     cells = []
     for name in ALGORITHMS:
