@@ -14,7 +14,7 @@ import functools
 import torch
 
 from tpkernels.algorithms.memory import empty
-from tpkernels.algorithms.ranges import MATMUL, recorded
+from tpkernels.algorithms.ranges import MATMUL, profiling, recorded
 
 # Columns of a converted panel, and the fewest rows for which converting pays.
 # AMD EPYC Zen 3 (AVX2), 1 thread, torch 2.13, 2026-11-21, (2048, 2048, 4096) bf16: torch.mm 3488
@@ -49,6 +49,8 @@ def product(
     strides, ``out`` with unit column stride."""
     if x.shape[0] == 0 or w.shape[1] == 0:
         return out
+    if not profiling():  # 0.1 us, where to open no range would take 0.4
+        return _product(x, w, out, bias)
     with recorded(MATMUL):
         return _product(x, w, out, bias)
 
