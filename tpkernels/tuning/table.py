@@ -118,9 +118,9 @@ def _steadiest(
     if len(names) < 2:  # nothing to compare
         return None
     worst = {name: max(one.ratio(name, names) for one in measurements) for name in names}
-    best = (
-        unless if worst.get(unless, AS_FAST + 1) <= AS_FAST else min(names, key=worst.__getitem__)
-    )
+    if unless in worst and worst[unless] <= AS_FAST:
+        return unless, worst[unless]
+    best = min(names, key=worst.__getitem__)
     return best, worst[best]
 
 
