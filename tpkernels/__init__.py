@@ -24,8 +24,9 @@ from tpkernels.ops import (
     reduce_scatter,
 )
 from tpkernels.shards import shard_sizes
+from tpkernels.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CollectiveMismatchError",
