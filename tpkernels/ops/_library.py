@@ -123,6 +123,8 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
             f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
             "group with NCCL"
         )
+    if algorithm != "auto":  # what cannot run is refused before anything is sent
+        choose(problem, shared_memory=shared, requested=algorithm)
     tuned = NOTHING_TUNED
     if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are taken with NCCL
         tuned = group.tuned(problem.device)
