@@ -154,6 +154,23 @@ void bind_channel(py::module_& m) {
           },
           py::arg("peer"), py::arg("nbytes"))
       .def("in_segment", &Channel::in_segment, py::arg("peer"))
+      .def("set_on_wait",
+           [](Channel& c, const py::object& f) {
+             if (f.is_none()) return c.set_on_wait(nullptr);
+             c.set_on_wait([f](bool begin) {
+               tpkernels::stay_if_python_ends();
+               const py::gil_scoped_acquire gil;
+               try {
+                 f(begin);
+               } catch (py::error_already_set& error) {
+                 if (error.matches(PyExc_KeyboardInterrupt)) {
+                   PyErr_SetInterrupt();  // for the wait's next look at signals
+                 } else {
+                   error.discard_as_unraisable("a profiler's range of a wait");
+                 }
+               }
+             });
+           })
       .def(
           "set_chaos",
           [](Channel& c, std::uint64_t seed, unsigned max_delay_us, bool single_buffer,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from fake_nccl import Build, make_build
 from hypothesis import settings
 
@@ -17,12 +22,27 @@ settings.register_profile("tpkernels", deadline=None)
 settings.load_profile("tpkernels")
 
 
+def end_groups() -> None:
+    """On a rank: all but the default one. One that waits for a peer is left to itself."""
+    made = [group for group in list(c10d._world.pg_map) if group is not dist.group.WORLD]
+
+    def end() -> None:
+        for group in made:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+
+    worker = threading.Thread(target=end, daemon=True)
+    worker.start()
+    worker.join(2.0)
+
+
 class RankPools:
     """``ranks(world)``: open ranks, kept from test to test, one set per world size."""
 
     def __init__(self, **env: str) -> None:
         self._env = env
         self._pools: dict[int, Ranks] = {}
+        self._used: set[int] = set()
 
     def __call__(self, world: int) -> Ranks:
         # Ranks that a test left at work, or with a member dead, would disturb the next test.
@@ -30,7 +50,16 @@ class RankPools:
             self._pools.pop(size).close()
         if world not in self._pools:
             self._pools[world] = Ranks(world, env=self._env)
+        self._used.add(world)
         return self._pools[world]
+
+    def end_groups(self) -> None:
+        """Ends the groups that a test has left behind: each of gloo's polls a hundred times a
+        second for as long as it lives."""
+        for pool in [self._pools[world] for world in self._used if world in self._pools]:
+            if pool.healthy:
+                pool.run(end_groups)
+        self._used.clear()
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -39,25 +68,39 @@ class RankPools:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_server() -> None:
-    """Imports what test modules import once, instead of in every rank's first job."""
+def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Imports what test modules import once, instead of in every rank's first job. What somebody
+    has tuned on this machine decides nothing in tests."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     fork_server(preload=["pytest", "hypothesis"])
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPools]:
-    """Rank processes for a test: ``ranks(4).run(function, ...)``."""
+def _pools() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
 
 
 @pytest.fixture(scope="module")
-def interpreting() -> Iterator[RankPools]:
-    """The same, where Triton kernels run under their interpreter."""
+def _interpreting_pools() -> Iterator[RankPools]:
     pools = RankPools(TRITON_INTERPRET="1")
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def ranks(_pools: RankPools) -> Iterator[RankPools]:
+    """Rank processes for a test: ``ranks(4).run(function, ...)``."""
+    yield _pools
+    _pools.end_groups()
+
+
+@pytest.fixture
+def interpreting(_interpreting_pools: RankPools) -> Iterator[RankPools]:
+    """The same, where Triton kernels run under their interpreter."""
+    yield _interpreting_pools
+    _interpreting_pools.end_groups()
 
 
 @pytest.fixture(scope="session")

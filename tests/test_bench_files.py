@@ -81,6 +81,11 @@ def test_resuming_what_is_complete_measures_nothing(
     assert valid(tmp_path / "bench.json")["results"] == before
 
 
+def of_first(report: dict[str, Any], algorithm: str) -> dict[str, Any]:
+    times: dict[str, Any] = report["results"][0]["times"][algorithm]
+    return times
+
+
 def altered(name: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda report: report["environment"].update({name: value})
 
@@ -96,7 +101,12 @@ def altered(name: str, value: object) -> Callable[[dict[str, Any]], None]:
         (None, ["--bytes", "16K"], "it has other cases, 6 of them, as all_reduce 2048"),
         (lambda report: report.pop("results"), [], "is no result of `tpkernels bench`"),
         (lambda report: report.update(format="x/1"), [], "format 'x/1', not 'tpkernels-bench/2'"),
-        (lambda report: report["results"].append({}), [], "a result without"),
+        (lambda report: report["results"].append({}), [], "are damaged"),
+        (lambda report: report.update(environment=[]), [], "are damaged"),
+        (lambda report: report.update(results=None), [], "are damaged"),
+        (lambda report: report.update(sweep={}), [], "are damaged"),
+        (lambda report: of_first(report, "unfused").update(samples=[]), [], "are damaged"),
+        (lambda report: of_first(report, "unfused").update(median="1"), [], "are damaged"),
     ],
 )
 def test_what_cannot_be_resumed(
@@ -196,6 +206,12 @@ def test_compare_finds_what_has_become_wrong(written: Path, tmp_path: Path) -> N
     assert result.output.count("REGRESSION") == 1 and "WRONG" in result.output
     assert "torch differs" in result.output
     assert invoke("compare", str(tmp_path), str(written)).exit_code == 0
+    for found in report["results"]:
+        found["algorithms"]["auto"]["right"] = False
+        found["times"].pop("auto", None)
+    other.write_text(json.dumps(report))
+    mended = invoke("compare", str(tmp_path), str(written))
+    assert mended.exit_code == 0 and mended.output.count("not timed in both") == 4
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,25 @@ def test_a_wrong_op_is_not_timed(ranks: Callable[[int], Ranks]) -> None:
     assert found["algorithms"]["direct"]["right"]
 
 
+def nothing_right() -> CaseReport:
+    def spoiled_everywhere(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
+        (y,), plan = planned(case, algorithm)
+        return [y + 1], plan
+
+    with mock.patch.object(measuring, "planned", spoiled_everywhere):
+        return run_case(Spec("all_reduce", (64,), torch.float32), ["auto"], EFFORT, RATES, "cpu")
+
+
+def test_where_everything_is_wrong_nothing_is_timed(ranks: Callable[[int], Ranks]) -> None:
+    spec = Spec("all_reduce", (64,), torch.float32)
+    found = result(Item(spec, 2), RATES, ranks(2).run(nothing_right))
+    assert not is_right(found) and found["times"] == {}
+
+
 def turns() -> list[bool]:
     """On a rank: whether a call finds other memory than the calls before it, and the right data."""
-    from tpkernels.cli.bench.inputs import Inputs, last_level_cache_bytes
     from tpkernels.cli.cases import random_case
+    from tpkernels.cli.inputs import Inputs, last_level_cache_bytes
 
     case = random_case(Spec("all_gather_matmul", (64, 1024, 1024), torch.float32))
     inputs = Inputs(case, cold=True)

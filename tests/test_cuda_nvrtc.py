@@ -3,6 +3,7 @@ made."""
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_an_unfinished_file_is_taken_away(
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(image.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     assert image.nvrtc_image(90) == b"cubin 1\0"
     assert list(cache.iterdir()) == []
 

@@ -20,22 +20,27 @@ MOST_LINES = 300
 
 # What the modules of a layer may import of the package. Imports point one way:
 # ops -> plan, backends -> algorithms -> symm -> _C.
-LEAVES = {"_C", "errors", "dtypes", "shards"}
+LEAVES = {"_C", "errors", "dtypes", "shards", "version", "cache"}
 ALLOWED = {
     "errors": set[str](),
     "dtypes": set[str](),
     "shards": set[str](),
+    "version": set[str](),
+    "cache": set[str](),
+    "tuning": LEAVES | {"tuning"},
     "numerics": {"dtypes", "shards", "numerics"},
-    "plan": LEAVES - {"_C"},
+    "plan": LEAVES - {"_C"} | {"tuning"},
     "kernels": LEAVES | {"symm", "kernels"},
     "cuda": LEAVES | {"symm", "cuda"},
     "symm": LEAVES | {"symm"},
     "algorithms": LEAVES | {"plan", "symm", "algorithms", "kernels", "cuda"},
-    "groups": LEAVES | {"symm"},
-    "nccl": LEAVES | {"symm", "groups", "nccl"},
+    "group": LEAVES | {"symm", "tuning"},
+    "groups": LEAVES | {"group"},
+    "nccl": LEAVES | {"symm", "group", "groups", "nccl"},
     "benchmarking": {"groups"},
-    "backends": LEAVES | {"plan", "algorithms", "kernels", "cuda", "groups", "symm"},
-    "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops"},
+    "backends": LEAVES | {"plan", "algorithms", "kernels", "cuda", "group", "symm"},
+    "ops": LEAVES
+    | {"plan", "backends", "group", "groups", "algorithms", "kernels", "ops", "tuning"},
     "nn": LEAVES - {"_C"} | {"groups", "ops", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "nn", "parallel"},
 }

@@ -25,8 +25,9 @@ from tpkernels.ops import (
 )
 from tpkernels.parallel import parallelize
 from tpkernels.shards import shard_sizes
+from tpkernels.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CollectiveMismatchError",

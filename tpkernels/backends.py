@@ -21,7 +21,8 @@ from tpkernels.algorithms import (
     unfused,
 )
 from tpkernels.algorithms.links import hang_up
-from tpkernels.groups import Group
+from tpkernels.algorithms.ranges import profiling, recorded_waits
+from tpkernels.group import Group
 from tpkernels.plan import Plan, Problem
 from tpkernels.symm.host import HostWorkspace
 
@@ -92,6 +93,9 @@ def run(call: Call, *args: Any) -> Any:
     with group.lock:
         group.check_usable()
         try:
+            if profiling():
+                with recorded_waits(group.workspace):
+                    return call.function(call, *args)
             return call.function(call, *args)
         except BaseException as error:
             group.leave(error)

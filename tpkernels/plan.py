@@ -1,7 +1,9 @@
 """Which algorithm a call runs: Problem -> Plan. Pure: no device, no communication.
 
 A problem holds only what all ranks share, so that all choose alike; what may differ by rank (the
-columns of a column-parallel weight, the K of a row-parallel one) is not part of it.
+columns of a column-parallel weight, the K of a row-parallel one) is not part of it. The table of
+measured times that a choice may rest on is one that all ranks share, too: rank 0's
+(`group.Group.tuned`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import TypeAlias
 import torch
 
 from tpkernels import dtypes
+from tpkernels.shards import shard_sizes
+from tpkernels.tuning.table import Series, Table
 
 NoKernels: TypeAlias = Mapping[str, str]
 _ALL_KERNELS: NoKernels = MappingProxyType({})
@@ -63,6 +67,28 @@ class Problem:
         """Bytes of the whole tensor that travels."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def place(self) -> tuple[Series, int] | None:
+        """Among which measured problems this one stands, and its extent; None: among none, because
+        it is not split evenly along its rows, or along its elements where there is no matmul.
+
+        A bias and a residual change nothing: all algorithms add them where they sum anyway.
+        """
+        matmul = _has_matmul(self)
+        width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
+        if not total:
+            return None
+        extent = total // width
+        if self.dim is not None:
+            if self.outer != 1 or (matmul and self.dim == len(self.shape) - 1):
+                return None
+            each = self.inner // width
+            if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
+                return None
+        options = tuple(one for one in self.options if one not in ("bias", "residual"))
+        dtype = dtypes.name(self.dtype)
+        return Series(self.op, self.device, self.world, width, dtype, options), extent
+
     def __str__(self) -> str:
         parts = [f"{list(self.shape)} {dtypes.name(self.dtype)}"]
         if self.dim is not None:
@@ -95,12 +121,16 @@ PIPELINE_MIN_ROWS = 256
 RING_MIN_BYTES = 8 << 20
 
 
+NOTHING_TUNED = Table()
+
+
 def choose(
     problem: Problem,
     *,
     shared_memory: bool,
     no_kernels: NoKernels = _ALL_KERNELS,
     requested: str = "auto",
+    tuned: Table = NOTHING_TUNED,
 ) -> Plan:
     """The plan for ``problem``.
 
@@ -108,6 +138,8 @@ def choose(
         shared_memory: whether all ranks of the group can map each other's memory.
         no_kernels: the algorithms whose kernels cannot run, and why.
         requested: an algorithm's name, or "auto".
+        tuned: measured times, the same on all ranks. Where they tell that another algorithm is
+            clearly faster than the one of the thresholds, "auto" is the fastest.
 
     Raises:
         ValueError: ``requested`` is no algorithm.
@@ -120,41 +152,57 @@ def choose(
         if obstacle is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {obstacle}")
         return _plan(problem, requested, "asked for")
+    ruled = _by_rule(problem, shared_memory, no_kernels)
+    place = problem.place if tuned.measurements and problem.world > 1 else None
+    if place is not None:
+        possible = candidates(problem, shared_memory=shared_memory, no_kernels=no_kernels)
+        measured = tuned.choice(*place, possible, unless=ruled[0])
+        if measured is not None:
+            return _plan(problem, *measured)
+    return _plan(problem, *ruled)
+
+
+def _by_rule(problem: Problem, shared_memory: bool, no_kernels: NoKernels) -> tuple[str, str]:
+    """The algorithm where nothing is known but the thresholds, and why."""
     if problem.world == 1:
-        return _plan(problem, "unfused", "one rank: nothing to communicate")
+        return "unfused", "one rank: nothing to communicate"
     if not shared_memory:
         return _across_hosts(problem)
     if problem.device == "cuda":
-        return _plan(problem, "unfused", "on this GPU nothing is known to be faster")
+        return "unfused", "on this GPU nothing is known to be faster"
     rows = _rows_per_part(problem)
     if (
         _obstacle(problem, "pipelined", shared_memory, no_kernels) is None
         and rows >= PIPELINE_MIN_ROWS
     ):
-        return _plan(problem, "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}")
-    reason = (
-        "no matmul to overlap with"
-        if not _has_matmul(problem)
-        else (f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split")
-    )
-    return _plan(problem, "direct", reason)
+        return "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}"
+    if not _has_matmul(problem):
+        return "direct", "no matmul to overlap with"
+    return "direct", f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
 
 
-def _across_hosts(problem: Problem) -> Plan:
+def candidates(
+    problem: Problem, *, shared_memory: bool, no_kernels: NoKernels = _ALL_KERNELS
+) -> list[str]:
+    """What "auto" may take: all that can run, but for the kernels under Triton's interpreter."""
+    found = obstacles(problem, shared_memory=shared_memory, no_kernels=no_kernels)
+    tests_only = {"fused"} if problem.device == "cpu" else set()
+    return [name for name, why in found.items() if why is None and name not in tests_only]
+
+
+def _across_hosts(problem: Problem) -> tuple[str, str]:
     reason, rows = "the ranks share no memory", _rows_per_part(problem)
     if problem.device == "cuda":
-        return _plan(
-            problem, "unfused", f"{reason}; nothing else is known to be faster on this GPU"
-        )
+        return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
     if problem.nbytes < RING_MIN_BYTES:
-        return _plan(problem, "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}")
+        return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
     if _has_matmul(problem) and rows < PIPELINE_MIN_ROWS:
-        return _plan(problem, "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}")
+        return "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
-        return _plan(problem, "unfused", f"{reason}; ring has measured no faster")
+        return "unfused", f"{reason}; ring has measured no faster"
     if _obstacle(problem, "ring", False, _ALL_KERNELS) is not None:
-        return _plan(problem, "unfused", f"{reason}; a gather of K is not split")
-    return _plan(problem, "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}")
+        return "unfused", f"{reason}; a gather of K is not split"
+    return "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
 
 
 def check_algorithm(name: str) -> None:

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <thread>
 
 #include "host/futex.h"
@@ -26,6 +27,22 @@ std::size_t round_up(std::size_t bytes, std::size_t unit) {
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
+
+// A wait that somebody wants to know of: see set_on_wait.
+class Noted {
+ public:
+  explicit Noted(const std::function<void(bool)>& on_wait) : on_wait_(on_wait) {
+    if (on_wait_) on_wait_(true);
+  }
+  ~Noted() {
+    if (on_wait_) on_wait_(false);
+  }
+  Noted(const Noted&) = delete;
+  Noted& operator=(const Noted&) = delete;
+
+ private:
+  const std::function<void(bool)>& on_wait_;
+};
 
 }  // namespace
 
@@ -135,8 +152,10 @@ void Channel::wait(int peer, Phase phase, int index) {
     delay();
     if (chaos_->skip_waits) return;
   }
-  if (peer == rank_ || spin(peer, phase, index)) return;
   Signal& theirs = signal(peer, phase, index);
+  if (peer == rank_ || arrived(peer, theirs)) return;
+  const Noted noted(on_wait_);
+  if (spin(peer, phase, index)) return;
   const auto start = Clock::now();
   while (true) {
     sleep(theirs, std::min(kSlice, options_.timeout_s));
@@ -153,10 +172,12 @@ int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
     if (chaos_->skip_waits) return peers.front();
   }
   const auto start = Clock::now();
+  std::optional<Noted> noted;
   while (true) {
     for (const int peer : peers) {
       if (peer == rank_ || arrived(peer, signal(peer, phase, index))) return peer;
     }
+    if (!noted) noted.emplace(on_wait_);
     const double waited = seconds_since(start);
     if (waited * 1e6 < options_.spin_us) {
       waited * 1e6 < options_.yield_us ? cpu_relax() : static_cast<void>(sched_yield());

@@ -121,6 +121,9 @@ class Channel {
 
   // Called about 50 times a second by a sleeping waiter; may throw (a user's interrupt).
   void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
+  // For a profiler: called on the waiting thread with true and false around each wait for what is
+  // not there yet. Must not throw. Null: nobody looks on.
+  void set_on_wait(std::function<void(bool)> on_wait) { on_wait_ = std::move(on_wait); }
   void set_chaos(const Chaos& chaos) { chaos_ = std::make_unique<Chaos>(chaos); }
 
  private:
@@ -152,6 +155,7 @@ class Channel {
   mutable std::string broken_by_;
   std::map<std::uint64_t, std::weak_ptr<Arena>> segments_;
   std::function<void()> poll_;
+  std::function<void(bool)> on_wait_;
   std::unique_ptr<Chaos> chaos_;
 };
 

@@ -12,6 +12,7 @@ import torch
 from tpkernels import _C, dtypes
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
+from tpkernels.algorithms.ranges import COPY, recorded
 from tpkernels.plan import Problem
 
 if TYPE_CHECKING:
@@ -66,9 +67,10 @@ def reduce_into(
         reduction = Reduction(reduction.out_dtype, reduction.bias, rest)
     addresses = [partial.data_ptr() for partial in partials]
     wire = dtypes.CODES[partials[0].dtype]
-    _C.sum_partials(
-        out.data_ptr(), addresses, wire, begin, partials[0].numel(), reduction.epilogue()
-    )
+    with recorded(COPY):
+        _C.sum_partials(
+            out.data_ptr(), addresses, wire, begin, partials[0].numel(), reduction.epilogue()
+        )
 
 
 def _reduce_by_torch(

@@ -14,6 +14,7 @@ from tpkernels import _C, dtypes
 from tpkernels.algorithms.common import Reduction, as_rows, matmul_partial, share_shape
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
+from tpkernels.algorithms.ranges import COPY, recorded
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
@@ -22,17 +23,18 @@ if TYPE_CHECKING:
 def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     x = x.contiguous()
     segment, offset = call.workspace.locate(x)
-    _C.all_gather(
-        call.workspace.channel,
-        call.plan.signature,
-        call.plan.text,
-        x.data_ptr(),
-        segment,
-        offset,
-        out.data_ptr(),
-        call.layout,
-        dtypes.CODES[x.dtype],
-    )
+    with recorded(COPY):
+        _C.all_gather(
+            call.workspace.channel,
+            call.plan.signature,
+            call.plan.text,
+            x.data_ptr(),
+            segment,
+            offset,
+            out.data_ptr(),
+            call.layout,
+            dtypes.CODES[x.dtype],
+        )
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -59,18 +61,19 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
     x = x.contiguous()
     out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
     segment, offset = call.workspace.locate(x)
-    _C.reduce_scatter(
-        call.workspace.channel,
-        call.plan.signature,
-        call.plan.text,
-        x.data_ptr(),
-        segment,
-        offset,
-        out.data_ptr(),
-        call.layout,
-        dtypes.CODES[x.dtype],
-        reduction.epilogue(),
-    )
+    with recorded(COPY):
+        _C.reduce_scatter(
+            call.workspace.channel,
+            call.plan.signature,
+            call.plan.text,
+            x.data_ptr(),
+            segment,
+            offset,
+            out.data_ptr(),
+            call.layout,
+            dtypes.CODES[x.dtype],
+            reduction.epilogue(),
+        )
     return out
 
 
@@ -85,18 +88,19 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
     x = x.contiguous()
     in_place = x.data_ptr() == out.data_ptr()
     segment, offset = (0, 0) if in_place else call.workspace.locate(x)
-    _C.all_reduce(
-        call.workspace.channel,
-        call.plan.signature,
-        call.plan.text,
-        x.data_ptr(),
-        segment,
-        offset,
-        out.data_ptr(),
-        x.numel(),
-        dtypes.CODES[x.dtype],
-        reduction.epilogue(),
-    )
+    with recorded(COPY):
+        _C.all_reduce(
+            call.workspace.channel,
+            call.plan.signature,
+            call.plan.text,
+            x.data_ptr(),
+            segment,
+            offset,
+            out.data_ptr(),
+            x.numel(),
+            dtypes.CODES[x.dtype],
+            reduction.epilogue(),
+        )
 
 
 def matmul_all_reduce(

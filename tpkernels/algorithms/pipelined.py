@@ -32,6 +32,7 @@ from tpkernels.algorithms.common import (
 )
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
+from tpkernels.algorithms.ranges import COPY, TRANSFER, recorded
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
@@ -82,7 +83,8 @@ def all_gather_matmul(
         if segment:
             channel.locate(segment, offset + begin * row_bytes)
         else:
-            workspace.view(rank, x.dtype, tuple(mine.shape)).copy_(mine)
+            with recorded(COPY):
+                workspace.view(rank, x.dtype, tuple(mine.shape)).copy_(mine)
         channel.publish(Phase.DATA)
         multiply(mine, rank, begin)
         waiting = after(call)
@@ -90,7 +92,8 @@ def all_gather_matmul(
             peer = channel.wait_any(waiting, Phase.DATA)
             waiting.remove(peer)
             count = max(0, min(step, rows[peer] - begin))
-            multiply(workspace.peer_data(peer, x.dtype, (count, width)), peer, begin)
+            with recorded(TRANSFER):
+                multiply(workspace.peer_data(peer, x.dtype, (count, width)), peer, begin)
             if channel.in_segment(peer):
                 channel.publish(Phase.READ, peer)
         if segment:  # the memory is the user's again when we return
@@ -167,5 +170,6 @@ def matmul_all_reduce(
         channel.publish(Phase.RESULT)
         for owner in [rank, *after(call)]:
             channel.wait(owner, Phase.RESULT)
-            result[begin + edges[owner] : begin + edges[owner + 1]].copy_(total(owner))
+            with recorded(COPY):
+                result[begin + edges[owner] : begin + edges[owner + 1]].copy_(total(owner))
     return out

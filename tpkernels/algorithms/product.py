@@ -14,6 +14,7 @@ import functools
 import torch
 
 from tpkernels.algorithms.memory import empty
+from tpkernels.algorithms.ranges import MATMUL, profiling, recorded
 
 # Columns of a converted panel, and the fewest rows for which converting pays.
 # AMD EPYC Zen 3 (AVX2), 1 thread, torch 2.13, 2026-11-21, (2048, 2048, 4096) bf16: torch.mm 3488
@@ -46,9 +47,18 @@ def product(
 ) -> torch.Tensor:
     """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
     strides, ``out`` with unit column stride."""
-    rows = x.shape[0]
-    if rows == 0 or w.shape[1] == 0:
+    if x.shape[0] == 0 or w.shape[1] == 0:
         return out
+    if not profiling():  # 0.1 us, where to open no range would take 0.4
+        return _product(x, w, out, bias)
+    with recorded(MATMUL):
+        return _product(x, w, out, bias)
+
+
+def _product(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    rows = x.shape[0]
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
     if same and (x.is_cuda or native(x.dtype) or rows < _MIN_ROWS):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)

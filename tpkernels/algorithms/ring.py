@@ -38,6 +38,7 @@ from tpkernels.algorithms.common import (
 from tpkernels.algorithms.links import Link, enter
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
+from tpkernels.algorithms.ranges import TRANSFER, recorded
 from tpkernels.algorithms.waiting import leave
 
 if TYPE_CHECKING:
@@ -87,13 +88,14 @@ def _gather(
     once for each, when it is here, while others travel."""
     here = [call.group.rank]
     for step in hops(call.group.rank, call.group.world):
-        started = link.start(
-            [(hop.of(shards[hop.sent]), hop.to) for hop in step],
-            [(hop.of(shards[hop.received]), hop.source) for hop in step],
-        )
-        for owner in here:
-            use(owner)
-        link.wait(started)
+        with recorded(TRANSFER):
+            started = link.start(
+                [(hop.of(shards[hop.sent]), hop.to) for hop in step],
+                [(hop.of(shards[hop.received]), hop.source) for hop in step],
+            )
+            for owner in here:
+                use(owner)
+            link.wait(started)
         here = sorted({hop.received for hop in step})
     for owner in here:
         use(owner)
@@ -117,8 +119,9 @@ def _scatter(
         to, source = (rank + step) % world, (rank - step) % world
         sent.append(part_of(to))
         started += link.start([(sent[-1], to)], [(parts[source - (source > rank)], source)])
-    parts.insert(rank, part_of(rank))
-    link.wait(started)
+    with recorded(TRANSFER):
+        parts.insert(rank, part_of(rank))
+        link.wait(started)
     return parts
 
 

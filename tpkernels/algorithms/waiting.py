@@ -14,11 +14,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpkernels._C import Phase
+from tpkernels.algorithms.ranges import TRANSFER, WAIT, recorded
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
-    from tpkernels.groups import Group
+    from tpkernels.group import Group
 
 _LOOK = timedelta(seconds=0.02)  # between looks at the peers
 
@@ -33,11 +34,12 @@ def finish(call: Call, work: Any) -> None:
         return
     if group.workspace is not None:
         group.workspace.channel.publish(Phase.READ)
-    while not work.is_completed():
-        with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised again below
-            work.wait(_LOOK)
-            return
-        _watch(group, 0.0)
+    with recorded(TRANSFER), recorded(WAIT):
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised below
+                work.wait(_LOOK)
+                return
+            _watch(group, 0.0)
     try:
         work.wait()
     except TpkernelsError:

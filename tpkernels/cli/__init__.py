@@ -6,7 +6,10 @@ import typer
 
 from tpkernels.cli.bench import bench, compare
 from tpkernels.cli.demo import demo
+from tpkernels.cli.explain import explain
 from tpkernels.cli.info import info
+from tpkernels.cli.profile import profile
+from tpkernels.cli.tune import tune
 
 app = typer.Typer(
     help="Fused communication and compute for tensor parallelism in PyTorch.",
@@ -18,6 +21,10 @@ app.command()(info)
 app.command()(demo)
 app.command()(bench)
 app.command()(compare)
+app.command()(tune)
+app.command()(explain)
+# What follows the script is the script's, options too.
+app.command(context_settings={"allow_interspersed_args": False})(profile)
 
 
 def main() -> None:

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels import groups
+from tpkernels import dtypes, groups
 from tpkernels.algorithms.product import product
+from tpkernels.cli.output import byte_size
+from tpkernels.ops._reduction import describe
 from tpkernels.plan import Plan, Problem
 
 MATMUL_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -51,7 +53,20 @@ class Spec:
             dim=0 if split else None,
             sizes=tuple(tpkernels.shard_sizes(shape[0], world)) if split else (),
             dtype=self.dtype,
+            options=describe(self.dtype, self.dtype) if "reduce" in self.op else (),
         )
+
+    def __str__(self) -> str:
+        if self.op in MATMUL_OPS:
+            size = ", ".join(map(str, self.shape))
+        else:
+            size = byte_size(self.shape[0] * self.dtype.itemsize)
+        return f"{size} {dtypes.name(self.dtype)}"
+
+    @property
+    def other(self) -> int:
+        """The extent of the matmul that is no part of the problem; 0 without one."""
+        return 0 if len(self.shape) == 1 else self.shape[1 if "gather" in self.op else 2]
 
 
 @dataclass(frozen=True, eq=False)

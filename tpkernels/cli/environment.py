@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 import tpkernels
 from tpkernels import _C
 from tpkernels.symm.limits import available_bytes
+from tpkernels.tuning.machine import processor
 
 
 def versions() -> dict[str, str]:
@@ -33,19 +33,10 @@ def devices() -> dict[str, Any]:
     """Processor, memory in bytes, and the GPUs that torch sees."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "usable_cores": sorted(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "available_bytes": available_bytes(),
         "gpus": names,
     }
-
-
-def _field(path: str, name: str) -> str | None:
-    """The first ``name : value`` of a file in /proc."""
-    for line in Path(path).read_text().splitlines():
-        key, colon, value = line.partition(":")
-        if colon and key.strip() == name:
-            return value.strip()
-    return None

@@ -102,5 +102,5 @@ def writable(path: Path) -> Path:
     except OSError as error:
         raise UsageError(f"cannot write '{path}': {error.strerror}") from error
     if not existed:
-        path.unlink()
+        path.unlink(missing_ok=True)
     return path

@@ -83,12 +83,14 @@ def world_size(nproc: int | None, default: int) -> int:
     return world
 
 
+def ranks_share_gpus(world: int) -> bool:
+    """Whether there are more ranks on this machine than GPUs."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world)) > torch.cuda.device_count()
+
+
 def _backend(world: int, device: str) -> str:
     """NCCL takes no two ranks on a GPU."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if device == "cuda" and ranks_here <= torch.cuda.device_count():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    return "cpu:gloo,cuda:nccl" if device == "cuda" and not ranks_share_gpus(world) else "gloo"
 
 
 @contextmanager

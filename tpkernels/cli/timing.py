@@ -51,6 +51,8 @@ def measure(
             a budget, the warm-up counts as a repetition where every variant takes long.
         synchronize: waits for what a variant has only queued, as calls on CUDA tensors do.
     """
+    if not variants:
+        return {}
     finish = synchronize or _nothing
     started = time.perf_counter()
     warmed = {name: _warm(variant, finish) for name, variant in variants.items()}
@@ -61,7 +63,7 @@ def measure(
     else:
         started = time.perf_counter()
     names = list(variants)
-    begin = len(seconds[names[0]]) if names else 0
+    begin = len(seconds[names[0]])
     for repetition in range(begin, repeat):
         first = repetition % len(names)
         for name in names[first:] + names[:first]:

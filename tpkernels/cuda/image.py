@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tpkernels import _C
+from tpkernels.cache import cache_folder, replace_file
 from tpkernels.cuda.checks import place
 
 _OPTIONS = ("--std=c++17",)
@@ -92,11 +91,6 @@ def nvrtc_image(capability: int) -> bytes:
     return image
 
 
-def cache_folder() -> Path:
-    """Where compiled images are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpkernels"
-
-
 def read_cached(path: Path) -> bytes | None:
     """The image in a file; None if it is not there, cannot be read or is damaged."""
     try:
@@ -110,15 +104,7 @@ def read_cached(path: Path) -> bytes | None:
 def write_cached(path: Path, image: bytes) -> None:
     """Keeps an image. Where that cannot be done, the next process compiles again."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(image).digest() + image)
-            os.replace(unfinished, path)  # readers see all of it or nothing
-        except OSError:
-            os.unlink(unfinished)
-            raise
+        replace_file(path, hashlib.sha256(image).digest() + image)
 
 
 def _nvrtc() -> tuple[Any, str]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import _C, dtypes, groups
-from tpkernels._C import NcclOperation
-from tpkernels._C import NcclOperationKind as Kind
+from tpkernels._C import NcclOperation, NcclOperationKind
 from tpkernels.errors import CollectiveTimeoutError
+from tpkernels.group import DEFAULT_TIMEOUT
 from tpkernels.groups import GroupLike
 from tpkernels.nccl import checks, memory
 from tpkernels.nccl.meeting import meet
@@ -67,7 +67,7 @@ class Communicator:
         self,
         group: GroupLike,
         *,
-        timeout: float = groups.DEFAULT_TIMEOUT,
+        timeout: float = DEFAULT_TIMEOUT,
         library: str | None = None,
         name: str | None = None,
         cta_policy: str | None = None,
@@ -116,7 +116,7 @@ class Communicator:
         out = x.new_empty((self.world * x.shape[0], *x.shape[1:])) if out is None else out
         checks.pair(x, out, self.device)
         checks.elements(out.numel(), self.world * x.numel(), "out", f"x from {self.world} ranks")
-        return self._enqueue(Kind.ALL_GATHER, x, out, x.numel())
+        return self._enqueue(NcclOperationKind.ALL_GATHER, x, out, x.numel())
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part along dim 0 of the sum of all ranks' ``x``, in NCCL's order and in x's
@@ -125,33 +125,33 @@ class Communicator:
         out = x.new_empty((rows, *x.shape[1:])) if out is None else out
         checks.pair(x, out, self.device)
         checks.elements(out.numel(), x.numel() // self.world, "out", f"x over {self.world} ranks")
-        return self._enqueue(Kind.REDUCE_SCATTER, x, out, out.numel())
+        return self._enqueue(NcclOperationKind.REDUCE_SCATTER, x, out, out.numel())
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of all ranks' ``x``, in NCCL's order and in x's dtype; ``out=x`` is in place."""
         out = torch.empty_like(x) if out is None else out
         checks.pair(x, out, self.device)
         checks.elements(out.numel(), x.numel(), "out", "x")
-        return self._enqueue(Kind.ALL_REDUCE, x, out, x.numel())
+        return self._enqueue(NcclOperationKind.ALL_REDUCE, x, out, x.numel())
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrites ``x`` with the root's; returns it."""
         checks.rank(root, self.world, "root")
         checks.tensor(x, "x", self.device)
-        return self._enqueue(Kind.BROADCAST, x, x, x.numel(), root)
+        return self._enqueue(NcclOperationKind.BROADCAST, x, x, x.numel(), root)
 
     def send(self, x: torch.Tensor, peer: int) -> None:
         """Sends ``x``, of which the peer receives as many elements. Sends and receives that wait
         for each other belong in one `group`."""
         checks.rank(peer, self.world, "peer")
         checks.tensor(x, "x", self.device)
-        self._enqueue(Kind.SEND, x, x, x.numel(), peer)
+        self._enqueue(NcclOperationKind.SEND, x, x, x.numel(), peer)
 
     def recv(self, x: torch.Tensor, peer: int) -> torch.Tensor:
         """Overwrites ``x`` with what the peer sends; returns it."""
         checks.rank(peer, self.world, "peer")
         checks.tensor(x, "x", self.device)
-        return self._enqueue(Kind.RECV, x, x, x.numel(), peer)
+        return self._enqueue(NcclOperationKind.RECV, x, x, x.numel(), peer)
 
     def all_to_all(
         self,
@@ -181,7 +181,7 @@ class Communicator:
         return out
 
     def _enqueue(
-        self, kind: Kind, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
+        self, kind: NcclOperationKind, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
     ) -> torch.Tensor:
         code, stream = dtypes.CODES[x.dtype], _stream(self.device)
         operation = NcclOperation(kind, x.data_ptr(), out.data_ptr(), count, code, peer, stream)

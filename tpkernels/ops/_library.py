@@ -10,8 +10,8 @@ import torch
 from torch._library.autograd import Info, make_autograd_impl
 
 from tpkernels.backends import Call, lacking
-from tpkernels.groups import Group
-from tpkernels.plan import Problem, check_algorithm, choose
+from tpkernels.group import Group
+from tpkernels.plan import NOTHING_TUNED, Problem, check_algorithm, choose
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _MOST_CALLS = 4096  # remembered per group
@@ -124,17 +124,34 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
             f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
             "group with NCCL"
         )
-    obstacle = lacking(algorithm, problem.device, on)
-    if algorithm in ("direct", "pipelined", "fused") and problem.device == "cuda":
-        kind = "Triton" if algorithm == "fused" else "CUDA"
-        obstacle = group.no_gpu_kernels(on, kind, obstacle)
-    plan = choose(
-        problem,
-        shared_memory=shared,
-        no_kernels={} if obstacle is None else {algorithm: obstacle},
-        requested=algorithm,
-    )
-    return Call(group, problem, plan)
+    if algorithm != "auto":  # what cannot run is refused before anything is sent
+        choose(problem, shared_memory=shared, requested=algorithm)
+    tuned = NOTHING_TUNED
+    if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are taken with NCCL
+        tuned = group.tuned(problem.device)
+    missing: dict[str, str] = {}
+    while True:
+        plan = choose(
+            problem,
+            shared_memory=shared,
+            no_kernels=missing,
+            requested=algorithm,
+            tuned=tuned,
+        )
+        why = _missing_kernels(group, plan.algorithm, on)
+        if why is None:
+            return Call(group, problem, plan)
+        missing[plan.algorithm] = why
+
+
+def _missing_kernels(group: Group, algorithm: str, on: torch.device) -> str | None:
+    """Why the kernels of an algorithm cannot run on the ranks' tensors, this rank's being ``on``;
+    None: they can, or there are none. GPUs' are found out together, all ranks having come to the
+    same plan: collective."""
+    own = lacking(algorithm, on.type, on)
+    if on.type == "cuda" and algorithm in ("direct", "pipelined", "fused"):
+        return group.no_gpu_kernels(on, "Triton" if algorithm == "fused" else "CUDA", own)
+    return own
 
 
 def forbid_grad(op: str, tensor: torch.Tensor, instead: str) -> None:

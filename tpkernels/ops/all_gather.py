@@ -9,7 +9,8 @@ import torch
 
 from tpkernels import dtypes, groups
 from tpkernels.backends import Call, run
-from tpkernels.groups import Group, GroupLike
+from tpkernels.group import Group
+from tpkernels.groups import GroupLike
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward, plan_call, remember
 from tpkernels.plan import Problem

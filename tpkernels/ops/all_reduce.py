@@ -9,7 +9,8 @@ import torch
 from tpkernels import dtypes, groups
 from tpkernels.algorithms.memory import empty
 from tpkernels.backends import Call, run
-from tpkernels.groups import Group, GroupLike
+from tpkernels.group import Group
+from tpkernels.groups import GroupLike
 from tpkernels.ops import _check
 from tpkernels.ops._library import (
     define,

@@ -10,7 +10,8 @@ import torch
 
 from tpkernels import groups
 from tpkernels.backends import Call, run
-from tpkernels.groups import Group, GroupLike
+from tpkernels.group import Group
+from tpkernels.groups import GroupLike
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, algorithm_like, bias_grad
 from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember

@@ -19,7 +19,7 @@ from tpkernels import _C
 from tpkernels._C import Phase
 from tpkernels.symm.cuda import CudaSpace, agree_on_gpus
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.rendezvous import Link, Member, make_arena
+from tpkernels.symm.rendezvous import Link, Member, exchange, make_arena
 
 _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
 # Of a GPU's first workspace; it grows when a call needs more.
@@ -159,6 +159,11 @@ class HostWorkspace:
         """Finds out whether all ranks are about to do the same."""
         self.channel.begin(zlib.crc32(text.encode()) or 1, text)
         self.channel.barrier()
+
+    def exchange(self, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every rank says, in rank order. A call of its own, which finds a lost peer."""
+        self._agree(purpose)
+        return exchange(self._watched(), purpose, say)
 
     def view(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from tpkernels import nccl
 from tpkernels.algorithms.product import native
-from tpkernels.cli.bench.inputs import Inputs
 from tpkernels.cli.cases import Case, run_matmul, run_product, run_torch
+from tpkernels.cli.inputs import Inputs
 from tpkernels.cli.session import gather_objects
 from tpkernels.errors import TpkernelsError
 

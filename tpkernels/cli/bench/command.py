@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from tpkernels.backends import OPS
@@ -26,6 +25,7 @@ from tpkernels.cli.bench.sweep import (
     plan_sweep,
     read_file,
 )
+from tpkernels.cli.device import device_named
 from tpkernels.cli.options import DTYPES, UsageError, at_least, exit_codes, writable
 from tpkernels.cli.output import console
 from tpkernels.cli.session import is_leader, launched_ranks
@@ -156,10 +156,10 @@ def bench(
         at_least(1, timeout=timeout)
         if config is not None:
             given = given.over(read_file(config), config)
-        sweep = plan_sweep(given, ranks=launched_ranks(), device=_device(device))
+        sweep = plan_sweep(given, ranks=launched_ranks(), device=device_named(device))
         target = _target(out, json_file, resume)
         report = new_report(sweep)
-        if resume and target is not None:
+        if resume and target is not None and is_leader():  # whose report counts
             report = resumed(target, report)
         _measure(sweep, report, target, out, timeout)
 
@@ -185,17 +185,6 @@ def _measure(
         raise typer.Exit(130)
     if not all(map(is_right, report["results"])):
         raise typer.Exit(1)
-
-
-def _device(name: str | None) -> str:
-    found = torch.cuda.is_available()
-    if name is None:
-        return "cuda" if found else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise UsageError(f"unknown device '{name}'; there are cpu, cuda")
-    if name == "cuda" and not found:
-        raise UsageError("--device is cuda, but torch sees no GPU")
-    return name
 
 
 def _target(out: Path | None, json_file: Path | None, resume: bool) -> Path | None:

@@ -33,6 +33,11 @@ class Change:
     ratio: Estimate | None
     right: bool  #: the second one's result
 
+    @property
+    def comparable(self) -> bool:
+        """Whether the two can be told apart: both timed, or one of them wrong."""
+        return self.ratio is not None or self.first is None or self.second is None
+
     def regressed(self, threshold: float) -> bool:
         """Wrong now, or slower by more than ``threshold`` for all that the interval says."""
         if not self.right:
@@ -67,7 +72,7 @@ def compare(
             raise UsageError(f"unknown baseline '{relative_to}'; there are {', '.join(BASELINES)}")
         a, b = load(_file(first)), load(_file(second))
         found = changes(a, b, relative_to)
-        if all(change.ratio is None and change.right for change in found):
+        if not any(change.comparable for change in found):
             beside = f", timed beside '{relative_to}'" if relative_to else ""
             raise UsageError(
                 f"'{first}' and '{second}' have no case and algorithm in common{beside}"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from tpkernels.cli import environment
-from tpkernels.cli.bench.inputs import last_level_cache_bytes
 from tpkernels.cli.bench.results import Result, key
 from tpkernels.cli.bench.roofline import Rates
 from tpkernels.cli.bench.sweep import Sweep
+from tpkernels.cli.inputs import last_level_cache_bytes
 from tpkernels.cli.options import UsageError
 from tpkernels.cli.session import under_torchrun
 
@@ -92,18 +92,58 @@ def load(path: Path) -> Report:
         found = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"cannot read '{path}': {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"'{path}' is no JSON: {error}") from error
     is_report = isinstance(found, dict) and found.keys() >= Report.__required_keys__
     if not is_report or found["format"] != FORMAT:
         there = found.get("format") if isinstance(found, dict) else None
         has = f"format {there!r}" if there else "no format"
         raise UsageError(f"'{path}' is no result of `tpkernels bench`: {has}, not '{FORMAT}'")
-    for each in found["results"]:
-        if not isinstance(each, dict) or not each.keys() >= Result.__required_keys__:
-            raise UsageError(f"'{path}' is no result of `tpkernels bench`: a result without fields")
+    if not _is_sound(found):
+        raise UsageError(f"'{path}' is no result of `tpkernels bench`: parts of it are damaged")
     report: Report = found
     return report
+
+
+def _is_sound(found: dict[str, Any]) -> bool:
+    """Whether all is there that `compare` and --resume read."""
+    parts = {"sweep": dict, "environment": dict, "cases": list, "runs": list, "results": list}
+    if not all(isinstance(found[name], kind) for name, kind in parts.items()):
+        return False
+    names = found["sweep"].get("algorithms")
+    return (
+        isinstance(names, list)
+        and all(isinstance(one, str) for one in (*names, *found["cases"]))
+        and all(_is_sound_result(each, names) for each in found["results"])
+        and isinstance(found["rooflines"], list)
+        and all(
+            isinstance(each, dict) and each.keys() >= Roofline.__required_keys__
+            for each in found["rooflines"]
+        )
+    )
+
+
+def _is_sound_result(found: Any, names: list[str]) -> bool:
+    if not isinstance(found, dict) or not found.keys() >= Result.__required_keys__:
+        return False
+    algorithms, times = found["algorithms"], found["times"]
+    if not isinstance(algorithms, dict) or not isinstance(times, dict):
+        return False
+    told = [algorithms.get(name) for name in names]
+    if not all(isinstance(one, dict) and isinstance(one.get("right"), bool) for one in told):
+        return False
+    return all(
+        isinstance(one, dict) and _is_time(one.get("median")) and _are_times(one.get("samples"))
+        for one in times.values()
+    )
+
+
+def _are_times(found: Any) -> bool:
+    return isinstance(found, list) and bool(found) and all(map(_is_time, found))
+
+
+def _is_time(found: Any) -> bool:
+    return isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0
 
 
 def save(report: Report, path: Path) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from tpkernels.cli.bench.baselines import baselines
-from tpkernels.cli.bench.inputs import Inputs
 from tpkernels.cli.bench.roofline import Rates, Work, measure_rates
 from tpkernels.cli.bench.sweep import Effort
 from tpkernels.cli.cases import Case, Spec, planned, random_case, run_torch, run_tpkernels
 from tpkernels.cli.check import Verdict, verify
+from tpkernels.cli.device import own_device, synchronizer
+from tpkernels.cli.inputs import Inputs
 from tpkernels.cli.timing import Samples, Variant, measure
 
 _FEWEST = 3  # repetitions, whatever they take: see `timing.measure`
@@ -43,7 +43,7 @@ class CaseReport:
 
 def probe(dtype: torch.dtype, device: str) -> Rates:
     """The roofline's rates on this rank. Collective."""
-    return measure_rates(dtype, _own_device(device).type, _synchronize(device))
+    return measure_rates(dtype, own_device(device).type, synchronizer(device))
 
 
 def run_case(
@@ -55,7 +55,7 @@ def run_case(
     Args:
         rates: the same on all ranks.
     """
-    case = random_case(spec, _own_device(device))
+    case = random_case(spec, own_device(device))
     names = list(dict.fromkeys([*algorithms, "unfused"]))
     seconds = math.inf if effort.seconds is None else effort.seconds
     expected = Work.of(spec, dist.get_world_size()).flops / rates.torch_flops
@@ -75,8 +75,9 @@ def run_case(
         # An all_reduce works in place: each region starts from the same values.
         undo = inputs.restore if case.op == "all_reduce" else None
         variants = {name: Variant(run, undo) for name, run in runs.items()}
-        synchronize = _synchronize(device)
-        samples = measure(variants, repeat=effort.repeat, budget=seconds, synchronize=synchronize)
+        samples = measure(
+            variants, repeat=effort.repeat, budget=seconds, synchronize=synchronizer(device)
+        )
     return CaseReport(choices, samples, left_out)
 
 
@@ -94,16 +95,3 @@ def _checked(case: Case, algorithms: list[str], with_torch: bool) -> dict[str, C
         name: Choice(plan.algorithm, plan.reason, verdicts[name])
         for name, (_, plan) in runs.items()
     }
-
-
-def _own_device(device: str) -> torch.device:
-    """This rank's, which is made current; ranks share GPUs where there are fewer."""
-    if device == "cpu":
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    torch.cuda.set_device(local % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _synchronize(device: str) -> Callable[[], object] | None:
-    return torch.cuda.synchronize if device == "cuda" else None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.cli.bench.inputs import last_level_cache_bytes
 from tpkernels.cli.cases import MATMUL_OPS, Case, Spec, run_matmul, run_product
+from tpkernels.cli.inputs import last_level_cache_bytes
 from tpkernels.cli.timing import Variant, measure
 
 # A square matmul that is long beside its overheads and short beside a case: 2 GFLOP take some 40 ms

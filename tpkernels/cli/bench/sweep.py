@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import yaml
 
-from tpkernels import dtypes
 from tpkernels.backends import OPS
 from tpkernels.cli.bench.models import LAYER, MODELS, PROJECTIONS, projection
 from tpkernels.cli.cases import MATMUL_OPS, Spec
@@ -25,10 +24,8 @@ from tpkernels.cli.options import (
     at_least,
     dtype_named,
     ops_named,
-    shape_of,
-    sizes_of,
 )
-from tpkernels.plan import choose
+from tpkernels.cli.specs import check_algorithm, check_split, specs_of
 
 ROWS = ("16", "256", "2048")  # of a model, where --m says nothing
 SHAPES = ("16,2048,2048", "1024,2048,2048")
@@ -245,35 +242,13 @@ def _items(given: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
                     if op in MATMUL_OPS and (op == "all_gather_matmul") == product.column:
                         yield Item(Spec(op, spec_shape, dtype), world, (f"{model} {name}",))
     for op in ops:
-        if op in MATMUL_OPS:
-            for shape in map(shape_of, dict.fromkeys(shapes)):
-                yield Item(Spec(op, shape, dtype), world)
-            continue
-        for nbytes in dict.fromkeys(sizes_of(",".join(given.bytes or BYTES))):
-            if nbytes % dtype.itemsize:
-                raise UsageError(f"{nbytes} bytes are no whole number of {dtypes.name(dtype)}")
-            yield Item(Spec(op, (nbytes // dtype.itemsize,), dtype), world)
+        for spec in specs_of(op, shapes, ",".join(given.bytes or BYTES), dtype):
+            yield Item(spec, world)
 
 
 def _check(item: Item, algorithms: list[str], device: str, *, uneven: bool) -> None:
     """A case that the ranks could not run."""
     spec, world = item.spec, item.world
-    if spec.op in MATMUL_OPS:
-        m, n, k = spec.shape
-        name = " ".join(filter(None, [",".join(map(str, spec.shape)), *item.labels[:1]]))
-        split, size = ("N", n) if spec.op == "all_gather_matmul" else ("K", k)
-        if size % world:
-            raise UsageError(
-                f"{split} of {name} is {size}: {spec.op} splits it over {world} ranks, which do "
-                "not divide it"
-            )
-        if m % world and "all_reduce" not in spec.op and not uneven:
-            raise UsageError(
-                f"M of {name} is {m}: {spec.op} splits it over {world} ranks, which do not divide "
-                "it; --uneven gives some a row more"
-            )
+    check_split(spec, world, label=" ".join(item.labels[:1]), uneven=uneven)
     for name in algorithms:
-        try:
-            choose(spec.problem(world, device), shared_memory=True, requested=name)
-        except NotImplementedError as error:
-            raise UsageError(str(error)) from error
+        check_algorithm(spec, world, name, device)

@@ -1,0 +1,108 @@
+"""Choices from measured times: what follows from a table. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tpkernels.cli.cases import Spec
+from tpkernels.plan import Plan, choose
+from tpkernels.tuning.table import Measurement, Table
+
+
+def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:
+    return Spec(op, (m, n, 512), torch.bfloat16)
+
+
+def measured(spec: Spec, **ms: float) -> Measurement:
+    place = spec.problem(2).place
+    assert place is not None
+    return Measurement(*place, other=spec.other, ms=ms, date="2026-11-21")
+
+
+def plan(spec: Spec, *found: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
+    problem = replace(spec.problem(2), **changes)
+    return choose(problem, shared_memory=shared_memory, tuned=Table(found))
+
+
+def test_the_fastest_is_taken_and_the_reason_says_so() -> None:
+    one = measured(spec(64), unfused=1.52, direct=1.6, pipelined=1.31)
+    assert choose(spec(64).problem(2), shared_memory=True).algorithm == "direct"
+    found = plan(spec(64), one)
+    assert found.algorithm == "pipelined"
+    assert found.reason == "tuned: 1.31 ms, unfused 1.52 ms, 2026-11-21"
+    slower = measured(spec(64), unfused=1.0, direct=1.6, pipelined=1.31)
+    assert plan(spec(64), slower).reason == "tuned: 1 ms, pipelined 1.31 ms, 2026-11-21"
+
+
+def test_what_cannot_run_is_passed_over() -> None:
+    one = measured(spec(64), unfused=3.0, direct=1.0, pipelined=1.2, ring=2.0, fused=0.1)
+    assert plan(spec(64), one).algorithm == "direct"  # fused is for tests on a CPU
+    assert plan(spec(64), one, shared_memory=False).algorithm == "ring"
+    alone = measured(spec(64), direct=1.0, pipelined=0.5)
+    assert "share no memory" in plan(spec(64), alone, shared_memory=False).reason
+    assert "256" in plan(spec(64), measured(spec(64), direct=1.0)).reason  # compared with nothing
+
+
+def test_between_equals_the_thresholds_decide() -> None:
+    """A single run would decide by chance."""
+    for m, by_rule in ((64, "direct"), (1024, "pipelined")):
+        near = {"direct": 1.0, "pipelined": 1.0, "unfused": 0.99, by_rule: 1.009}
+        assert plan(spec(m), measured(spec(m), **near)).algorithm == by_rule
+        clear = {**near, by_rule: 1.02}
+        assert plan(spec(m), measured(spec(m), **clear)).algorithm == "unfused"
+
+
+def test_cases_of_one_problem_are_weighed_together() -> None:
+    """N differs by rank for all that a rank knows, so it decides nothing by itself."""
+    narrow = measured(spec(64, n=512), unfused=1.0, direct=1.5, pipelined=1.02)
+    wide = measured(spec(64, n=4096), unfused=3.0, direct=2.0, pipelined=2.1)
+    found = plan(spec(64, n=512), narrow, wide)
+    assert found.algorithm == "pipelined"
+    assert found.reason == "tuned: within 1.05x of the fastest in 2 cases, 2026-11-21"
+    assert plan(spec(64, n=1024), narrow, wide) == found
+    slower = replace(narrow, ms={**narrow.ms, "pipelined": 1.04})
+    assert plan(spec(64, n=512), slower, wide).algorithm == "unfused"
+
+
+def test_between_two_extents_the_winner_of_both_is_taken() -> None:
+    few = measured(spec(16), unfused=1.0, direct=0.5, pipelined=0.51)
+    many = measured(spec(1024), unfused=9.0, direct=8.0, pipelined=5.0)
+    found = plan(spec(100), few, many)
+    assert found.algorithm == "pipelined"
+    assert found.reason == "tuned: as fast as any at 16 and at 1024 rows"
+    for m in (15, 1025):
+        assert plan(spec(m), few, many) == plan(spec(m)), "beyond what was measured"
+    other = replace(many, ms={"unfused": 9.0, "direct": 4.0, "pipelined": 5.0})
+    assert plan(spec(100), replace(few, ms=dict(few.ms, direct=0.6)), other) == plan(spec(100))
+
+
+def test_only_the_same_kind_of_problem_counts() -> None:
+    one = measured(spec(512), unfused=1.0, direct=9.0, pipelined=9.0)
+    assert plan(spec(512), one).algorithm == "unfused"
+    changes: list[dict[str, Any]] = [
+        {"dtype": torch.float32},
+        {"shape": (512, 1024)},
+        {"sizes": (255, 257)},
+        {"options": ("out float32",)},
+        {"shape": (2, 256, 512), "dim": 1, "sizes": (128, 128)},
+        {"shape": (512, 512), "dim": 1},
+        {"shape": (0, 512), "sizes": (0, 0)},
+    ]
+    for change in changes:
+        assert not plan(spec(512), one, **change).reason.startswith("tuned"), change
+    same: list[dict[str, Any]] = [
+        {"options": ("bias", "residual")},
+        {"shape": (256, 2, 512), "sizes": (128, 128)},
+    ]
+    for change in same:
+        assert plan(spec(512), one, **change).reason.startswith("tuned"), change
+
+
+def test_an_algorithm_asked_for_is_what_runs() -> None:
+    one = Table((measured(spec(64), unfused=1.0, direct=2.0),))
+    problem = spec(64).problem(2)
+    asked = choose(problem, shared_memory=True, requested="pipelined", tuned=one)
+    assert (asked.algorithm, asked.reason) == ("pipelined", "asked for")

@@ -1,0 +1,235 @@
+"""``tpkernels tune``: measures the algorithms on this machine, for ``auto`` to choose by."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tpkernels import groups
+from tpkernels.backends import OPS
+from tpkernels.cache import cache_folder
+from tpkernels.cli.cases import Case, Outputs, Spec, planned, random_case, run_tpkernels
+from tpkernels.cli.check import Verdict, verify
+from tpkernels.cli.device import device_named, own_device, synchronizer
+from tpkernels.cli.inputs import Inputs
+from tpkernels.cli.options import (
+    DTYPES,
+    UsageError,
+    at_least,
+    dtype_named,
+    exit_codes,
+    ops_named,
+    writable,
+)
+from tpkernels.cli.output import console, milliseconds, table
+from tpkernels.cli.session import is_leader, open_session, ranks_share_gpus, world_size
+from tpkernels.cli.specs import check_split, specs_of
+from tpkernels.cli.timing import Samples, Variant, measure, summary
+from tpkernels.plan import ALGORITHMS, Plan, candidates, choose
+from tpkernels.tuning import store
+from tpkernels.tuning.machine import Machine, this_machine
+from tpkernels.tuning.table import Measurement
+
+_SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
+_BYTES = "4K,64K,1M,16M,64M"
+
+
+def tune(
+    op: Annotated[
+        list[str] | None, typer.Option(help="An op; may be repeated. All by default.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="M,N,K of a matmul op, over all ranks; may be repeated. By default M from 1 to "
+            "4096 of M,4096,4096. Between two M that were measured auto follows from both."
+        ),
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option("--bytes", help="Sizes for the collectives alone, over all ranks.")
+    ] = _BYTES,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", "--tp", help="Ranks; 2 by default. torchrun's under torchrun."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=" | ".join(DTYPES))] = "bf16",
+    device: Annotated[
+        str | None, typer.Option(help="cpu | cuda; cuda by default where there is a GPU.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="Timed repetitions at the most.")] = 40,
+    budget: Annotated[
+        int, typer.Option(help="Seconds after which a case starts no further repetition.")
+    ] = 20,
+    threads: Annotated[
+        int, typer.Option(help="Threads of a rank, here and where it will be used.")
+    ] = 1,
+    timeout: Annotated[int, typer.Option(help="Seconds that one case may take.")] = 1800,
+) -> None:
+    """Measure every algorithm for the given shapes, so that auto takes the fastest.
+
+    Each is checked first, then all are timed by turns, on inputs that are in no cache. The times
+    are kept in the cache folder ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels), case by
+    case, for this device, number of ranks and threads, and these versions of tpkernels, torch and
+    Triton; groups that are set up from then on use them. The exit code is 1 if a result is wrong;
+    wrong ones are left out.
+    """
+    with exit_codes():
+        world = world_size(nproc, 2)
+        at_least(1, repeat=repeat, budget=budget, threads=threads, timeout=timeout)
+        if world == 1:
+            raise UsageError("one rank has nothing to choose: it communicates with nobody")
+        specs = _specs(op or list(OPS), shape or _SHAPES, sizes, dtype, world)
+        device = device_named(device)
+        _check_gpus(world, device)
+        if is_leader():
+            _check_cache()
+        out, right = console(), True
+        shown = table("op\nM, N, K", ALGORITHMS, "auto before, and from now on")
+        with open_session(world, threads=threads, timeout=timeout, device=device) as session:
+            for spec in specs:
+                with out.status(f"{spec.op} {spec}"):
+                    reports = session.run(tune_case, spec, repeat, budget, device)
+                right = right and all(one.right for one in reports[0].verdicts.values())
+                if session.leader:
+                    path, after = _keep(spec, reports)
+                    shown.add_row(*_cells(spec, reports, after))
+            if session.leader:
+                _show(shown, path, out)
+        if not right:
+            raise typer.Exit(1)
+
+
+def _specs(ops: list[str], shapes: list[str], sizes: str, dtype: str, world: int) -> list[Spec]:
+    found = [
+        spec for op in ops_named(ops) for spec in specs_of(op, shapes, sizes, dtype_named(dtype))
+    ]
+    for spec in found:
+        check_split(spec, world)
+    return found
+
+
+def _check_gpus(world: int, device: str) -> None:
+    if device == "cuda" and ranks_share_gpus(world):
+        raise UsageError(
+            f"{world} ranks on {torch.cuda.device_count()} GPUs: times of ranks that share a GPU "
+            "say nothing about others; take fewer with --tp, or --device cpu"
+        )
+
+
+def _check_cache() -> None:
+    """``UsageError`` where the cache could not be written after all the measuring."""
+    try:
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"no cache folder: {error}; set XDG_CACHE_HOME to one") from error
+    writable(folder / "tuning")
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What one rank found of a case: where it ran, what ``auto`` was, what is right, and how long
+    that took."""
+
+    machine: Machine
+    before: Plan
+    verdicts: dict[str, Verdict]
+    samples: dict[str, Samples]
+
+
+def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> TuneReport:
+    """Checks all algorithms on one case and times those that are right, by turns. Collective."""
+    case = random_case(spec, own_device(device))
+    assert dist.group.WORLD is not None  # cases run on ranks
+    group = groups.get(dist.group.WORLD.group_name).ready()
+    shared = group.shared_memory
+    problem = spec.problem(group.world, device)
+    _, before = planned(case.copy(), "auto")
+    verdicts = verify(case, None, _results(case, candidates(problem, shared_memory=shared)))
+    inputs = Inputs(case, cold=True)
+    undo = inputs.restore if spec.op == "all_reduce" else None  # it works in place
+    variants = {
+        name: Variant(functools.partial(_call, inputs, name), undo)
+        for name, verdict in verdicts.items()
+        if verdict.right
+    }
+    samples = measure(variants, repeat=repeat, budget=budget, synchronize=synchronizer(device))
+    machine = this_machine(device, group.world, group.hosts, shared)
+    return TuneReport(machine, before, verdicts, samples)
+
+
+def _results(case: Case, algorithms: list[str]) -> dict[str, Outputs]:
+    """What those that can run here come to; all ranks find the same obstacles."""
+    found = {}
+    for name in algorithms:
+        with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
+            found[name] = run_tpkernels(case.copy(), name)
+    return found
+
+
+def _call(inputs: Inputs, algorithm: str) -> object:
+    return run_tpkernels(inputs.sharded(), algorithm)
+
+
+def measurement(spec: Spec, world: int, ms: dict[str, float], device: str = "cpu") -> Measurement:
+    """Times of a case, taken today."""
+    place = spec.problem(world, device).place
+    assert place is not None  # it is split evenly
+    return Measurement(*place, other=spec.other, ms=ms, date=date.today().isoformat())
+
+
+def _medians(reports: list[TuneReport]) -> dict[str, float]:
+    """Milliseconds of the slowest rank."""
+    names = reports[0].samples
+    return {name: summary([each.samples[name] for each in reports]).median for name in names}
+
+
+def _keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
+    """Adds the times to the machine's table; where it is, and what ``auto`` is with it."""
+    machine = reports[0].machine
+    new = measurement(spec, machine.ranks, _medians(reports), machine.kind)
+    tuned = store.load_or_warn(machine).with_measurement(new)
+    try:
+        path = store.save(machine, tuned)
+    except OSError as error:
+        raise UsageError(f"cannot write the tuning cache: {error}") from error
+    problem = spec.problem(machine.ranks, machine.kind)
+    return path, choose(problem, shared_memory=machine.shared_memory, tuned=tuned)
+
+
+def _cells(spec: Spec, reports: list[TuneReport], after: Plan) -> list[str]:
+    report, times = reports[0], _medians(reports)
+    best = min(times, key=times.__getitem__, default=None)
+    cells = []
+    for name in ALGORITHMS:
+        if name in times:
+            text = milliseconds(times[name])
+            cells.append(f"[bold green]{text}[/]" if name == best else text)
+        else:
+            cells.append("[bold red]WRONG[/]" if name in report.verdicts else "")
+    return [f"{spec.op}\n[dim]{spec}[/]", *cells, _change(report.before, after)]
+
+
+def _change(before: Plan, after: Plan) -> str:
+    if before.algorithm == after.algorithm:
+        return f"{after.algorithm}: {after.reason}"
+    return f"{before.algorithm}, now {after.algorithm}: {after.reason}"
+
+
+def _show(shown: Table, path: Path, out: Console) -> None:
+    out.print(shown)
+    out.print(
+        "ms: the slowest rank's median, by turns. An empty field: it cannot run this case, see "
+        f"tpkernels explain.\nKept in {path}",
+        markup=False,
+    )

@@ -1,0 +1,77 @@
+"""What a measured time is valid for: the device, how the ranks are laid out, and the versions."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tpkernels import _C
+from tpkernels.version import VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A device and a topology, as rank 0 of a group sees them.
+
+    ``cores`` are those that rank 0 may use, ``threads`` its intra-op threads, ``hosts`` is the
+    number of host names among the ranks.
+    """
+
+    kind: str  #: "cpu" or "cuda"
+    device: str
+    vector_unit: str
+    cores: int
+    threads: int
+    ranks: int
+    hosts: int
+    shared_memory: bool
+
+    @property
+    def file_name(self) -> str:
+        """A name that no other machine's file has, nor that of other versions here."""
+        identity = repr((sorted(asdict(self).items()), sorted(versions().items())))
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        return f"tuning-{self.kind}-{self.ranks}-ranks-{digest}.json"
+
+
+def this_machine(
+    kind: str, ranks: int, hosts: int, shared_memory: bool, *, threads: int | None = None
+) -> Machine:
+    """This process's machine. ``threads``: those of torch in this process by default."""
+    return Machine(
+        kind=kind,
+        device=processor() if kind == "cpu" else torch.cuda.get_device_name(),
+        vector_unit=_C.vector_unit(),
+        cores=len(os.sched_getaffinity(0)),
+        threads=torch.get_num_threads() if threads is None else threads,
+        ranks=ranks,
+        hosts=hosts,
+        shared_memory=shared_memory,
+    )
+
+
+@functools.cache
+def processor() -> str:
+    """The processor's name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, colon, value = line.partition(":")
+        if colon and key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of all whose change may change times."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return {"tpkernels": VERSION, "torch": str(torch.__version__), "triton": triton}

@@ -1,0 +1,176 @@
+"""The file that keeps a `Table`: one for each machine and topology, in the cache folder.
+
+It is JSON, it is replaced as a whole, and nothing in it is taken on trust: the format's version,
+the machine, the versions of the software and every value are checked, and a file in which anything
+is wrong is not used at all. The worst that a well-formed file can do is to have a slower algorithm
+chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tpkernels import dtypes
+from tpkernels.cache import cache_folder, replace_file
+from tpkernels.tuning.machine import Machine, versions
+from tpkernels.tuning.table import Measurement, Series, Table
+
+FORMAT = "tpkernels tuning 1"
+_MOST_BYTES = 1 << 20  # a case takes some 300
+_MOST_MS = 1e9
+_MOST_TEXT = 60  # characters of the file's that a message repeats
+_DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
+
+
+def path_for(machine: Machine) -> Path:
+    """Where the table of a machine is kept. ``RuntimeError`` for a user without a home."""
+    return cache_folder() / machine.file_name
+
+
+def load(machine: Machine) -> tuple[Table, str]:
+    """The table of a machine, empty where there is none, and why a file that is there is ignored:
+    a warning for the user, "" for none."""
+    try:
+        path = path_for(machine)
+    except RuntimeError:
+        return Table(), ""
+    try:
+        return parse(_read(path), machine), ""
+    except FileNotFoundError:
+        return Table(), ""
+    except OSError as error:
+        why = error.strerror or str(error)
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    hint = "`tpkernels tune` writes a new one"
+    return Table(), f"the tuning cache {path} is ignored: {why}. {hint}."
+
+
+def load_or_warn(machine: Machine) -> Table:
+    """The table of a machine; a ``RuntimeWarning`` where a file is ignored."""
+    table, ignored = load(machine)
+    if ignored:
+        warnings.warn(ignored, RuntimeWarning, stacklevel=2)
+    return table
+
+
+def save(machine: Machine, table: Table) -> Path:
+    """Replaces the table of a machine.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    content = {
+        "format": FORMAT,
+        "machine": asdict(machine),
+        "versions": versions(),
+        "measurements": to_json(table),
+    }
+    path = path_for(machine)
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    return path
+
+
+def to_json(table: Table) -> list[dict[str, Any]]:
+    """The measurements as JSON has them."""
+    return [asdict(one) for one in table.measurements]
+
+
+def parse(content: bytes, machine: Machine) -> Table:
+    """The table in a file's content. ``ValueError`` or ``RecursionError`` where it is not one of
+    ``machine`` with today's versions."""
+    try:
+        found = json.loads(content)
+    except UnicodeDecodeError as error:
+        raise ValueError("it is no text") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    _same(found, "format", FORMAT)
+    for name, value in asdict(machine).items():
+        _same(_member(found, "machine", dict), name, value)
+    for name, value in versions().items():
+        _same(_member(found, "versions", dict), name, value)
+    return from_json(_member(found, "measurements", list))
+
+
+def from_json(found: Iterable[Any]) -> Table:
+    """The table of checked measurements. ``ValueError`` where one is none."""
+    return Table(tuple(_measurement(one) for one in found))
+
+
+def _read(path: Path) -> bytes:
+    """A regular file's content."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no regular file")
+    # Should it be a pipe by now, opening does not wait for its other end.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return content
+
+
+def _measurement(found: Any) -> Measurement:
+    series = _member(found, "series", dict)
+    times = _member(found, "ms", dict)
+    for name, ms in times.items():
+        if type(ms) not in (int, float) or not 0 < ms < _MOST_MS:
+            raise ValueError(f"the time of {_shown(name)} is {_shown(ms)}")
+    day = _member(found, "date", str)
+    try:
+        date.fromisoformat(day)
+    except ValueError as error:
+        raise ValueError(f"a date is {_shown(day)}") from error
+    options = _member(series, "options", list)
+    if not all(isinstance(option, str) for option in options):
+        raise ValueError(f"options are {_shown(options)}")
+    dtype = _member(series, "dtype", str)
+    if dtype not in _DTYPES:
+        raise ValueError(f"a dtype is {_shown(dtype)}")
+    return Measurement(
+        Series(
+            op=_member(series, "op", str),
+            device=_member(series, "device", str),
+            world=_count(series, "world", 2),
+            width=_count(series, "width", 1),
+            dtype=dtype,
+            options=tuple(options),
+        ),
+        extent=_count(found, "extent", 1),
+        other=_count(found, "other", 0),
+        ms=times,
+        date=day,
+    )
+
+
+def _member(found: Any, name: str, kind: type) -> Any:
+    if not isinstance(found, dict) or type(found.get(name)) is not kind:
+        raise ValueError(f"'{name}' is missing, or no {kind.__name__}")
+    return found[name]
+
+
+def _count(found: dict[str, Any], name: str, least: int) -> int:
+    value: int = _member(found, name, int)
+    if value < least:
+        raise ValueError(f"'{name}' is {_shown(value)}")
+    return value
+
+
+def _same(found: Any, name: str, expected: object) -> None:
+    value = _member(found, name, type(expected))
+    if value != expected:
+        raise ValueError(f"{name} is {_shown(value)}, here it is {expected!r}")
+
+
+def _shown(value: object) -> str:
+    """Text from the file, without what a terminal would obey."""
+    text = ascii(value)
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
