@@ -11,7 +11,6 @@ from tpkernels import groups
 from tpkernels.shards import check_sizes, shard_sizes
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def position(group: str) -> tuple[int, int]:
     """(rank, world) in the group of that name.
 
@@ -20,6 +19,11 @@ def position(group: str) -> tuple[int, int]:
     """
     own = groups.get(group)
     return own.rank, own.world
+
+
+# As torch.compiler.assume_constant_result does, which imports the whole compiler, and Triton before
+# it is known whether its interpreter is wanted.
+position._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
