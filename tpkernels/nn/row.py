@@ -114,7 +114,7 @@ class RowParallelLinear(ShardedModule):
             residual: of the output's shape, added after the bias.
             shard_sizes: rows of each rank along ``sequence_dim`` where they are not all equal.
         """
-        weight = self.weight
+        weight: torch.Tensor = self.weight
         if not weight.shape[1]:  # a K of zero: see ColumnParallelLinear.operands
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             weight = F.pad(weight, (0, x.shape[-1]))

@@ -31,8 +31,9 @@ def parallelize(
     heads, MLP features, tokens and vocabulary split, evenly or not. They are called as before, with
     the same input on all ranks, and return the same on all: whole logits, ``last_hidden_state`` and
     loss; gradients are those of the unsharded model. ``generate`` works, each rank caching the keys
-    and values of its heads. What a model records of its inside (``output_hidden_states``,
-    ``output_attentions``) is each rank's part.
+    and values of its heads; to sample, all ranks need the same random state. What a model records
+    of its inside (``output_hidden_states``, ``output_attentions``) is each rank's part, and dropout
+    of attention weights is drawn by each rank for its heads.
 
     Args:
         model: it may be on the meta device: its weights are loaded afterwards then.

@@ -79,14 +79,14 @@ class ShareInput:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         layers = [getattr(module, name) for name in self.names]
-        # A checkpointed layer is recomputed by itself, maybe after a forward of another length.
-        # Its attention, which comes first, is told how many tokens there are.
-        if self.rows is not None and "position_embeddings" in kwargs:
-            self.rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
-        shape = list(x.shape)
+        shape, sizes = list(x.shape), None
         if self.rows is not None:
-            shape[SEQUENCE_DIM] = sum(self.rows.sizes)
-        sizes = None if self.rows is None else self.rows.sizes
+            # A checkpointed layer is recomputed by itself, maybe after a forward of another length.
+            # Its attention, which comes first, is told how many tokens there are.
+            if "position_embeddings" in kwargs:
+                self.rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
+            sizes = self.rows.sizes
+            shape[SEQUENCE_DIM] = sum(sizes)
         for layer, product in zip(
             layers, column_parallel(x, layers, shard_sizes=sizes), strict=True
         ):
