@@ -63,6 +63,7 @@ class ColumnParallelLinear(ShardedModule):
         self.gather_output, self.stand_in = gather_output, stand_in
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         split = Split.of(0, out_features, out_sizes, self.rank, self.world, "out_features")
+        self.empty = split.size == 0  #: this rank has no features
         self.add_sharded("weight", (out_features, in_features), split, device, dtype)
         if bias:
             self.add_sharded("bias", (out_features,), split, device, dtype)
@@ -125,14 +126,14 @@ class ColumnParallelLinear(ShardedModule):
         """Weight and bias to multiply by. The ops need a column on every rank: a rank without any
         multiplies by zeros, which also keeps its backward in step with the others'."""
         weight, bias = self.weight, self.bias
-        if weight.shape[0]:
+        if not self.empty:
             return weight, bias
         width = max(self.stand_in, 1)
         return F.pad(weight, (0, 0, 0, width)), None if bias is None else F.pad(bias, (0, width))
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """What the layer returns for its product ``y``."""
-        if not self.weight.shape[0] and (self.gather_output or not self.stand_in):
+        if self.empty and (self.gather_output or not self.stand_in):
             y = y[..., :0]
         if self.gather_output:
             y = gather_from_ranks(y, self.group, y.dim() - 1, self.out_sizes)
