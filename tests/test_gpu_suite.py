@@ -22,6 +22,14 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_rehearsal_of_one_stage(tmp_path: Path) -> None:
+    ended = _run("--device", "cpu", "--only", "matmul_check", "--out", str(tmp_path))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "gpu_suite.json").read_text())
+    assert found["stages"] == ["matmul_check"] and all(row["ok"] for row in found["results"])
+
+
+@pytest.mark.slow
 def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     ended = _run("--device", "cpu", "--out", str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -62,7 +62,7 @@ def results(started: Started, out: Path, world: int, seconds: float) -> list[dic
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ops_work_across_hosts(start: Callable[..., Started], tmp_path: Path, nproc: int) -> None:
     out = tmp_path / "found"
     started = start(nproc, "works", str(out), str(nproc))
@@ -86,7 +86,7 @@ def _await(paths: list[Path], started: Started) -> None:
     [
         ("unfused", "all_gather"),
         pytest.param("ring", "matmul_reduce_scatter", marks=pytest.mark.slow),
-        ("ring", "all_gather_matmul"),
+        pytest.param("ring", "all_gather_matmul", marks=pytest.mark.slow),
     ],
 )
 def test_a_link_that_is_cut_is_a_timeout(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import multiprocessing
+import os
 import re
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +19,13 @@ from kernel_builds import KERNELS, build
 from tpkernels.kernels.configs import TABLE, MatmulConfig
 
 DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
+QUICK = {(arch, tl.bfloat16) for arch in (80, 90, 100)} | {(90, tl.float32)}
 ENTRIES = [
-    pytest.param(arch, dtype, config, id=f"sm_{arch}-{dtype}-{'few' if few else 'many'}")
+    pytest.param(
+        *(arch, dtype, config),
+        id=f"sm_{arch}-{dtype}-{'few' if few else 'many'}",
+        marks=[] if (arch, dtype) in QUICK else [pytest.mark.slow],
+    )
     for (arch, size, few), config in TABLE.items()
     for dtype in DTYPES[size]
 ]
@@ -27,6 +35,18 @@ ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
 RELEASE = r"atom\.global\.sys\.release"
 GATHERS = ("all_gather_matmul", "multiply_arriving")
 PROXY_FENCE = r"fence\.proxy\.async\.global"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
+    """Into Triton's cache, in a process for each core."""
+    found = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = [params for params in found if {"name", "arch", "dtype", "config"} <= params.keys()]
+    if len(wanted) > 1:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+            for done in [pool.submit(build, **params) for params in wanted]:
+                done.exception()  # the test has it again
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -42,7 +62,7 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
 
 
-@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "share"}))
 def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
     """Odd sizes exclude tensor descriptors; fewer arguments must not break what needs them."""

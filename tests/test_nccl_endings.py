@@ -227,7 +227,7 @@ fake.delay("ncclCommAbort", {delay})
 """
 
 
-@pytest.mark.parametrize("delay", [0, 30])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 30])
 def test_a_process_ends_with_a_communicator_open(fake: Fake, delay: float) -> None:
     code = LEAVING.format(tests=str(Path(__file__).parent), path=fake.path, delay=delay)
     start = time.monotonic()

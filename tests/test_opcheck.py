@@ -187,12 +187,12 @@ def compile_with_every_kind_of_group() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_opcheck(ranks: RanksFixture, world: int) -> None:
     report(f for rank in ranks(world).run(opcheck_job, timeout=200) for f in rank)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_fake_kernels_foretell_the_results(ranks: RanksFixture, world: int) -> None:
     report(f for rank in ranks(world).run(fake_job) for f in rank)
 

@@ -15,7 +15,7 @@ LAYOUTS = ("plain", "transposed", "sliced", "offset", "symmetric", "symmetric_en
 WEIGHT_LAYOUTS = ("plain", "linear", "sliced", "offset")
 
 # Examples follow from the strategies alone: the same ones in every run.
-thorough = settings(max_examples=60, derandomize=True, deadline=None)
+thorough = settings(max_examples=30, derandomize=True, deadline=None)
 
 Draw = st.DrawFn
 Example = tuple[int, Case]  # a number of ranks, and a call on them
