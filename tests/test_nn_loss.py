@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -125,26 +126,19 @@ def refusals_job() -> list[str]:
     with fresh_group() as group:
         logits, target = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
         total = 5 * group.size()
-        calls: list[tuple[Any, Any, dict[str, Any]]] = [
-            (logits, target, {"vocab_size": total + group.size()}),
-            (logits, target[:3], {"vocab_size": total}),
-            (logits, target, {"vocab_size": total, "reduction": "avg"}),
-            (logits, target + total, {"vocab_size": total}),
-            (logits, target - 1, {"vocab_size": total}),
-        ]
         leaf = logits.clone().requires_grad_()
-
-        def twice() -> None:
-            loss = tnn.vocab_parallel_cross_entropy(leaf, target, group, total)
-            torch.autograd.grad(loss, leaf, create_graph=True)
-
-        for do in [
-            *(
-                functools.partial(tnn.vocab_parallel_cross_entropy, x, t, group, **o)
-                for x, t, o in calls
+        loss = functools.partial(tnn.vocab_parallel_cross_entropy, group=group)
+        doings: list[Callable[[], Any]] = [
+            lambda: loss(logits, target, vocab_size=total + group.size()),
+            lambda: loss(logits, target[:3], vocab_size=total),
+            lambda: loss(logits, target, vocab_size=total, reduction="avg"),
+            lambda: loss(logits, target + total, vocab_size=total),
+            lambda: loss(logits, target - 1, vocab_size=total),
+            lambda: torch.autograd.grad(
+                loss(leaf, target, vocab_size=total), leaf, create_graph=True
             ),
-            twice,
-        ]:
+        ]
+        for do in doings:
             try:
                 do()
                 told.append("nothing")
