@@ -141,12 +141,19 @@ class Gather:
 
     def fused(self, rate: float) -> None:
         from tpkernels.kernels import all_gather_matmul as kernel
+        from tpkernels.kernels.configs import choose
 
         space, side = self.ranks.spaces[0], self.ranks.side
+        config = choose(self.rows.device, self.rows.dtype, self.whole.shape[0])
+        _, step = kernel.chunk_tiles(config, self.rows)
         with PacedCall(self.ranks, 2, rate, space.words - 2) as copies, ExitStack() as after:
-            fused.bring_rows(copies, side, self.ranks.peers, self.rows, self.whole, self.sizes)
+            fused.bring_rows(
+                copies, side, self.ranks.peers, self.rows, self.whole, self.sizes, step
+            )
             after.callback(side.join)
-            kernel.multiply_arriving(space, 2, self.w, None, self.out, self.whole, self.sizes)
+            kernel.multiply_arriving(
+                space, 2, config, self.w, None, self.out, self.whole, self.sizes
+            )
 
     def product(self) -> None:
         torch.matmul(self.whole, self.w, out=self.out)

@@ -14,18 +14,6 @@ import torch.distributed as dist
 import tpkernels
 from benchmarks.gpu_stages import Result, Setting, over_ranks, times_ms
 
-# (block_m, block_n, block_k, num_warps, num_stages)
-CANDIDATES = {
-    True: [(64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (64, 256, 64, 4, 3)],
-    False: [
-        (128, 256, 64, 8, 3),
-        (128, 256, 64, 8, 4),
-        (256, 128, 64, 8, 3),
-        (128, 128, 64, 8, 4),
-        (128, 128, 64, 4, 4),
-        (128, 128, 128, 8, 3),
-    ],
-}
 SHAPES = {
     True: [(16, 3584, 8192), (64, 3584, 8192), (64, 8192, 3584)],
     False: [(1024, 3584, 8192), (4096, 3584, 8192), (4096, 8192, 3584), (8192, 6656, 16384)],
@@ -36,21 +24,20 @@ GROUPS = (4, 8, 16)
 def tune(setting: Setting) -> Iterator[Result]:
     """The candidates for the config table, bf16, beside torch.matmul. The best of each class is to
     be put into kernels/configs.py by hand, with device, date and this command."""
-    from tpkernels.kernels.configs import choose
+    from tpkernels.kernels.configs import CANDIDATES, choose
     from tpkernels.kernels.matmul import matmul
 
     for few, candidates in CANDIDATES.items():
         shapes = [(32, 32, 32)] if setting.small else SHAPES[few]
         told: list[tuple[float, str]] = []
-        for blocks in candidates[:1] if setting.small else candidates:
+        for fields in candidates[:1] if setting.small else candidates:
             for group_m in GROUPS[:1] if few or setting.small else GROUPS:
                 ratios = []
                 for m, n, k in shapes:
                     a = torch.randn(m, k, device=setting.device).to(torch.bfloat16)
                     b = torch.randn(n, k, device=setting.device).to(torch.bfloat16).t()
-                    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
-                    changed = dict(zip(names, blocks, strict=True))
-                    config = replace(choose(a.device, a.dtype, m), group_m=group_m, **changed)
+                    config = choose(a.device, a.dtype, m, fields)
+                    config = replace(config, group_m=group_m)
                     jobs: list[Callable[[], object]] = [
                         lambda a=a, b=b, config=config: matmul(a, b, config=config),
                         lambda a=a, b=b: torch.matmul(a, b),

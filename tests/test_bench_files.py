@@ -37,7 +37,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
     """Then --resume measures the rest, and only that."""
-    sizes = ",".join(f"{kib}K" for kib in range(4, 84, 4))
+    sizes = ",".join(f"{kib}K" for kib in range(4, 44, 4))
     options = ["bench", "--op", "all_gather", "--bytes", sizes, "--repeat", "6", "--tp", "2"]
     options += ["--warm", "--no-baselines"]
     file = tmp_path / "bench.json"
@@ -56,9 +56,9 @@ def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) ->
 
     partial = valid(file)
     count = len(partial["results"])
-    assert not partial["complete"] and 1 <= count < len(partial["cases"]) == 20
-    assert f"Interrupted: {count} of 20 cases are measured; --resume goes on." in said[1]
-    assert f"Not complete: {count} of 20" in said[0]
+    assert not partial["complete"] and 1 <= count < len(partial["cases"]) == 10
+    assert f"Interrupted: {count} of 10 cases are measured; --resume goes on." in said[1]
+    assert f"Not complete: {count} of 10" in said[0]
     assert {path.name for path in tmp_path.iterdir()} >= {"bench.json", "bench.csv", "report.html"}
     assert not list(tmp_path.glob(".bench*"))
 

@@ -104,7 +104,8 @@ def obstacle_job(op: str, kind: str) -> list[Ending]:
         group = faults.new_group()
         if unlucky and kind == "old":
             told = "needs compute capability 8.0; Tesla V100 has 7.0"
-            patch.setattr("tpkernels.ops._library.lacking", lambda *_: told)
+            lacking = {"fused": told}
+            patch.setattr("tpkernels.ops._library.lacking", lambda name, *_: lacking.get(name))
         if unlucky and kind == "unlike":
             patch.setattr(cuda, "_describe", lambda _: "H100 (sm_90, 114 processors)")
         call = functools.partial(faults.run_op, op, group)

@@ -16,6 +16,7 @@ from ranked import check, check_cases, fresh_group, run_cases
 import tpkernels
 from tpkernels import groups
 from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.tuning.table import Measurement, Table
 
 FUSED = ("fused",)
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -93,6 +94,34 @@ def refused_job(case: Case) -> bool:
     with fresh_group() as group:
         found = check_cases([replace(case, algorithm="fused")], group)
     return "it can split dim 0 only" in "".join(found)
+
+
+def tuned_job() -> list[str]:
+    """With block sizes that a table of times has."""
+    cut = (("block_m", 16), ("block_n", 64), ("fetchers", 1))
+    with fresh_group() as group:
+        own = groups.get(group.group_name)
+        found = []
+        for op, make in OPS.items():
+            case = replace(make(70, 65, 33, 2), algorithm="fused", dtype=BF16)
+            case = replace(case, sizes=None if case.sizes is None else (35, 35))
+            found += check_cases([case], group)
+            (call,) = own.calls.values()
+            place = call.problem.place
+            assert place is not None and call.plan.config == ()
+            one = Measurement(*place, other=33, ms={"fused": 1.0}, date="2026-11-21", config=cut)
+            own.use_times("cpu", Table((one,)))
+            found += check_cases([case], group)
+            (call,) = own.calls.values()
+            if call.plan.config != cut:
+                found.append(f"{op} is cut by {call.plan.config}")
+            own.calls.clear()
+    return found
+
+
+def test_tuned_block_sizes(interpreting: RanksFixture) -> None:
+    for found in interpreting(2).run(tuned_job, timeout=120):
+        assert not found, found
 
 
 @pytest.fixture(params=["one-shot", "two-shot"])

@@ -16,7 +16,7 @@ import pytest
 import triton.language as tl
 from kernel_builds import KERNELS, build
 
-from tpkernels.kernels.configs import TABLE, MatmulConfig
+from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
 
 DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
 QUICK = {(arch, tl.bfloat16) for arch in (80, 90, 100)} | {(90, tl.float32)}
@@ -60,6 +60,16 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     assert (found.count(ACQUIRE) > 0) == communicates
     assert (found.count(RELEASE) > 0) == communicates
     assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"share"}))
+@pytest.mark.parametrize("few", [True, False])
+def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
+    for candidate in CANDIDATES[few]:
+        config = replace(TABLE[90, 2, few], **dict(candidate))
+        found = build(name, tl.bfloat16, 90, config)
+        assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0, candidate
 
 
 @pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])

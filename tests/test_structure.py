@@ -30,7 +30,7 @@ ALLOWED = {
     "tuning": LEAVES | {"tuning"},
     "numerics": {"dtypes", "shards", "numerics"},
     "plan": LEAVES - {"_C"} | {"tuning"},
-    "kernels": LEAVES | {"symm", "kernels"},
+    "kernels": LEAVES | {"symm", "tuning", "kernels"},
     "cuda": LEAVES | {"symm", "cuda"},
     "symm": LEAVES | {"symm"},
     "algorithms": LEAVES | {"plan", "symm", "algorithms", "kernels", "cuda"},

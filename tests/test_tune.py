@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +21,11 @@ from tpkernels.cli.bench.statistics import paired, ratio
 from tpkernels.cli.cases import Spec, planned, random_case, run_tpkernels
 from tpkernels.cli.inputs import Inputs
 from tpkernels.cli.timing import Samples, Variant, measure
-from tpkernels.cli.tune import TuneReport, measurement, tune_case
+from tpkernels.cli.tune_case import TuneReport, best_config, measurement, tune_case
 from tpkernels.plan import NOTHING_TUNED, candidates, choose
 from tpkernels.tuning import store
 from tpkernels.tuning.machine import this_machine
+from tpkernels.tuning.table import Config
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
@@ -99,6 +102,37 @@ def tuned_with_a_wrong_direct() -> TuneReport:
         return tune_case(Spec("all_gather_matmul", (9, 64, 32), torch.bfloat16), 2, 5.0)
     finally:
         tpkernels.all_gather_matmul = right
+
+
+def best_of_candidates() -> tuple[Config, Config]:
+    """On a rank under the interpreter: what is found, and what the group's calls take then."""
+    from tpkernels.kernels import configs
+
+    small, refused = (("block_m", 16),), (("block_m", 24),)  # no power of two
+    spec = Spec("all_gather_matmul", (32, 32, 32), torch.bfloat16)
+    case = random_case(spec)
+    assert dist.group.WORLD is not None
+    group = groups.get(dist.group.WORLD.group_name).ready()
+    known = group.tuned("cpu")
+    tried = []
+
+    def run() -> None:
+        planned_config = planned(case, "fused")[1].config
+        tried.append(planned_config)
+        time.sleep(0.0 if planned_config == small else 0.3)  # what is right is fast
+
+    with mock.patch.object(configs, "candidates", lambda dtype, rows: (refused, small)):
+        found = best_config(spec, case, group, Variant(run), None)
+    taken = planned(case, "fused")[1].config
+    group.use_times("cpu", known)
+    assert refused not in tried and () in tried
+    return found, taken
+
+
+def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
+    """One that does not compile is passed over, and breaks nothing."""
+    for told in interpreting(2).run(best_of_candidates, timeout=120):
+        assert told == ((("block_m", 16),), (("block_m", 16),))
 
 
 def test_a_bad_cache_is_replaced(cache: Path) -> None:

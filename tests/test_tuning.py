@@ -9,7 +9,7 @@ import torch
 
 from tpkernels.cli.cases import Spec
 from tpkernels.plan import Plan, choose
-from tpkernels.tuning.table import Measurement, Table
+from tpkernels.tuning.table import Config, Measurement, Table
 
 
 def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:
@@ -77,6 +77,28 @@ def test_between_two_extents_the_winner_of_both_is_taken() -> None:
         assert plan(spec(m), few, many) == plan(spec(m)), "beyond what was measured"
     other = replace(many, ms={"unfused": 9.0, "direct": 4.0, "pipelined": 5.0})
     assert plan(spec(100), replace(few, ms=dict(few.ms, direct=0.6)), other) == plan(spec(100))
+
+
+def test_kernels_are_cut_as_was_measured_best() -> None:
+    """Also where `fused` is asked for; between two extents, as at both."""
+    cut, other = (("block_m", 64), ("block_n", 256)), (("block_m", 128),)
+    few, many = (replace(measured(spec(m), fused=1.0, unfused=2.0), config=cut) for m in (64, 1024))
+    wide = replace(measured(spec(64, n=4096), fused=1.0), config=other)
+
+    def config(m: int, *found: Measurement, requested: str = "fused") -> Config:
+        problem = spec(m).problem(2)
+        table = Table(found)
+        return choose(problem, shared_memory=True, requested=requested, tuned=table).config
+
+    assert config(64, few) == config(100, few, many) == cut
+    assert config(64, few, wide) == other  # the larger case
+    assert config(100, few, replace(many, config=other)) == ()
+    assert config(65, few) == config(64) == config(64, few, requested="direct") == ()
+    on_gpu = replace(spec(64).problem(2), device="cuda")
+    place = on_gpu.place
+    assert place is not None
+    taken = choose(on_gpu, shared_memory=True, tuned=Table((replace(few, series=place[0]),)))
+    assert (taken.algorithm, taken.config) == ("fused", cut)
 
 
 def test_only_the_same_kind_of_problem_counts() -> None:

@@ -42,7 +42,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return store.path_for(MACHINE)
 
 
-TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), measured(spec(9), ring=2, direct=3)))
+CUT = replace(measured(spec(9), ring=2, direct=3), config=(("block_m", 64), ("num_warps", 8)))
+TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), CUT))
 
 
 def test_a_table_comes_back(cache: Path) -> None:
@@ -85,7 +86,9 @@ WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
     "a huge number": (b'{"format": ' + b"9" * 5000 + b"}", "digits"),
     "too large": (b" " * (2 << 20), "more than 1048576 bytes"),
     "a list": (b"[]", "'format' is missing"),
-    "another format": (edited(format="tpkernels tuning 2"), "format is 'tpkernels tuning 2'"),
+    "another format": (edited(format="tpkernels tuning 1"), "format is 'tpkernels tuning 1'"),
+    "a config of text": (first(config=[["block_m", "64"]]), "a field of a config is ['block_m', "),
+    "no config": (first(config={}), "'config' is missing, or no list"),
     "another torch": (edited(versions={"tpkernels": tpkernels.__version__, "torch": "1.0"}),
                       "torch is '1.0', here it is"),
     "another device": (lambda c: c | {"machine": c["machine"] | {"device": "a\x1b[2J\nb"}},

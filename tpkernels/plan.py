@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 from typing import TypeAlias
@@ -20,7 +20,7 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.shards import shard_sizes
-from tpkernels.tuning.table import Series, Table
+from tpkernels.tuning.table import Config, Series, Table
 
 NoKernels: TypeAlias = Mapping[str, str]
 _ALL_KERNELS: NoKernels = MappingProxyType({})
@@ -106,6 +106,7 @@ class Plan:
     reason: str
     text: str = field(repr=False)
     signature: int = field(repr=False)
+    config: Config = ()  #: of the fused kernels, where a measured one is better than the table's
 
 
 # Rows that one rank contributes to an all-gather, or receives from a reduction, from which on the
@@ -146,20 +147,27 @@ def choose(
         NotImplementedError: the algorithm asked for cannot run this problem; the message says
             what it needs.
     """
+    place = problem.place if tuned.measurements and problem.world > 1 else None
     if requested != "auto":
         check_algorithm(requested)
         obstacle = _obstacle(problem, requested, shared_memory, no_kernels)
         if obstacle is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {obstacle}")
-        return _plan(problem, requested, "asked for")
+        return _cut(_plan(problem, requested, "asked for"), tuned, place)
     ruled = _by_rule(problem, shared_memory, no_kernels)
-    place = problem.place if tuned.measurements and problem.world > 1 else None
     if place is not None:
         possible = candidates(problem, shared_memory=shared_memory, no_kernels=no_kernels)
         measured = tuned.choice(*place, possible, unless=ruled[0])
         if measured is not None:
-            return _plan(problem, *measured)
+            return _cut(_plan(problem, *measured), tuned, place)
     return _plan(problem, *ruled)
+
+
+def _cut(plan: Plan, tuned: Table, place: tuple[Series, int] | None) -> Plan:
+    """The plan with the block sizes that were measured best for its kernels, if any were."""
+    if place is None or plan.algorithm != "fused":
+        return plan
+    return replace(plan, config=tuned.config(*place))
 
 
 def _by_rule(problem: Problem, shared_memory: bool, no_kernels: NoKernels) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from tpkernels.symm.watch import Watch
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
+    from tpkernels.kernels.configs import MatmulConfig
 
 
 # Bytes of a share from which on copy engines bring it, rather than programs of the kernel. Not
@@ -60,6 +61,13 @@ def _running(
         channel.wait(peer, Phase.DATA)
 
 
+def _config(call: Call, x: torch.Tensor) -> MatmulConfig:
+    """How the kernels are cut, on all ranks alike: by the rows of all."""
+    from tpkernels.kernels.configs import choose
+
+    return choose(x.device, x.dtype, call.problem.rows, call.plan.config)
+
+
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
@@ -77,10 +85,12 @@ def all_gather_matmul(
     if max(sizes) * rows.shape[1] * x.element_size() >= COPY_ENGINE_BYTES and _copies(call, x):
         _gather_by_copies(call, rows, weights, biases, outs, as_rows(whole), sizes)
         return
-    with _running(call, x, *kernel.requirements(sizes, rows)) as space:
+    config = _config(call, x)
+    with _running(call, x, *kernel.requirements(config, sizes, rows)) as space:
         kernel.all_gather_matmul(
             space,
             call.plan.signature,
+            config,
             rows,
             weights,
             [None if bias is None else bias.contiguous() for bias in biases],
@@ -111,18 +121,21 @@ def _gather_by_copies(
 
     biases = [None if bias is None else bias.contiguous() for bias in biases]
     outs = [as_rows(out) for out in outs]
-    with queued(call, rows.device, *kernel.copied_requirements(sizes, rows)) as memory:
+    config = _config(call, rows)
+    needs = kernel.copied_requirements(config, sizes, rows)
+    with queued(call, rows.device, *needs) as memory:
         space, signature = memory.current, call.plan.signature
         with cuda.CopyCall(space, signature, [whole, *outs]) as copies:
-            bring_rows(copies, memory.side, after(call), rows, whole, sizes)
+            _, step = kernel.chunk_tiles(config, rows)
+            bring_rows(copies, memory.side, after(call), rows, whole, sizes, step)
             try:
                 kernel.multiply_arriving(
-                    space, signature, weights[0], biases[0], outs[0], whole, sizes
+                    space, signature, config, weights[0], biases[0], outs[0], whole, sizes
                 )
             finally:
                 memory.side.join()
             for w, bias, out in zip(weights[1:], biases[1:], outs[1:], strict=True):
-                matmul(whole, w, bias, out=out)
+                matmul(whole, w, bias, out=out, config=config)
 
 
 def bring_rows(
@@ -132,13 +145,13 @@ def bring_rows(
     rows: torch.Tensor,
     whole: torch.Tensor,
     sizes: tuple[int, ...],
+    step: int,
 ) -> None:
     """Within a call: rows [sizes[rank], K] and, in the order of ``peers``, those of the others come
-    to ``whole`` [sum(sizes), K]; a word tells the kernel of each chunk."""
+    to ``whole`` [sum(sizes), K]; a word tells the kernel of each chunk of ``step`` rows."""
     from tpkernels.kernels import all_gather_matmul as kernel
 
     row_bytes = rows.shape[1] * rows.element_size()
-    _, step = kernel.chunk_tiles(rows, sum(sizes))
     whole.narrow(0, sum(sizes[: copies.rank]), rows.shape[0]).copy_(rows)
     side.fork()
     with side.current():
@@ -160,11 +173,13 @@ def matmul_reduce_scatter(
     problem, rows = call.problem, as_rows(x)
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
     out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
-    needs = kernel.requirements(sizes, w.shape[1], problem.dtype, rows)
+    config = _config(call, x)
+    needs = kernel.requirements(config, sizes, w.shape[1], problem.dtype)
     with _running(call, x, *needs) as space:
         kernel.matmul_reduce_scatter(
             space,
             call.plan.signature,
+            config,
             rows,
             w,
             reduction.bias,
@@ -183,13 +198,15 @@ def matmul_all_reduce(
 
     problem, rows = call.problem, as_rows(x)
     out = empty(problem.shape, reduction.out_dtype, x.device)
+    config = _config(call, x)
     needs = kernel.requirements(
-        rows.shape[0], w.shape[1], problem.world, problem.dtype, reduction.out_dtype, rows
+        config, rows.shape[0], w.shape[1], problem.world, problem.dtype, reduction.out_dtype
     )
     with _running(call, x, *needs) as space:
         kernel.matmul_all_reduce(
             space,
             call.plan.signature,
+            config,
             rows,
             w,
             reduction.bias,

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tpkernels import groups
 from tpkernels.backends import OPS
 from tpkernels.cache import cache_folder
-from tpkernels.cli.cases import Case, Outputs, Spec, planned, random_case, run_tpkernels
-from tpkernels.cli.check import Verdict, verify
-from tpkernels.cli.device import device_named, own_device, synchronizer
-from tpkernels.cli.inputs import Inputs
+from tpkernels.cli.cases import Spec
+from tpkernels.cli.device import device_named
 from tpkernels.cli.options import (
     DTYPES,
     UsageError,
@@ -34,11 +26,10 @@ from tpkernels.cli.options import (
 from tpkernels.cli.output import console, milliseconds, table
 from tpkernels.cli.session import is_leader, open_session, ranks_share_gpus, world_size
 from tpkernels.cli.specs import check_split, specs_of
-from tpkernels.cli.timing import Samples, Variant, measure, summary
-from tpkernels.plan import ALGORITHMS, Plan, candidates, choose
+from tpkernels.cli.timing import summary
+from tpkernels.cli.tune_case import TuneReport, measurement, tune_case
+from tpkernels.plan import ALGORITHMS, Plan, choose
 from tpkernels.tuning import store
-from tpkernels.tuning.machine import Machine, this_machine
-from tpkernels.tuning.table import Measurement
 
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
 _BYTES = "4K,64K,1M,16M,64M"
@@ -136,58 +127,6 @@ def _check_cache() -> None:
     writable(folder / "tuning")
 
 
-@dataclass(frozen=True)
-class TuneReport:
-    """What one rank found of a case: where it ran, what ``auto`` was, what is right, and how long
-    that took."""
-
-    machine: Machine
-    before: Plan
-    verdicts: dict[str, Verdict]
-    samples: dict[str, Samples]
-
-
-def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> TuneReport:
-    """Checks all algorithms on one case and times those that are right, by turns. Collective."""
-    case = random_case(spec, own_device(device))
-    assert dist.group.WORLD is not None  # cases run on ranks
-    group = groups.get(dist.group.WORLD.group_name).ready()
-    shared = group.shared_memory
-    problem = spec.problem(group.world, device)
-    _, before = planned(case.copy(), "auto")
-    verdicts = verify(case, None, _results(case, candidates(problem, shared_memory=shared)))
-    inputs = Inputs(case, cold=True)
-    undo = inputs.restore if spec.op == "all_reduce" else None  # it works in place
-    variants = {
-        name: Variant(functools.partial(_call, inputs, name), undo)
-        for name, verdict in verdicts.items()
-        if verdict.right
-    }
-    samples = measure(variants, repeat=repeat, budget=budget, synchronize=synchronizer(device))
-    machine = this_machine(device, group.world, group.hosts, shared)
-    return TuneReport(machine, before, verdicts, samples)
-
-
-def _results(case: Case, algorithms: list[str]) -> dict[str, Outputs]:
-    """What those that can run here come to; all ranks find the same obstacles."""
-    found = {}
-    for name in algorithms:
-        with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
-            found[name] = run_tpkernels(case.copy(), name)
-    return found
-
-
-def _call(inputs: Inputs, algorithm: str) -> object:
-    return run_tpkernels(inputs.sharded(), algorithm)
-
-
-def measurement(spec: Spec, world: int, ms: dict[str, float], device: str = "cpu") -> Measurement:
-    """Times of a case, taken today."""
-    place = spec.problem(world, device).place
-    assert place is not None  # it is split evenly
-    return Measurement(*place, other=spec.other, ms=ms, date=date.today().isoformat())
-
-
 def _medians(reports: list[TuneReport]) -> dict[str, float]:
     """Milliseconds of the slowest rank."""
     names = reports[0].samples
@@ -197,7 +136,8 @@ def _medians(reports: list[TuneReport]) -> dict[str, float]:
 def _keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
     """Adds the times to the machine's table; where it is, and what ``auto`` is with it."""
     machine = reports[0].machine
-    new = measurement(spec, machine.ranks, _medians(reports), machine.kind)
+    config = reports[0].config
+    new = measurement(spec, machine.ranks, _medians(reports), machine.kind, config)
     tuned = store.load_or_warn(machine).with_measurement(new)
     try:
         path = store.save(machine, tuned)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.kernels.configs import choose
+from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.matmul import matmul, matmul_tiles, segment, store_result
 from tpkernels.kernels.sync import (
     ENTERED,
@@ -170,9 +170,8 @@ def all_gather_matmul_kernel(
             spoil(gathered, tl.cast(M, tl.int64) * K)  # what later weights multiply
 
 
-def requirements(sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
+def requirements(config: MatmulConfig, sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
     """(words from one source, bytes of a buffer) that a call needs. x [rows, K]."""
-    config = choose(x.device, x.dtype, sum(sizes))
     chunks = triton.cdiv(max(sizes), config.block_m)
     return 1 + chunks, max(sizes) * x.shape[1] * x.dtype.itemsize
 
@@ -180,6 +179,7 @@ def requirements(sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
 def all_gather_matmul(
     space: DeviceWorkspace,
     signature: int,
+    config: MatmulConfig,
     x: torch.Tensor,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor | None],
@@ -190,7 +190,6 @@ def all_gather_matmul(
     """x [sizes[rank], K], weights [K, N_i] -> outs [M, N_i] and gathered [M, K], where M is the sum
     of ``sizes``. The later weights find all rows in place: theirs are plain products."""
     (m, k), rows = gathered.shape, x.shape[0]
-    config = choose(x.device, x.dtype, m)
     own = gathered.narrow(0, sum(sizes[: space.rank]), rows)
     if rows:
         share_kernel[(min(config.programs, triton.cdiv(rows * k, COPY_BLOCK)),)](
@@ -206,19 +205,20 @@ def all_gather_matmul(
         COPY=COPY_BLOCK, **config.constants(gathered, b), **config.launch(),
     )  # fmt: skip
     for b, bias, out in zip(weights[1:], biases[1:], outs[1:], strict=True):
-        matmul(gathered, b, bias, out=out)
+        matmul(gathered, b, bias, out=out, config=config)
 
 
-def chunk_tiles(x: torch.Tensor, m: int) -> tuple[int, int]:
-    """(rows of tiles of a chunk that a copy engine brings, rows of x in it); x [rows, K] of M."""
-    block = choose(x.device, x.dtype, m).block_m
-    tiles = max(1, _CHUNK_BYTES // (block * x.shape[1] * x.dtype.itemsize))
-    return tiles, tiles * block
+def chunk_tiles(config: MatmulConfig, x: torch.Tensor) -> tuple[int, int]:
+    """(rows of tiles of a chunk that a copy engine brings, rows of x in it); x [rows, K]."""
+    tiles = max(1, _CHUNK_BYTES // (config.block_m * x.shape[1] * x.dtype.itemsize))
+    return tiles, tiles * config.block_m
 
 
-def copied_requirements(sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
+def copied_requirements(
+    config: MatmulConfig, sizes: tuple[int, ...], x: torch.Tensor
+) -> tuple[int, int]:
     """As ``requirements``, where copy engines bring the rows, by a word of the call's own."""
-    _, step = chunk_tiles(x, sum(sizes))
+    _, step = chunk_tiles(config, x)
     nbytes = max(sizes) * x.shape[1] * x.dtype.itemsize
     return FIRST_CHUNK + triton.cdiv(max(sizes), step) + 2, triton.cdiv(nbytes, 2)
 
@@ -226,6 +226,7 @@ def copied_requirements(sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, i
 def multiply_arriving(
     space: DeviceWorkspace,
     signature: int,
+    config: MatmulConfig,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
@@ -234,10 +235,10 @@ def multiply_arriving(
 ) -> None:
     """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive, rank by
     rank and in chunks of ``chunk_tiles``, of which words TILES, TILES + 1, ... tell."""
-    (m, k), config = gathered.shape, choose(gathered.device, gathered.dtype, gathered.shape[0])
+    m, k = gathered.shape
     lanes = min(config.programs - _ROOM, config.tiles(sizes, out.shape[1]))
     all_gather_matmul_kernel[(max(lanes, 1),)](
         gathered, w, bias, out, space.starts(sizes), m, w.shape[1], k, *w.stride(),
-        **space.arguments(signature), chunk_tiles=chunk_tiles(gathered, m)[0], PART=True,
+        **space.arguments(signature), chunk_tiles=chunk_tiles(config, gathered)[0], PART=True,
         FETCHERS=0, COPY=COPY_BLOCK, **config.constants(gathered, w), **config.launch(),
     )  # fmt: skip

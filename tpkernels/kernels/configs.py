@@ -15,6 +15,7 @@ import torch
 import triton
 
 from tpkernels.kernels.sync import INTERPRETED
+from tpkernels.tuning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
@@ -96,19 +97,36 @@ TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
     (100, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
     (100, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
 }
+# What is tried, beside the table, by `tpkernels tune` and the GPU suite for 16-bit operands.
+_FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+CANDIDATES: dict[bool, tuple[Config, ...]] = {
+    few: tuple(tuple(zip(_FIELDS, values, strict=True)) for values in blocks)
+    for few, blocks in {
+        True: ((64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (64, 256, 64, 4, 3)),
+        False: (
+            (128, 256, 64, 8, 3),
+            (128, 256, 64, 8, 4),
+            (256, 128, 64, 8, 3),
+            (128, 128, 64, 8, 4),
+            (128, 128, 64, 4, 4),
+            (128, 128, 128, 8, 3),
+        ),
+    }.items()
+}
 INTERPRETER = MatmulConfig(
     block_m=32, block_n=32, block_k=32, group_m=2, num_warps=1, programs=4, fetchers=2, tma=True
 )
 
 
-def choose(device: torch.device, dtype: torch.dtype, rows: int) -> MatmulConfig:
-    """The config for a product of that many rows.
+def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = ()) -> MatmulConfig:
+    """The config for a product of that many rows: that of the table, with the fields that were
+    found better on this machine. What is no candidate is ignored.
 
     Raises:
         NotImplementedError: the device is older than sm_80.
     """
     if INTERPRETED:
-        return INTERPRETER
+        return replace(INTERPRETER, **_fields(tuned))
     capability, programs = _properties(device)
     if capability < 80:
         raise NotImplementedError(
@@ -118,7 +136,17 @@ def choose(device: torch.device, dtype: torch.dtype, rows: int) -> MatmulConfig:
     # From 12.0 on devices have the matrix instructions and the shared memory of 8.0.
     known = 80 if capability >= 120 else max(arch for arch, _, _ in TABLE if arch <= capability)
     config = TABLE[known, dtype.itemsize, rows <= _SMALL_M]
-    return replace(config, programs=config.programs or programs)
+    better = _fields(tuned) if tuned in candidates(dtype, rows) else {}
+    return replace(config, programs=config.programs or programs, **better)
+
+
+def candidates(dtype: torch.dtype, rows: int) -> tuple[Config, ...]:
+    """Configs worth a measurement for a product of that many rows."""
+    return CANDIDATES[rows <= _SMALL_M] if dtype.itemsize == 2 else ()
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    return dict(config)
 
 
 def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.kernels.configs import MatmulConfig, choose
+from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.matmul import (
     contiguous_rows,
     matmul_tiles,
@@ -166,6 +166,7 @@ def _layout(
 def matmul_all_reduce(
     space: DeviceWorkspace,
     signature: int,
+    config: MatmulConfig,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -175,7 +176,6 @@ def matmul_all_reduce(
 ) -> None:
     """x [M, K], w [K, N] -> out [M, N]; residual like out."""
     x, (m, k), n = contiguous_rows(x), x.shape, w.shape[1]
-    config = choose(x.device, x.dtype, m)
     sizes = _segments(m, n, space.world, wire, config)
     matmul_all_reduce_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
         x, w, bias, residual, out, space.starts(sizes), m, n, k, x.stride(0), *w.stride(),
@@ -187,10 +187,9 @@ def matmul_all_reduce(
 
 
 def requirements(
-    m: int, n: int, world: int, wire: torch.dtype, out: torch.dtype, x: torch.Tensor
+    config: MatmulConfig, m: int, n: int, world: int, wire: torch.dtype, out: torch.dtype
 ) -> tuple[int, int]:
     """(words from one source, bytes of a buffer) that a call needs."""
-    config = choose(x.device, x.dtype, m)
     sizes = _segments(m, n, world, wire, config)
     _, results_at, results = _layout(sizes, n, world, wire, config)
     return 2 * results, results_at + (m * n * out.itemsize if len(sizes) > 1 else 0)

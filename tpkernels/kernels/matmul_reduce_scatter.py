@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.kernels.configs import choose
+from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.matmul import (
     contiguous_rows,
     epilogue,
@@ -221,6 +221,7 @@ def slot_bytes(rows: int, n: int, wire: torch.dtype) -> int:
 def matmul_reduce_scatter(
     space: DeviceWorkspace,
     signature: int,
+    config: MatmulConfig,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -231,7 +232,6 @@ def matmul_reduce_scatter(
 ) -> None:
     """x [M, K], w [K, N] -> out [sizes[rank], N]; residual like out."""
     x, (m, k), n = contiguous_rows(x), x.shape, w.shape[1]
-    config = choose(x.device, x.dtype, m)
     matmul_reduce_scatter_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
         x, w, bias, residual, out, space.starts(sizes), m, n, k, x.stride(0), *w.stride(),
         slot_bytes(max(sizes), n, wire), **space.arguments(signature), WIRE=TRITON_DTYPES[wire],
@@ -240,8 +240,7 @@ def matmul_reduce_scatter(
 
 
 def requirements(
-    sizes: tuple[int, ...], n: int, wire: torch.dtype, x: torch.Tensor
+    config: MatmulConfig, sizes: tuple[int, ...], n: int, wire: torch.dtype
 ) -> tuple[int, int]:
     """(words from one source, bytes of a buffer) that a call needs."""
-    config = choose(x.device, x.dtype, sum(sizes))
     return 1 + config.tiles([max(sizes)], n), len(sizes) * slot_bytes(max(sizes), n, wire)

@@ -138,18 +138,18 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
             requested=algorithm,
             tuned=tuned,
         )
-        why = _missing_kernels(group, plan.algorithm, on)
+        why = _missing_kernels(group, plan.algorithm, problem.device, on)
         if why is None:
             return Call(group, problem, plan)
         missing[plan.algorithm] = why
 
 
-def _missing_kernels(group: Group, algorithm: str, on: torch.device) -> str | None:
-    """Why the kernels of an algorithm cannot run on the ranks' tensors, this rank's being ``on``;
-    None: they can, or there are none. GPUs' are found out together, all ranks having come to the
-    same plan: collective."""
-    own = lacking(algorithm, on.type, on)
-    if on.type == "cuda" and algorithm in ("direct", "pipelined", "fused"):
+def _missing_kernels(group: Group, algorithm: str, device: str, on: torch.device) -> str | None:
+    """Why the kernels of an algorithm cannot run on tensors of a device type, this rank's being
+    ``on``; None: they can, or there are none. GPUs' are found out together, all ranks having come
+    to the same plan: collective."""
+    own = lacking(algorithm, device, on)
+    if device == "cuda" and algorithm in ("direct", "pipelined", "fused"):
         return group.no_gpu_kernels(on, "Triton" if algorithm == "fused" else "CUDA", own)
     return own
 

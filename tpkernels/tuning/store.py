@@ -23,7 +23,7 @@ from tpkernels.cache import cache_folder, replace_file
 from tpkernels.tuning.machine import Machine, versions
 from tpkernels.tuning.table import Measurement, Series, Table
 
-FORMAT = "tpkernels tuning 1"
+FORMAT = "tpkernels tuning 2"
 _MOST_BYTES = 1 << 20  # a case takes some 300
 _MOST_MS = 1e9
 _MOST_TEXT = 60  # characters of the file's that a message repeats
@@ -148,7 +148,15 @@ def _measurement(found: Any) -> Measurement:
         other=_count(found, "other", 0),
         ms=times,
         date=day,
+        config=tuple(map(_field, _member(found, "config", list))),
     )
+
+
+def _field(found: Any) -> tuple[str, int]:
+    """A field of a kernel's config. Whether there is such a config is for the kernels to know."""
+    if not isinstance(found, list) or [type(each) for each in found] != [str, int]:
+        raise ValueError(f"a field of a config is {_shown(found)}")
+    return found[0], found[1]
 
 
 def _member(found: Any, name: str, kind: type) -> Any:

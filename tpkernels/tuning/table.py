@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 # Of the time of the fastest: what is within it is as fast. Medians of 40 repetitions by turns, of
 # the same algorithms in two runs, differ by 1 to 4 %. AMD EPYC Zen 3, 2 ranks, 2026-11-21:
@@ -26,6 +27,9 @@ from dataclasses import dataclass, field
 AS_FAST = 1.02
 # Of the time of `unfused`: more is slower than not to fuse.
 NOT_SLOWER = 1 / 0.97
+
+
+Config: TypeAlias = tuple[tuple[str, int], ...]  # fields of kernels.configs.MatmulConfig
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Measurement:
     other: int
     ms: Mapping[str, float]
     date: str
+    config: Config = ()  #: of the kernels of `fused` in these times; (): that of their table
 
     def ratio(self, algorithm: str, among: Collection[str]) -> float:
         """Its time over that of the fastest of ``among``."""
@@ -80,6 +85,19 @@ class Table:
     def at(self, series: Series, extent: int) -> list[Measurement]:
         """What was measured of exactly this problem."""
         return self._by_series.get(series, {}).get(extent, [])
+
+    def config(self, series: Series, extent: int) -> Config:
+        """The block sizes for the kernels of `fused`: those of the largest case measured of this
+        problem; between two extents, what is the same at both."""
+        extents = self._by_series.get(series, {})
+        known = sorted(extents)
+        if extent not in extents:
+            above = bisect.bisect(known, extent)
+            if above in (0, len(known)):
+                return ()
+            low, high = (self.config(series, known[at]) for at in (above - 1, above))
+            return low if low == high else ()
+        return max(extents[extent], key=lambda one: one.other).config
 
     def choice(
         self, series: Series, extent: int, possible: Collection[str], unless: str
