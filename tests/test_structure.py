@@ -35,6 +35,8 @@ ALLOWED = {
     "nccl": LEAVES | {"symm", "groups", "nccl"},
     "benchmarking": {"groups"},
     "backends": LEAVES | {"plan", "algorithms", "groups", "symm"},
+    "compile": {"dtypes", "groups", "compile"},
+    "parallel": {"dtypes", "ops", "parallel"},
     "ops": LEAVES | {"plan", "backends", "groups", "algorithms", "kernels", "ops"},
 }
 # From here on anything goes: they use the package as its users do.

@@ -4,7 +4,7 @@ The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take
 mesh dimension or a group's name.
 """
 
-from tpkernels import nccl, numerics
+from tpkernels import compile, nccl, numerics, parallel
 from tpkernels.benchmarking import benchmark
 from tpkernels.errors import (
     CollectiveMismatchError,
@@ -38,6 +38,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "benchmark",
+    "compile",
     "empty",
     "finalize",
     "init",
@@ -45,6 +46,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "nccl",
     "numerics",
+    "parallel",
     "reduce_scatter",
     "shard_sizes",
 ]

@@ -1,0 +1,142 @@
+"""Writing into an fx graph: new nodes with their fake values, also of symbolic sizes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from tpkernels.compile.layout import Axis, Size, same
+from tpkernels.compile.moves import shape_of, value
+
+aten = torch.ops.aten
+
+_KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom")
+
+
+class Obstacle(Exception):
+    """Why a collective is left alone. Nothing has been replaced when it is raised."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A functional collective of a graph, and the group that it runs on."""
+
+    node: fx.Node
+    group: str
+    world: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """What took a collective's place: an op, with how many products, and the rest in words."""
+
+    op: str
+    products: int
+    detail: str
+
+
+class Editor:
+    """Adds nodes in front of one of a graph, in whose name they stand there.
+
+    They may depend on nodes behind it: the graph is to be sorted afterwards.
+    """
+
+    def __init__(self, at: fx.Node) -> None:
+        self.graph, self._at = at.graph, at
+        self._meta = {key: at.meta[key] for key in _KEPT_META if key in at.meta}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """A new node, with what it gives for the fake values of its arguments."""
+        with self.graph.inserting_before(self._at):
+            node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = tree_map_only(fx.Node, value, (args, kwargs))
+        with _fake_mode(self._at):
+            node.meta = {**self._meta, "val": target(*fake_args, **fake_kwargs)}
+        return node
+
+    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        if _same_shape(shape_of(node), shape):
+            return node
+        result: fx.Node = self.call(aten.reshape.default, node, self._arguments(shape))
+        return result
+
+    def arrange(
+        self, node: fx.Node, have: Sequence[Axis], want: Sequence[Axis], shape: Sequence[Size]
+    ) -> fx.Node:
+        """``node``, whose elements run over the axes ``have``, with those in the order ``want``,
+        in ``shape``."""
+        if list(have) != list(want):
+            node = self.reshape(node, [axis.size for axis in have])
+            node = self.call(aten.permute.default, node, [have.index(axis) for axis in want])
+        return self.reshape(node, shape)
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        result: fx.Node = self.call(operator.getitem, node, index)
+        return result
+
+    def _arguments(self, shape: Sequence[Size]) -> list[int | fx.Node]:
+        """A shape as a view's argument: one symbolic size is -1, others are inputs' sizes."""
+        symbolic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
+        return [-1 if i in symbolic[:1] else self._argument(s) for i, s in enumerate(shape)]
+
+    def _argument(self, size: Size) -> int | fx.Node:
+        if isinstance(size, int):
+            return size
+        tensors = []
+        for node in self.graph.find_nodes(op="placeholder"):
+            if isinstance(value(node), torch.SymInt) and same(value(node), size):
+                return node
+            if isinstance(value(node), torch.Tensor):
+                tensors.append(node)
+        for node in tensors:
+            for dim, each in enumerate(shape_of(node)):
+                if same(each, size):
+                    found: fx.Node = self.call(aten.sym_size.int, node, dim)
+                    return found
+        raise Obstacle(f"the size {size} cannot be had from the graph's inputs")
+
+
+def descendants(node: fx.Node) -> set[fx.Node]:
+    """What is computed from ``node``."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def erase_unread(nodes: Iterable[fx.Node]) -> None:
+    """Erases those of the nodes that nobody reads any more."""
+    left = dict.fromkeys(nodes)
+    while unread := [node for node in left if not node.users]:
+        for node in unread:
+            del left[node]
+            node.graph.erase_node(node)
+
+
+def describe(node: fx.Node) -> str:
+    """What a node is, for messages: "aten.mul.Tensor"."""
+    if node.op == "output":
+        return "the graph's output"
+    if node.op != "call_function":
+        return "an input of the graph"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _fake_mode(node: fx.Node) -> Any:
+    return node.meta["val"].fake_mode
