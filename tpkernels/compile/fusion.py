@@ -17,7 +17,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from tpkernels import dtypes, groups
 from tpkernels.compile import gathers, reductions
-from tpkernels.compile.graph import Change, Collective, Obstacle
+from tpkernels.compile.graph import Change, Collective, Obstacle, read_sizes_of_inputs
 from tpkernels.compile.layout import same
 from tpkernels.compile.moves import shape_of, value
 from tpkernels.compile.report import LeftAlone, Report, Rewritten, Site
@@ -75,6 +75,7 @@ class CollectiveFusion(CustomGraphPass):
         backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
         name = f"graph {len(self.report.graphs)}, {'backward' if backward else 'forward'}"
         self.report.graphs.append(name)
+        read_sizes_of_inputs(graph)
         changed = False
         for node in list(graph.nodes):
             if node.target in _FUSE or node.target in _COALESCED:

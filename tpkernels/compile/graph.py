@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
+from torch._guards import detect_fake_mode
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
 
 from tpkernels.compile.layout import Axis, Size, same
 from tpkernels.compile.moves import shape_of, value
 
 aten = torch.ops.aten
 
+_OPERATIONS = (
+    (sympy.Add, operator.add),
+    (sympy.Mul, operator.mul),
+    (FloorDiv, operator.floordiv),
+)
 _KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom")
 
 
@@ -55,8 +65,9 @@ class Editor:
         """A new node, with what it gives for the fake values of its arguments."""
         with self.graph.inserting_before(self._at):
             node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = tree_map_only(fx.Node, value, (args, kwargs))
-        with _fake_mode(self._at):
+        fake_args, fake_kwargs = pytree.tree_map_only(fx.Node, value, (args, kwargs))
+        mode = detect_fake_mode([*pytree.tree_leaves(fake_args), *fake_kwargs.values()])
+        with mode or contextlib.nullcontext():
             node.meta = {**self._meta, "val": target(*fake_args, **fake_kwargs)}
         return node
 
@@ -83,23 +94,28 @@ class Editor:
     def _arguments(self, shape: Sequence[Size]) -> list[int | fx.Node]:
         """A shape as a view's argument: one symbolic size is -1, others are inputs' sizes."""
         symbolic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
-        return [-1 if i in symbolic[:1] else self._argument(s) for i, s in enumerate(shape)]
+        return [-1 if i in symbolic[:1] else self.size(s) for i, s in enumerate(shape)]
 
-    def _argument(self, size: Size) -> int | fx.Node:
-        if isinstance(size, int):
-            return size
-        tensors = []
+    def size(self, size: Size) -> int | fx.Node:
+        """A size as an argument, computed from the sizes of the graph's inputs."""
+        return size if isinstance(size, int) else self._computed(size.node.expr)
+
+    def _computed(self, expression: Any) -> int | fx.Node:
+        if expression.is_Integer:
+            return int(expression)
         for node in self.graph.find_nodes(op="placeholder"):
-            if isinstance(value(node), torch.SymInt) and same(value(node), size):
+            given = value(node)
+            if isinstance(given, torch.SymInt) and given.node.expr == expression:
                 return node
-            if isinstance(value(node), torch.Tensor):
-                tensors.append(node)
-        for node in tensors:
-            for dim, each in enumerate(shape_of(node)):
-                if same(each, size):
-                    found: fx.Node = self.call(aten.sym_size.int, node, dim)
-                    return found
-        raise Obstacle(f"the size {size} cannot be had from the graph's inputs")
+            for dim, size in enumerate(given.shape if isinstance(given, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr == expression:
+                    read: fx.Node = self.call(aten.sym_size.int, node, dim)
+                    return read
+        for kind, operation in _OPERATIONS:
+            if isinstance(expression, kind):
+                parts = [self._computed(part) for part in expression.args]
+                return functools.reduce(functools.partial(self.call, operation), parts)
+        raise Obstacle(f"the size {expression} cannot be had from the graph's inputs")
 
 
 def descendants(node: fx.Node) -> set[fx.Node]:
@@ -112,6 +128,22 @@ def descendants(node: fx.Node) -> set[fx.Node]:
                 found.add(user)
                 pending.append(user)
     return found
+
+
+def read_sizes_of_inputs(graph: fx.Graph) -> None:
+    """Has sizes of intermediate tensors computed from those of the inputs, where that can be: who
+    reads no more than the size of a product is no reader of it."""
+    for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        source: Any = node.args[0]
+        if source.op == "placeholder":
+            continue
+        try:
+            size = Editor(node).size(value(node))
+        except Obstacle:
+            continue
+        for user in list(node.users):
+            user.args = fx.map_arg(user.args, lambda n, old=node, new=size: new if n is old else n)
+        erase_unread([node])
 
 
 def erase_unread(nodes: Iterable[fx.Node]) -> None:
@@ -136,7 +168,3 @@ def describe(node: fx.Node) -> str:
 
 def _same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
     return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _fake_mode(node: fx.Node) -> Any:
-    return node.meta["val"].fake_mode

@@ -166,17 +166,18 @@ def _checked(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Linear:
             f"{name}: the mesh has {mesh.ndim} dims {dims}; pass the one for tensor parallelism, "
             "such as mesh['tp']"
         )
-    if type(module) is not nn.Linear:
-        raise NotImplementedError(
-            f"{name}: the style is for torch.nn.Linear itself, not {type(module).__qualname__}; "
-            "torch's styles take nn.Embedding as well"
-        )
     for key, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"{name}: its {key} is a DTensor {parameter.placements} already; apply one style, "
                 "and that before fully_shard"
             )
+    if type(module) is not nn.Linear:
+        raise NotImplementedError(
+            f"{name}: the style is for torch.nn.Linear itself, not {type(module).__qualname__}; "
+            "torch's styles take nn.Embedding as well"
+        )
+    for key, parameter in module.named_parameters():
         dtypes.check_supported(parameter.dtype, f"{name}: its {key}")
     return module
 
