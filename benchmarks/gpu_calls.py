@@ -1,4 +1,4 @@
-"""Calls of the fused kernels for the GPU suite, on the ranks of a group."""
+"""Calls of the ops for the GPU suite, on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ TIMEOUT = 20.0
 
 
 class FusedCalls:
-    """The fused ops on a group of their own, and inputs that every rank can make."""
+    """The ops with a matmul, by one algorithm, on a group of their own, and inputs that every rank
+    can make."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, algorithm: str = "fused") -> None:
+        self.device, self.algorithm = device, algorithm
         self.group = dist.new_group()
         assert self.group is not None
         self.rank, self.world = self.group.rank(), self.group.size()
@@ -44,9 +45,11 @@ class FusedCalls:
         """One call; the all-gather takes this rank's rows of x, the others all rows."""
         if "shot" in op:
             reduce.ONE_SHOT_BYTES = 0 if op == "two_shot" else 1 << 40
-            return tpkernels.matmul_all_reduce(x, w, self.group, algorithm="fused")
+            return tpkernels.matmul_all_reduce(x, w, self.group, algorithm=self.algorithm)
         function = getattr(tpkernels, op)
-        result: torch.Tensor = function(x, w, self.group, shard_sizes=sizes, algorithm="fused")
+        result: torch.Tensor = function(
+            x, w, self.group, shard_sizes=sizes, algorithm=self.algorithm
+        )
         return result
 
     def check(self, op: str, seed: int, rows: int, n: int = 72, k: int = 40) -> bool:

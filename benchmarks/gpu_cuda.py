@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_stages import Result, Setting, over_ranks, synchronize, times_ms
 from tpkernels import _C, cuda, groups
+from tpkernels.algorithms import fused
 from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -43,7 +44,7 @@ def _workspace(device: str) -> DeviceWorkspace:
         return group.workspace.device(WORDS, BUFFER_BYTES >> 4, "the GPU suite")
     own = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(own)
-    obstacle = group.no_gpu_kernels(own, None)
+    obstacle = group.no_gpu_kernels(own, "CUDA", cuda.obstacle(own))
     if obstacle is not None:
         raise NotImplementedError(obstacle)
     return group.workspace.cuda(own, WORDS, BUFFER_BYTES, "the GPU suite").current
@@ -154,6 +155,37 @@ def cuda_check(setting: Setting) -> Iterator[Result]:
                 right = all(dict(rank)[what] for rank in told)
                 name = f"{what}, {world} ranks, delays up to {delay_us} us"
                 yield Result("cuda_check", name, cuda.image_status(), right)
+
+
+def _queued_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
+    """On every rank: the ops by an algorithm on exact integers, uneven shards; `copied` is fused
+    with copy engines also for small shards. On a GPU also replays of a graph."""
+    from benchmarks.gpu_calls import FusedCalls
+
+    if algorithm == "copied":
+        fused.COPY_ENGINE_BYTES = 0
+    made = FusedCalls(device, "fused" if algorithm == "copied" else algorithm)
+    made.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
+    told = []
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot"):
+        told.append((op, all(made.check(op, i, 300 + i % 3) for i in range(calls))))
+    if device == "cuda":
+        told.append(("graph replays", made.replay(10 * calls) == 0))
+    return told
+
+
+def queued_check(setting: Setting) -> Iterator[Result]:
+    """The ops by `direct`, by `pipelined`, and by `fused` with copy engines."""
+    if setting.rehearsal:
+        yield Result("queued_check", "csrc/cuda", _NEEDS, ok=None)
+        return
+    for algorithm in ("direct", "pipelined", "copied"):
+        for world, delay_us in ((1, 0), (2, 0), (4, 0), (2, 200), (4, 200)):
+            told = over_ranks(setting, world, _queued_job, algorithm, 5, delay_us)
+            for what, _ in told[0]:
+                right = all(dict(rank)[what] for rank in told)
+                name = f"{what} by {algorithm}, {world} ranks, delays up to {delay_us} us"
+                yield Result("queued_check", name, "5 calls", right)
 
 
 def paced_copy(setting: Setting) -> Iterator[Result]:

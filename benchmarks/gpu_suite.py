@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_cuda, gpu_nccl, gpu_stages, gpu_tune
+from benchmarks import gpu_cuda, gpu_link, gpu_nccl, gpu_stages, gpu_tune
 from benchmarks.gpu_stages import Result, Setting
 
 STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
@@ -34,7 +34,9 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "cuda_check": gpu_cuda.cuda_check,
     "nccl_check": gpu_nccl.nccl_check,
     "gpu_tests": gpu_nccl.gpu_tests,
+    "queued_check": gpu_cuda.queued_check,
     "paced_copy": gpu_cuda.paced_copy,
+    "paced_link": gpu_link.paced_link,
     "matmul_speed": gpu_stages.matmul_speed,
     "fused_speed": gpu_stages.fused_speed,
     "symm_mem": gpu_tune.symm_mem,

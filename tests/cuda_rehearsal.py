@@ -25,7 +25,10 @@ FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 class Handle:
     buffer_ptrs: list[int]
     multicast_ptr: int
-    arena: object
+    arena: Any
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.frombuffer(self.arena.region(rank), dtype=dtype, count=sizes[0])
 
 
 class SharedMemory:
@@ -46,7 +49,7 @@ def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
     """CPU tensors take the way of CUDA tensors, and the kernels know of no obstacle."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_check, "device", lambda _: "cuda")
-        patch.setattr("tpkernels.ops._library.obstacle", lambda _: None)
+        patch.setattr("tpkernels.ops._library.lacking", lambda *_: None)
         patch.setattr(cuda, "symmetric", memory)
         patch.setattr(host, "_FIRST_WORDS", 4)  # and so have to grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)

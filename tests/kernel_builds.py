@@ -32,7 +32,11 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "all_gather_matmul": (
         all_gather_matmul.all_gather_matmul_kernel,
-        {"FETCHERS": 16, "COPY": all_gather_matmul.COPY_BLOCK},
+        {"PART": False, "FETCHERS": 16, "COPY": all_gather_matmul.COPY_BLOCK},
+    ),
+    "multiply_arriving": (
+        all_gather_matmul.all_gather_matmul_kernel,
+        {"PART": True, "FETCHERS": 0, "COPY": all_gather_matmul.COPY_BLOCK},
     ),
     "matmul_reduce_scatter": (matmul_reduce_scatter.matmul_reduce_scatter_kernel, {}),
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),

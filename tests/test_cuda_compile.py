@@ -20,6 +20,7 @@ from tpkernels.kernels import sync
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 REDUCES = ("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_reduce")
+SHARES = ("one_shot_gather", "one_shot_scatter")
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -65,8 +66,8 @@ def test_spills_would_be_seen() -> None:
 def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
     kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
     assert set(kernels) == entries()
-    waits = entries() - {"sum_of_partials", "paced_copy", "call_publish"}
-    tells = entries() - {"sum_of_partials", "paced_copy", "call_wait"}
+    waits = entries() - {"sum_of_partials", "paced_copy", "call_spoil", "call_publish"}
+    tells = entries() - {"sum_of_partials", "paced_copy", "call_spoil", "call_wait"}
     assert {name for name, ptx in kernels.items() if re.search(ACQUIRE, ptx)} == waits
     assert {name for name, ptx in kernels.items() if re.search(RELEASE, ptx)} == tells
     for name, ptx in kernels.items():
@@ -75,7 +76,7 @@ def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
         assert all(word.endswith(".sys") for word in words), name
 
 
-@pytest.mark.parametrize("kernel", [*REDUCES, "call_publish"])
+@pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_publish"])
 def test_a_word_follows_the_data_of_all_threads(kernel: str) -> None:
     """Before each release there is a barrier, and between the two no store of data."""
     lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
@@ -87,7 +88,7 @@ def test_a_word_follows_the_data_of_all_threads(kernel: str) -> None:
     assert releases
 
 
-@pytest.mark.parametrize("kernel", [*REDUCES, "call_wait", "call_begin", "call_end"])
+@pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_wait", "call_begin", "call_end"])
 def test_data_follows_a_wait_behind_a_barrier(kernel: str) -> None:
     """After each acquire there is a barrier before the next load of data."""
     lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
@@ -102,14 +103,15 @@ def test_data_follows_a_wait_behind_a_barrier(kernel: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
+    quiet = ("sum_of_partials", "paced_copy", "call_wait", "call_spoil")
     for name in entries() & set(kernels):
-        moves = name in REDUCES or name in ("sum_of_partials", "paced_copy")
+        moves = name in (*REDUCES, *SHARES, "sum_of_partials", "paced_copy")
         assert ("LDG.E.128" in kernels[name]) == moves, name
         assert ("STG.E.128" in kernels[name]) == moves, name
         assert ".CONSTANT" not in kernels[name], name
         assert not re.search(r"\b(LDL|STL)\b", kernels[name]), name
         fences = re.search(r"MEMBAR\.\w+\.SYS", kernels[name])
-        assert (fences is not None) == (name not in ("sum_of_partials", "paced_copy", "call_wait"))
+        assert (fences is not None) == (name not in quiet)
         assert (re.search(r"LDGMC\.", kernels[name]) is not None) == ("multimem" in name), name
 
 

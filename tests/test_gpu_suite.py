@@ -52,7 +52,7 @@ def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    "stage", ["matmul_check", "fused_check", "graph", "cuda_check", "paced_copy"]
+    "stage", ["matmul_check", "fused_check", "graph", "cuda_check", "queued_check", "paced_copy"]
 )
 def test_the_kernels_are_right_on_a_gpu(stage: str) -> None:
     ended = _run("--only", stage)

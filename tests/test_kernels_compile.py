@@ -25,6 +25,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a block ma
 TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
 RELEASE = r"atom\.global\.sys\.release"
+GATHERS = ("all_gather_matmul", "multiply_arriving")
 PROXY_FENCE = r"fence\.proxy\.async\.global"
 
 
@@ -38,7 +39,7 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     communicates = name not in ("matmul", "share")
     assert (found.count(ACQUIRE) > 0) == communicates
     assert (found.count(RELEASE) > 0) == communicates
-    assert (found.count(PROXY_FENCE) > 0) == (name == "all_gather_matmul" and config.tma)
+    assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
 
 
 @pytest.mark.parametrize("world", [1, 2, 8])

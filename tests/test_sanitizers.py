@@ -162,6 +162,7 @@ def test_threads_under_thread_sanitizer(build: Build) -> None:
     _require_success(toolchain.run(program, "--threads-only"))
 
 
+@pytest.mark.slow
 def test_threads_and_processes_under_address_sanitizer(build: Build) -> None:
     toolchain, program = build("address")
     _require_success(toolchain.run(program))

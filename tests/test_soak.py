@@ -102,9 +102,8 @@ def _soak(ranks: RanksFixture, task: Task, timeout: float) -> None:
     assert outcomes[0].epoch >= task.calls  # a call takes at least one
 
 
-def test_ten_thousand_calls_in_a_row_are_exact(ranks: RanksFixture) -> None:
-    """Half a minute on two cores."""
-    _soak(ranks, Task(seed=1, calls=10_000, max_delay_us=200), 280)
+def test_three_thousand_calls_in_a_row_are_exact(ranks: RanksFixture) -> None:
+    _soak(ranks, Task(seed=1, calls=3000, max_delay_us=200), 280)
 
 
 @pytest.mark.slow

@@ -7,18 +7,13 @@ class Arena:
     def create(region_bytes: int, world: int) -> int: ...
     def reserve(self, fd: int, rank: int) -> None: ...
     def region(self, rank: int, offset: int = 0, nbytes: int | None = None) -> Region: ...
-    @property
-    def region_bytes(self) -> int: ...
-    @property
-    def world(self) -> int: ...
+    region_bytes: int
+    world: int
 
 class Region:
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    arena: Arena
+    address: int
+    nbytes: int
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Phase(Enum):
@@ -63,11 +58,7 @@ class Channel:
     def in_segment(self, peer: int) -> bool: ...
     def segment_of(self, peer: int, nbytes: int) -> Region: ...
     def set_chaos(
-        self,
-        seed: int,
-        max_delay_us: int,
-        single_buffer: bool = False,
-        skip_waits: bool = False,
+        self, seed: int, max_delay_us: int, single_buffer: bool = False, skip_waits: bool = False
     ) -> None: ...
 
 class Layout:
@@ -245,6 +236,20 @@ class CudaKernels:
         results_at: int,
         multicast: int,
     ) -> None: ...
+    def gather(
+        self,
+        stream: int,
+        space: CudaSpace,
+        blocks: int,
+        x: int,
+        out: int,
+        starts: int,
+        row: int,
+        wire: int,
+        slot_bytes: int,
+        epilogue: CudaEpilogue,
+    ) -> None: ...
+    scatter = gather
     def sum_partials(
         self,
         stream: int,
@@ -269,6 +274,8 @@ class CudaKernels:
     def barrier(self, stream: int, space: CudaSpace) -> None: ...
     def begin(self, stream: int, space: CudaSpace) -> None: ...
     def publish(self, stream: int, space: CudaSpace, to: int, index: int) -> None: ...
+    def pass_on(self, stream: int, space: CudaSpace, source: int, index: int) -> None: ...
+    def spoil(self, stream: int, space: CudaSpace, out: int, nbytes: int) -> None: ...
     def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None: ...
     def fetch(
         self,

@@ -8,20 +8,23 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from tpkernels import _C
-from tpkernels.algorithms import direct, fused, pipelined, ring, unfused
+import torch
+
+from tpkernels import _C, cuda, kernels
+from tpkernels.algorithms import (
+    direct,
+    direct_cuda,
+    fused,
+    pipelined,
+    pipelined_cuda,
+    ring,
+    unfused,
+)
 from tpkernels.algorithms.links import hang_up
 from tpkernels.groups import Group
 from tpkernels.plan import Plan, Problem
 from tpkernels.symm.host import HostWorkspace
 
-_ALGORITHMS: dict[str, ModuleType] = {
-    "unfused": unfused,
-    "ring": ring,
-    "direct": direct,
-    "pipelined": pipelined,
-    "fused": fused,
-}
 OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -32,16 +35,31 @@ OPS = (
 )
 
 
-def _table(*names: str) -> dict[tuple[str, str], Callable[..., Any]]:
+def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]]:
     return {
-        (op, name): getattr(_ALGORITHMS[name], op)
-        for name in names
+        (op, name): getattr(module, op)
+        for name, module in algorithms.items()
         for op in OPS
-        if hasattr(_ALGORITHMS[name], op)
+        if hasattr(module, op)
     }
 
 
-TABLES = {"cpu": _table(*_ALGORITHMS), "cuda": _table("unfused", "ring", "fused")}
+TABLES = {
+    "cpu": _table(unfused=unfused, ring=ring, direct=direct, pipelined=pipelined, fused=fused),
+    "cuda": _table(
+        unfused=unfused, ring=ring, direct=direct_cuda, pipelined=pipelined_cuda, fused=fused
+    ),
+}
+
+
+def lacking(algorithm: str, device: str, on: torch.device) -> str | None:
+    """Why the kernels of an algorithm cannot run on tensors of a device type, this process's being
+    ``on``; None: it can tell no reason, or there are none."""
+    if algorithm == "fused":
+        return kernels.obstacle(device)
+    if device == "cuda" and algorithm in ("direct", "pipelined"):
+        return cuda.obstacle(on)
+    return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,7 +44,7 @@ class Group:
         self.waiter = Waiter()
         self._ready = False
         self._broken: str | None = None
-        self._no_gpu_kernels: dict[torch.device, str | None] = {}
+        self._no_gpu_kernels: dict[tuple[torch.device, str], str | None] = {}
 
     @property
     def pg(self) -> dist.ProcessGroup:
@@ -110,24 +110,30 @@ class Group:
                 )
         return one_host
 
-    def no_gpu_kernels(self, device: torch.device, own: str | None) -> str | None:
-        """Why the Triton kernels cannot run on the ranks' GPUs, this rank's being ``device``; None:
-        they can. ``own`` is what this rank knows already. The ranks find out together, at the first
-        call, by trying: collective."""
+    def no_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
+        """Why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's being
+        ``device``; None: they can. ``own`` is what this rank knows already. The ranks find out
+        together, at the first call, by trying: collective."""
         if self.workspace is None:
             return own
-        if device not in self._no_gpu_kernels:
+        key = device, kernels
+        if key not in self._no_gpu_kernels:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
+                    "before the capture of a graph"
+                )
             with self.lock:
                 self.check_usable()
                 try:
-                    self.workspace.open_cuda(device, own)
-                    self._no_gpu_kernels[device] = None
+                    self.workspace.open_cuda(device, kernels, own)
+                    self._no_gpu_kernels[key] = None
                 except NotImplementedError as obstacle:
-                    self._no_gpu_kernels[device] = f"does not run here: {obstacle}"
+                    self._no_gpu_kernels[key] = f"does not run here: {obstacle}"
                 except BaseException as error:
                     self.leave(error)
                     raise
-        return self._no_gpu_kernels[device]
+        return self._no_gpu_kernels[key]
 
     def leave(self, error: BaseException) -> None:
         """This rank left a call with ``error``: peers that wait for it are told, and no further

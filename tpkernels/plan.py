@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 
 from tpkernels import dtypes
+
+NoKernels: TypeAlias = Mapping[str, str]
+_ALL_KERNELS: NoKernels = MappingProxyType({})
 
 ALGORITHMS = ("unfused", "ring", "direct", "pipelined", "fused")
 
@@ -93,14 +99,14 @@ def choose(
     problem: Problem,
     *,
     shared_memory: bool,
-    no_kernels: str | None = None,
+    no_kernels: NoKernels = _ALL_KERNELS,
     requested: str = "auto",
 ) -> Plan:
     """The plan for ``problem``.
 
     Args:
         shared_memory: whether all ranks of the group can map each other's memory.
-        no_kernels: why the Triton kernels cannot run; None: they can.
+        no_kernels: the algorithms whose kernels cannot run, and why.
         requested: an algorithm's name, or "auto".
 
     Raises:
@@ -146,7 +152,7 @@ def _across_hosts(problem: Problem) -> Plan:
         return _plan(problem, "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}")
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
         return _plan(problem, "unfused", f"{reason}; ring has measured no faster")
-    if _obstacle(problem, "ring", False, None) is not None:
+    if _obstacle(problem, "ring", False, _ALL_KERNELS) is not None:
         return _plan(problem, "unfused", f"{reason}; a gather of K is not split")
     return _plan(problem, "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}")
 
@@ -158,7 +164,7 @@ def check_algorithm(name: str) -> None:
 
 
 def obstacles(
-    problem: Problem, *, shared_memory: bool, no_kernels: str | None = None
+    problem: Problem, *, shared_memory: bool, no_kernels: NoKernels = _ALL_KERNELS
 ) -> dict[str, str | None]:
     """For each algorithm, why it cannot run ``problem`` (None: it can)."""
     return {name: _obstacle(problem, name, shared_memory, no_kernels) for name in ALGORITHMS}
@@ -180,26 +186,24 @@ def _rows_per_part(problem: Problem) -> int:
 
 
 def _obstacle(
-    problem: Problem, algorithm: str, shared_memory: bool, no_kernels: str | None
+    problem: Problem, algorithm: str, shared_memory: bool, no_kernels: NoKernels
 ) -> str | None:
     last = problem.dim == len(problem.shape) - 1
     if algorithm in ("ring", "pipelined") and problem.op == "all_gather_matmul" and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm in ("unfused", "ring"):
         return None
-    if problem.device == "cuda" and algorithm != "fused":
-        return "runs on CPU tensors only"
     if not shared_memory:
         return "needs memory shared by all ranks, and this group's ranks are on several hosts"
     if algorithm in ("pipelined", "fused") and not _has_matmul(problem):
         return "overlaps a matmul, and this op has none"
-    if algorithm == "fused":
-        if problem.dim is not None and (problem.outer != 1 or last):
+    if algorithm == "fused" or problem.device == "cuda":
+        vector = problem.dim == 0 and not _has_matmul(problem)
+        if problem.dim is not None and (problem.outer != 1 or (last and not vector)):
             return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"
         if problem.dtype == torch.float64:
             return "accumulates in float32 and takes no float64"
-        return no_kernels
-    return None
+    return no_kernels.get(algorithm)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,13 +19,6 @@
 
 namespace tpkernels::cuda {
 
-constexpr u64 kShareUnit = 64;  // elements; a multiple of kGroup and of the cache line
-
-struct Range {
-  u64 first;
-  u64 last;
-};
-
 // Where the segment of `owner` begins and ends.
 TPK_DEVICE Range segment_of(const AllReduce& call, int owner) {
   const u64 first = least(owner * call.segment, call.count);
@@ -34,11 +27,7 @@ TPK_DEVICE Range segment_of(const AllReduce& call, int owner) {
 
 // What this block has of a segment.
 TPK_DEVICE Range share_of(const AllReduce& call, int owner) {
-  const Range segment = segment_of(call, owner);
-  const u64 units = (call.segment + kShareUnit - 1) / kShareUnit;
-  const u64 share = (units + blocks() - 1) / blocks() * kShareUnit;
-  const u64 first = least(segment.first + block() * share, segment.last);
-  return {first, least(first + share, segment.last)};
+  return share_in(segment_of(call, owner), call.segment);
 }
 
 // Copies elements [range) of x to where element range.first is to be.

@@ -47,6 +47,17 @@ struct AllReduce {
   u64 multicast;   // address of all ranks' regions at once
 };
 
+// Of a tensor of rows of `row` elements, rank r has, or is to have, rows [starts[r], starts[r+1]).
+struct Shares {
+  const void* x;      // all-gather: this rank's rows; reduce-scatter: its partial of all rows
+  void* out;          // all-gather: all rows; reduce-scatter: this rank's
+  const int* starts;  // world + 1 of them
+  u64 row;
+  int wire;           // dtype of x
+  u64 slot_bytes;     // of the buffer, for what comes from one rank
+  Epilogue epilogue;  // of the sum
+};
+
 constexpr int kMaxWorld = 72;  // GPUs that one NVLink domain connects
 
 struct SumPartials {
@@ -62,6 +73,13 @@ struct SumPartials {
 struct Signal {
   int rank;  // the receiver, or the source that is waited for; -1: all receivers
   int index;
+  int source;  // of a word to this rank itself: whose data it tells of
+};
+
+// What a failed call leaves behind.
+struct Spoil {
+  void* out;
+  u64 bytes;
 };
 
 struct PacedCopy {
@@ -76,5 +94,6 @@ constexpr int kReduceThreads = 512;
 constexpr int kSumThreads = 256;
 constexpr int kSignalThreads = 32;
 constexpr int kPacedThreads = 1024;
+constexpr int kSpoilThreads = 256;
 
 }  // namespace tpkernels::cuda

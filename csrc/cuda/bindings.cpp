@@ -105,6 +105,27 @@ void bind_calls(py::class_<Kernels>& kernels) {
           py::arg("latency_ns"), py::arg("ns_per_byte"), ReleaseGil());
 }
 
+// Of `starts`, in the device's memory, there are world + 1.
+void bind_shares(py::class_<Kernels>& kernels) {
+  using Function = void (Kernels::*)(Stream, const Space&, int, const Shares&);
+  const auto bind = [&](const char* name, Function function) {
+    kernels.def(
+        name,
+        [function](Kernels& k, Stream stream, const Space& space, int blocks, Address x,
+                   Address out, Address starts, std::uint64_t row, int wire,
+                   std::uint64_t slot_bytes, const Epilogue& epilogue) {
+          (k.*function)(stream, space, blocks,
+                        {pointer<const void>(x), pointer<void>(out), pointer<const int>(starts),
+                         row, wire, slot_bytes, epilogue});
+        },
+        py::arg("stream"), py::arg("space"), py::arg("blocks"), py::arg("x"), py::arg("out"),
+        py::arg("starts"), py::arg("row"), py::arg("wire"), py::arg("slot_bytes"),
+        py::arg("epilogue"), ReleaseGil());
+  };
+  bind("gather", &Kernels::gather);
+  bind("scatter", &Kernels::scatter);
+}
+
 void bind_signals(py::class_<Kernels>& kernels) {
   kernels.def("barrier", &Kernels::barrier, py::arg("stream"), py::arg("space"), ReleaseGil())
       .def("begin", &Kernels::begin, py::arg("stream"), py::arg("space"), ReleaseGil())
@@ -112,9 +133,21 @@ void bind_signals(py::class_<Kernels>& kernels) {
       .def(
           "publish",
           [](Kernels& k, Stream stream, const Space& space, int to, int index) {
-            k.publish(stream, space, {to, index});
+            k.publish(stream, space, {to, index, space.rank});
           },
           py::arg("stream"), py::arg("space"), py::arg("to"), py::arg("index"), ReleaseGil())
+      .def(
+          "pass_on",
+          [](Kernels& k, Stream stream, const Space& space, int source, int index) {
+            k.publish(stream, space, {space.rank, index, source});
+          },
+          py::arg("stream"), py::arg("space"), py::arg("source"), py::arg("index"), ReleaseGil())
+      .def(
+          "spoil",
+          [](Kernels& k, Stream stream, const Space& space, Address out, std::uint64_t bytes) {
+            k.spoil(stream, space, {pointer<void>(out), bytes});
+          },
+          py::arg("stream"), py::arg("space"), py::arg("out"), py::arg("nbytes"), ReleaseGil())
       .def(
           "copy",
           [](const Kernels& k, Stream stream, Address dst, Address src, std::size_t bytes) {
@@ -124,8 +157,9 @@ void bind_signals(py::class_<Kernels>& kernels) {
       .def(
           "fetch",
           [](Kernels& k, Stream stream, const Space& space, int source, int index, Address dst,
-             Address src,
-             std::size_t bytes) { fetch(k, stream, space, {source, index}, dst, src, bytes); },
+             Address src, std::size_t bytes) {
+            fetch(k, stream, space, {source, index, source}, dst, src, bytes);
+          },
           py::arg("stream"), py::arg("space"), py::arg("source"), py::arg("index"), py::arg("dst"),
           py::arg("src"), py::arg("nbytes"), ReleaseGil());
 }
@@ -151,6 +185,7 @@ void bind_cuda(py::module_& m) {
   py::class_<Kernels> kernels(m, "CudaKernels");
   kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"));
   bind_calls(kernels);
+  bind_shares(kernels);
   bind_signals(kernels);
   m.attr("CUDA_MAX_WORLD") = kMaxWorld;
   m.def("cuda_architectures", [] { return std::string(embedded_image().architectures); });

@@ -26,6 +26,8 @@ Kernels::Kernels(int device, const void* image) {
   all_reduce_[0] = function("one_shot_all_reduce");
   all_reduce_[1] = function("two_shot_all_reduce");
   if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
+  gather_ = function("one_shot_gather");
+  scatter_ = function("one_shot_scatter");
   sum_ = function("sum_of_partials");
   barrier_ = function("call_barrier");
   paced_ = function("paced_copy");
@@ -33,6 +35,7 @@ Kernels::Kernels(int device, const void* image) {
   publish_ = function("call_publish");
   wait_ = function("call_wait");
   end_ = function("call_end");
+  spoil_ = function("call_spoil");
 }
 
 // The primary context stays retained: torch's tensors live in it.
@@ -70,6 +73,14 @@ void Kernels::all_reduce(Stream stream, const Space& space, Way way, int blocks,
   launch(kernel, blocks, kReduceThreads, stream, space, call);
 }
 
+void Kernels::gather(Stream stream, const Space& space, int blocks, const Shares& shares) {
+  launch(gather_, blocks, kReduceThreads, stream, space, shares);
+}
+
+void Kernels::scatter(Stream stream, const Space& space, int blocks, const Shares& shares) {
+  launch(scatter_, blocks, kReduceThreads, stream, space, shares);
+}
+
 void Kernels::sum_partials(Stream stream, int blocks, const SumPartials& call) {
   launch(sum_, blocks, kSumThreads, stream, call);
 }
@@ -96,6 +107,10 @@ void Kernels::wait(Stream stream, const Space& space, const Signal& signal) {
 
 void Kernels::end(Stream stream, const Space& space) {
   launch(end_, 1, kSignalThreads, stream, space);
+}
+
+void Kernels::spoil(Stream stream, const Space& space, const Spoil& results) {
+  launch(spoil_, 1, kSpoilThreads, stream, space, results);
 }
 
 }  // namespace tpkernels::cuda

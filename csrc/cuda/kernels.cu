@@ -2,23 +2,32 @@
 // at first use where there was no nvcc; hence no headers but those beside it.
 #include "cuda/all_reduce.cuh"
 #include "cuda/paced_copy.cuh"
+#include "cuda/shares.cuh"
 
 using namespace tpkernels::cuda;
 
 namespace {
 
-// What a grid that starts after a failure does: it ends.
+// A grid that starts after a failure only spoils its results.
 template <class Run>
-TPK_DEVICE void within_call(const Space& space, const Run& run) {
+TPK_DEVICE void within_call(const Space& space, const Spoil& results, const Run& run) {
   const Peers peers = enter(space);
   if (peers.usable) run(peers);
-  leave(peers);
+  if (leave(peers)) spoil(results);
+}
+
+TPK_DEVICE Spoil results_of(const AllReduce& call) {
+  return {call.out, call.count * size_of(call.epilogue.out_dtype)};
+}
+
+TPK_DEVICE u64 elements(const Shares& shares, int first, int last) {
+  return static_cast<u64>(shares.starts[last] - shares.starts[first]) * shares.row;
 }
 
 }  // namespace
 
 TPK_KERNEL(kReduceThreads) one_shot_all_reduce(TPK_GIVEN Space space, TPK_GIVEN AllReduce call) {
-  within_call(space, [&](const Peers& peers) {
+  within_call(space, results_of(call), [&](const Peers& peers) {
     if (call.wire == kF32) return one_shot<kF32>(peers, call);
     if (call.wire == kF16) return one_shot<kF16>(peers, call);
     one_shot<kBF16>(peers, call);
@@ -26,7 +35,7 @@ TPK_KERNEL(kReduceThreads) one_shot_all_reduce(TPK_GIVEN Space space, TPK_GIVEN 
 }
 
 TPK_KERNEL(kReduceThreads) two_shot_all_reduce(TPK_GIVEN Space space, TPK_GIVEN AllReduce call) {
-  within_call(space, [&](const Peers& peers) {
+  within_call(space, results_of(call), [&](const Peers& peers) {
     if (call.wire == kF32) return two_shot<kF32>(peers, call);
     if (call.wire == kF16) return two_shot<kF16>(peers, call);
     two_shot<kBF16>(peers, call);
@@ -35,13 +44,28 @@ TPK_KERNEL(kReduceThreads) two_shot_all_reduce(TPK_GIVEN Space space, TPK_GIVEN 
 
 #ifdef TPK_MULTIMEM
 TPK_KERNEL(kReduceThreads) multimem_all_reduce(TPK_GIVEN Space space, TPK_GIVEN AllReduce call) {
-  within_call(space, [&](const Peers& peers) {
+  within_call(space, results_of(call), [&](const Peers& peers) {
     if (call.wire == kF32) return multimem<kF32>(peers, call);
     if (call.wire == kF16) return multimem<kF16>(peers, call);
     multimem<kBF16>(peers, call);
   });
 }
 #endif
+
+TPK_KERNEL(kReduceThreads) one_shot_gather(TPK_GIVEN Space space, TPK_GIVEN Shares shares) {
+  const u64 bytes = elements(shares, 0, space.world) * size_of(shares.wire);
+  within_call(space, {shares.out, bytes}, [&](const Peers& peers) { gather(peers, shares); });
+}
+
+TPK_KERNEL(kReduceThreads) one_shot_scatter(TPK_GIVEN Space space, TPK_GIVEN Shares shares) {
+  const u64 count = elements(shares, space.rank, space.rank + 1);
+  const Spoil results{shares.out, count * size_of(shares.epilogue.out_dtype)};
+  within_call(space, results, [&](const Peers& peers) {
+    if (shares.wire == kF32) return scatter<kF32>(peers, shares);
+    if (shares.wire == kF16) return scatter<kF16>(peers, shares);
+    scatter<kBF16>(peers, shares);
+  });
+}
 
 TPK_KERNEL(kSumThreads) sum_of_partials(TPK_GIVEN SumPartials call) {
   const auto partials = [&](int r) { return address_of(call.partials[r]); };
@@ -70,6 +94,7 @@ TPK_KERNEL(kSignalThreads) call_begin(TPK_GIVEN Space space) { begin_call(space)
 TPK_KERNEL(kSignalThreads) call_publish(TPK_GIVEN Space space, TPK_GIVEN Signal signal) {
   const Peers peers = join_call(space);
   if (signal.rank < 0) return publish_to_all(peers, signal.index);
+  if (signal.rank == space.rank) return pass_on(peers, signal.source, signal.index);
   publish(peers, signal.rank, signal.index);
 }
 
@@ -78,3 +103,8 @@ TPK_KERNEL(kSignalThreads) call_wait(TPK_GIVEN Space space, TPK_GIVEN Signal sig
 }
 
 TPK_KERNEL(kSignalThreads) call_end(TPK_GIVEN Space space) { end_call(space); }
+
+// Behind the end of a call: its results, if a wait has failed.
+TPK_KERNEL(kSpoilThreads) call_spoil(TPK_GIVEN Space space, TPK_GIVEN Spoil results) {
+  if (!join_call(space).usable) spoil(results);
+}

@@ -33,6 +33,8 @@ class Kernels {
 
   // Calls of one launch.
   void all_reduce(Stream stream, const Space& space, Way way, int blocks, const AllReduce& call);
+  void gather(Stream stream, const Space& space, int blocks, const Shares& shares);
+  void scatter(Stream stream, const Space& space, int blocks, const Shares& shares);
   void sum_partials(Stream stream, int blocks, const SumPartials& call);
   void barrier(Stream stream, const Space& space);
   void paced_copy(Stream stream, int blocks, const PacedCopy& call);
@@ -42,6 +44,7 @@ class Kernels {
   void publish(Stream stream, const Space& space, const Signal& signal);
   void wait(Stream stream, const Space& space, const Signal& signal);
   void end(Stream stream, const Space& space);
+  void spoil(Stream stream, const Space& space, const Spoil& results);
 
   Handle context() const { return context_; }
 
@@ -54,7 +57,7 @@ class Kernels {
   Handle context_ = nullptr;
   Handle module_ = nullptr;
   Handle all_reduce_[3] = {};
-  Handle sum_, barrier_, paced_, begin_, publish_, wait_, end_;
+  Handle gather_, scatter_, sum_, barrier_, paced_, begin_, publish_, wait_, end_, spoil_;
 };
 
 }  // namespace tpkernels::cuda

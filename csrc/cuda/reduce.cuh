@@ -9,12 +9,26 @@
 
 namespace tpkernels::cuda {
 
-constexpr int kGroup = 8;  // elements that a thread sums at a time
+constexpr int kGroup = 8;       // elements that a thread sums at a time
+constexpr u64 kShareUnit = 64;  // elements; a multiple of kGroup and of the cache line
+
+struct Range {
+  u64 first;
+  u64 last;
+};
 
 TPK_DEVICE bool aligned(u64 address) { return address % sizeof(Pack) == 0; }
 TPK_DEVICE u64 address_of(const void* pointer) { return reinterpret_cast<u64>(pointer); }
 TPK_DEVICE u64 least(u64 a, u64 b) { return a < b ? a : b; }
 TPK_DEVICE u64 size_of(int dtype) { return dtype == kF32 ? 4 : 2; }
+
+// What this block has of a segment; segments that are `length` long at most are cut alike.
+TPK_DEVICE Range share_in(Range segment, u64 length) {
+  const u64 units = (length + kShareUnit - 1) / kShareUnit;
+  const u64 share = (units + blocks() - 1) / blocks() * kShareUnit;
+  const u64 first = least(segment.first + block() * share, segment.last);
+  return {first, least(first + share, segment.last)};
+}
 
 template <int D, int N>
 TPK_DEVICE void load(float (&to)[N], u64 from) {

@@ -81,23 +81,31 @@ TPK_DEVICE void delay(const Peers& peers, int place) {
 
 // Tells `to` that all that happened before is complete; one thread. Nothing is told after a wait
 // has failed: what was written since is not the data.
-TPK_DEVICE void publish_word(const Peers& peers, int to, int index) {
+TPK_DEVICE void publish_word(const Peers& peers, int to, int source, int index) {
   delay(peers, index);
   if (status_of(peers.space) != 0) return;
-  store_release_sys(word_of(peers, to, peers.space.rank, index), peers.word);
+  store_release_sys(word_of(peers, to, source, index), peers.word);
 }
 
 // What the block wrote is complete: told to one rank.
 TPK_DEVICE void publish(const Peers& peers, int to, int index) {
   sync_block();
-  if (thread() == 0) publish_word(peers, to, index);
+  if (thread() == 0) publish_word(peers, to, peers.space.rank, index);
+}
+
+// What came from `source` is here: told to kernels of this rank, which wait for it as if the source
+// had told them.
+TPK_DEVICE void pass_on(const Peers& peers, int source, int index) {
+  sync_block();
+  if (thread() == 0) publish_word(peers, peers.space.rank, source, index);
 }
 
 // The same, to all peers.
 TPK_DEVICE void publish_to_all(const Peers& peers, int index) {
   sync_block();
-  for (int i = 1 + thread(); i < peers.space.world; i += threads()) {
-    publish_word(peers, (peers.space.rank + i) % peers.space.world, index);
+  const int rank = peers.space.rank, world = peers.space.world;
+  for (int i = 1 + thread(); i < world; i += threads()) {
+    publish_word(peers, (rank + i) % world, rank, index);
   }
 }
 
@@ -166,13 +174,26 @@ TPK_DEVICE void advance(const Peers& peers) {
   state[kStateEpoch] = peers.word & kEpochMask;
 }
 
-// Ends it: the first block has then heard of every peer, the last one advances the epoch.
-TPK_DEVICE void leave(const Peers& peers) {
+// Ends it: the first block has then heard of every peer, the last one advances the epoch. True for
+// the last block of a grid in which, or before which, a wait has failed: it is to `spoil` results.
+TPK_DEVICE bool leave(const Peers& peers) {
   if (block() == 0) wait_for_all(peers, kEntered);
   sync_block();
-  if (thread() != 0) return;
-  const u64 ended = add_acq_rel_gpu(peers.space.state + kStateEnded, 1);
-  if (ended == static_cast<u64>(blocks()) - 1) advance(peers);
+  bool broken = false;
+  if (thread() == 0) {
+    const u64 ended = add_acq_rel_gpu(peers.space.state + kStateEnded, 1);
+    if (ended == static_cast<u64>(blocks()) - 1) {
+      broken = status_of(peers.space) != 0;
+      advance(peers);
+    }
+  }
+  return sync_block_or(broken);
+}
+
+// Fills results with ones, which are NaN in every dtype: nobody shall take them for results.
+TPK_DEVICE void spoil(const Spoil& what) {
+  auto* out = static_cast<unsigned short*>(what.out);
+  for (u64 i = thread(); i < what.bytes / sizeof(*out); i += threads()) out[i] = 0xffff;
 }
 
 // Begins a call of several launches, each of one block: no peer is in an earlier call from here on.

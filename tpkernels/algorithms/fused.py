@@ -5,8 +5,7 @@ the host: slow, and the very code that GPUs run.
 
 Sync: among kernels as in kernels/sync.py. A thread watches the peers and ends the kernels' waits
 when one is lost. On CPU tensors each call is an epoch of the host's channel too, so a peer in a
-call of another algorithm is found. On GPUs a call only queues its kernel; a failure shows in its
-results, which are NaN, and is raised by the group's next call.
+call of another algorithm is found. On GPUs a call only queues its kernel: see queued.py.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpkernels import cuda
 from tpkernels._C import Phase
 from tpkernels.algorithms.common import Reduction, after, as_rows, share_rows, share_shape
 from tpkernels.algorithms.memory import empty
-from tpkernels.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    PeerLostError,
-    TpkernelsError,
-)
-from tpkernels.symm import device
+from tpkernels.algorithms.queued import kernel_error, queued
 from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.side import Side
 from tpkernels.symm.watch import Watch
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
+
+
+# Bytes of a share from which on copy engines bring it, rather than programs of the kernel. Not
+# measured.
+COPY_ENGINE_BYTES = 4 << 20
 
 
 @contextlib.contextmanager
@@ -40,8 +40,8 @@ def _running(
 ) -> Iterator[DeviceWorkspace]:
     """One call: a kernel is launched within. On CPU tensors it has ended well when this returns."""
     if call.problem.device == "cuda":
-        with _queued(call, x.device, words, buffer_bytes) as space:
-            yield space
+        with queued(call, x.device, words, buffer_bytes) as memory:
+            yield memory.current
         return
     space = call.workspace.device(words, buffer_bytes, call.plan.text)
     channel = call.workspace.channel
@@ -54,42 +54,10 @@ def _running(
     failure = space.failure()
     if failure is not None:
         channel.watch(Phase.RESULT, 0.0)  # it knows more of the peers
-        raise _error(call, "", *failure)
+        raise kernel_error(call, "", *failure)
     channel.publish(Phase.RESULT)
     for peer in after(call):  # who began: the kernels' words keep the ranks in step, not these
         channel.wait(peer, Phase.DATA)
-
-
-@contextlib.contextmanager
-def _queued(
-    call: Call, on: torch.device, words: int, buffer_bytes: int
-) -> Iterator[DeviceWorkspace]:
-    """A call whose kernel is left to run; what became of the ones before is found here."""
-    memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
-    failure = memory.failure()
-    if failure is None or failure[0] == device.ABORTED:
-        memory.check()
-    if failure is not None:
-        raise _error(call, "an earlier call of the group, found by ", *failure)
-    with memory.in_order():
-        yield memory.current
-
-
-def _error(
-    call: Call, where: str, kind: int, peer: int, expected: int, seen: int
-) -> TpkernelsError:
-    """What a kernel's wait has seen, as an exception."""
-    error = {
-        device.TIMEOUT: CollectiveTimeoutError,
-        device.MISMATCH: CollectiveMismatchError,
-        device.ABORTED: PeerLostError,
-    }[kind]
-    return error(
-        f"{where}{call.plan.text}: rank {call.group.rank} waited in its kernel for rank {peer}: "
-        f"expected word {expected:#018x}, seen {seen:#018x}, timeout {call.group.timeout:g} s. The "
-        "results are NaN and the group is broken: make a new one.",
-        peer=peer,
-    )
 
 
 def all_gather_matmul(
@@ -106,6 +74,9 @@ def all_gather_matmul(
     sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
     whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
     rows = as_rows(x.contiguous())
+    if max(sizes) * rows.shape[1] * x.element_size() >= COPY_ENGINE_BYTES and _copies(call, x):
+        _gather_by_copies(call, rows, weights, biases, outs, as_rows(whole), sizes)
+        return
     with _running(call, x, *kernel.requirements(sizes, rows)) as space:
         kernel.all_gather_matmul(
             space,
@@ -117,6 +88,68 @@ def all_gather_matmul(
             as_rows(whole),
             sizes,
         )
+
+
+def _copies(call: Call, x: torch.Tensor) -> bool:
+    """Whether all ranks have copy engines at their service. Collective, at the first call."""
+    if call.problem.device != "cuda" or call.problem.world == 1:
+        return False
+    return call.group.no_gpu_kernels(x.device, "CUDA", cuda.obstacle(x.device)) is None
+
+
+def _gather_by_copies(
+    call: Call,
+    rows: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    whole: torch.Tensor,
+    sizes: tuple[int, ...],
+) -> None:
+    from tpkernels.kernels import all_gather_matmul as kernel
+    from tpkernels.kernels.matmul import matmul
+
+    biases = [None if bias is None else bias.contiguous() for bias in biases]
+    outs = [as_rows(out) for out in outs]
+    with queued(call, rows.device, *kernel.copied_requirements(sizes, rows)) as memory:
+        space, signature = memory.current, call.plan.signature
+        with cuda.CopyCall(space, signature, [whole, *outs]) as copies:
+            bring_rows(copies, memory.side, after(call), rows, whole, sizes)
+            try:
+                kernel.multiply_arriving(
+                    space, signature, weights[0], biases[0], outs[0], whole, sizes
+                )
+            finally:
+                memory.side.join()
+            for w, bias, out in zip(weights[1:], biases[1:], outs[1:], strict=True):
+                matmul(whole, w, bias, out=out)
+
+
+def bring_rows(
+    copies: cuda.CopyCall,
+    side: Side,
+    peers: list[int],
+    rows: torch.Tensor,
+    whole: torch.Tensor,
+    sizes: tuple[int, ...],
+) -> None:
+    """Within a call: rows [sizes[rank], K] and, in the order of ``peers``, those of the others come
+    to ``whole`` [sum(sizes), K]; a word tells the kernel of each chunk."""
+    from tpkernels.kernels import all_gather_matmul as kernel
+
+    row_bytes = rows.shape[1] * rows.element_size()
+    _, step = kernel.chunk_tiles(rows, sum(sizes))
+    whole.narrow(0, sum(sizes[: copies.rank]), rows.shape[0]).copy_(rows)
+    side.fork()
+    with side.current():
+        copies.put(rows, 0)
+        copies.publish(copies.last_word)
+        for owner in peers:
+            begin = sum(sizes[:owner])
+            for chunk, top in enumerate(range(0, sizes[owner], step)):
+                to = whole.narrow(0, begin + top, min(step, sizes[owner] - top))
+                copies.fetch(owner, copies.last_word, to, top * row_bytes)
+                copies.pass_on(owner, kernel.FIRST_CHUNK + chunk)
 
 
 def matmul_reduce_scatter(

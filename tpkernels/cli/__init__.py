@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tpkernels.cli.bench import bench
+from tpkernels.cli.bench import bench, compare
 from tpkernels.cli.demo import demo
 from tpkernels.cli.info import info
 
@@ -17,6 +17,7 @@ app = typer.Typer(
 app.command()(info)
 app.command()(demo)
 app.command()(bench)
+app.command()(compare)
 
 
 def main() -> None:

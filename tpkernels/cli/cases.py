@@ -36,7 +36,7 @@ class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def problem(self, world: int) -> Problem:
+    def problem(self, world: int, device: str = "cpu") -> Problem:
         """What the planner is asked. The first dim is gathered or scattered."""
         shape = self.shape
         if self.op in MATMUL_OPS:
@@ -45,7 +45,7 @@ class Spec:
         split = "all_reduce" not in self.op
         return Problem(
             op=self.op,
-            device="cpu",
+            device=device,
             world=world,
             shape=shape,
             dim=0 if split else None,
@@ -73,13 +73,14 @@ class Case:
         return replace(self, x=self.x.clone())
 
 
-def random_case(spec: Spec) -> Case:
-    """Random inputs of this rank, a weight in the layout of ``linear.weight.t()``."""
+def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
+    """Random inputs of this rank, a weight in the layout of ``linear.weight.t()``. The same ones on
+    every device."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1000 + rank)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(spec.dtype)
+        return (torch.randn(*shape, generator=generator) * scale).to(device, spec.dtype)
 
     sizes = tuple(tpkernels.shard_sizes(spec.shape[0], world))
     if spec.op not in MATMUL_OPS:

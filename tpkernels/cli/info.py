@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tpkernels import _C, cuda, dtypes, kernels, nccl
 from tpkernels.algorithms.product import native
-from tpkernels.backends import OPS, TABLES
+from tpkernels.backends import OPS, TABLES, lacking
 from tpkernels.cli import environment
 from tpkernels.cli.cases import MATMUL_OPS, Spec
 from tpkernels.cli.options import DTYPES
@@ -67,7 +67,9 @@ def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | 
         return dict.fromkeys(ALGORITHMS, kernels.NO_GPU)
     shape = (1024, 1024, 1024) if op in MATMUL_OPS else (1024,)
     problem = replace(Spec(op, shape, torch.float32).problem(world=2), device=device)
-    found = obstacles(problem, shared_memory=shared_memory, no_kernels=kernels.obstacle(device))
+    kernels_of = {name: lacking(name, device, torch.device(device)) for name in ALGORITHMS}
+    missing = {name: why for name, why in kernels_of.items() if why is not None}
+    found = obstacles(problem, shared_memory=shared_memory, no_kernels=missing)
     for name in ALGORITHMS:
         if found[name] is None and (op, name) not in TABLES[device]:
             found[name] = f"is not built for {device}"

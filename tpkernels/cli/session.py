@@ -17,6 +17,14 @@ import tpkernels
 from tpkernels.cli.options import UsageError
 from tpkernels.launch import Ranks
 
+# For ranks that share a GPU: torch's symmetric memory; NCCL from 2.30.3 on, which then cannot use
+# NVLS.
+_SHARED_GPU = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
 
 class Session(Protocol):
     """A group of ranks that run functions together. ``leader``: this process does the talking."""
@@ -51,6 +59,16 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launched_ranks() -> int | None:
+    """How many a launcher has started; None where there is none."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
+def is_leader() -> bool:
+    """Whether this process does the talking: rank 0, or the one that starts the ranks."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
 def world_size(nproc: int | None, default: int) -> int:
     """The number of ranks: the launcher's, or what was asked for."""
     if nproc is not None and nproc < 1:
@@ -65,16 +83,28 @@ def world_size(nproc: int | None, default: int) -> int:
     return world
 
 
+def _backend(world: int, device: str) -> str:
+    """NCCL takes no two ranks on a GPU."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if device == "cuda" and ranks_here <= torch.cuda.device_count():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
 @contextmanager
-def open_session(world: int, *, threads: int, timeout: float) -> Iterator[Session]:
+def open_session(
+    world: int, *, threads: int, timeout: float, device: str = "cpu"
+) -> Iterator[Session]:
     """``world`` ranks of ``threads`` threads each. One `Session.run` may take ``timeout`` seconds;
     when it takes longer, or the block is left, no process stays behind."""
+    backend = _backend(world, device)
     if not under_torchrun():
-        with Ranks(world, threads=threads) as ranks:
+        env = _SHARED_GPU if device == "cuda" and backend == "gloo" else None
+        with Ranks(world, threads=threads, backend=backend, env=env) as ranks:
             yield _Spawned(ranks, timeout)
         return
     torch.set_num_threads(threads)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
         yield _Joined(leader=dist.get_rank() == 0)
         dist.barrier()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -16,6 +16,7 @@ from tpkernels.benchmarking import Timing, slowest
 _REGION_SECONDS = 4e-3
 _MOST_CALLS = 100
 _WARM_SECONDS = 0.25  # what takes longer needs no second run to be warm
+_LONG_SECONDS = 0.5  # and what takes longer than this, none before it is measured
 
 
 @dataclass(frozen=True)
@@ -37,25 +38,41 @@ class Samples:
 
 
 def measure(
-    variants: Mapping[str, Variant], *, repeat: int, budget: float = math.inf
+    variants: Mapping[str, Variant],
+    *,
+    repeat: int,
+    budget: float = math.inf,
+    synchronize: Callable[[], object] | None = None,
 ) -> dict[str, Samples]:
     """Times each variant ``repeat`` times, by turns. Collective.
 
     Args:
-        budget: seconds after which no further repetition starts, if there have been three.
+        budget: seconds after which no further repetition starts, if there have been three. With
+            a budget, the warm-up counts as a repetition where every variant takes long.
+        synchronize: waits for what a variant has only queued, as calls on CUDA tensors do.
     """
-    sizes = {name: _calls_per_region(variant) for name, variant in variants.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
+    finish = synchronize or _nothing
     started = time.perf_counter()
-    for repetition in range(repeat):
+    warmed = {name: _warm(variant, finish) for name, variant in variants.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    if budget < math.inf and all(warm.slowest >= _LONG_SECONDS for warm in warmed.values()):
+        seconds = {name: [warm.seconds] for name, warm in warmed.items()}
+        warmed = {name: replace(warm, calls=0) for name, warm in warmed.items()}
+    else:
+        started = time.perf_counter()
+    names = list(variants)
+    begin = len(seconds[names[0]]) if names else 0
+    for repetition in range(begin, repeat):
         first = repetition % len(names)
         for name in names[first:] + names[:first]:
-            seconds[name].append(_region(variants[name], sizes[name][0]))
+            seconds[name].append(_region(variants[name], warmed[name].per_region, finish))
         (elapsed,) = slowest([time.perf_counter() - started])
         if elapsed > budget and repetition >= 2:
             break
-    return {name: Samples(tuple(seconds[name]), *sizes[name]) for name in names}
+    return {
+        name: Samples(tuple(seconds[name]), warmed[name].per_region, warmed[name].calls)
+        for name in names
+    }
 
 
 def summary(ranks: Sequence[Samples]) -> Timing:
@@ -64,22 +81,43 @@ def summary(ranks: Sequence[Samples]) -> Timing:
     return Timing.of(samples, warmup=ranks[0].warmup, calls=ranks[0].calls)
 
 
-def _region(variant: Variant, calls: int) -> float:
+def _nothing() -> None:
+    """What there is to wait for on a CPU."""
+
+
+def _region(variant: Variant, calls: int, finish: Callable[[], object]) -> float:
     """Seconds of one call, over ``calls`` calls in a row."""
     if variant.reset is not None:
         variant.reset()
+    finish()
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
         variant.run()
+    finish()
     return (time.perf_counter() - begin) / calls
 
 
-def _calls_per_region(variant: Variant) -> tuple[int, int]:
-    """The same on all ranks, and how many calls it took to find out: they warm up too."""
-    (took,) = slowest([_region(variant, 1)])
-    warmup = 1
-    if took < _WARM_SECONDS:
-        (took,) = slowest([_region(variant, 1)])
-        warmup = 2
-    return min(max(1, math.ceil(_REGION_SECONDS / took)), _MOST_CALLS), warmup
+@dataclass(frozen=True)
+class _Warmed:
+    """What a variant's warm-up found: seconds of its last call here and on the slowest rank, and
+    how many calls it took."""
+
+    seconds: float
+    slowest: float
+    calls: int
+
+    @property
+    def per_region(self) -> int:
+        """Calls that make a region long enough; the same on all ranks."""
+        return min(max(1, math.ceil(_REGION_SECONDS / self.slowest)), _MOST_CALLS)
+
+
+def _warm(variant: Variant, finish: Callable[[], object]) -> _Warmed:
+    own = _region(variant, 1, finish)
+    (took,) = slowest([own])
+    if took >= _WARM_SECONDS:
+        return _Warmed(own, took, 1)
+    own = _region(variant, 1, finish)
+    (took,) = slowest([own])
+    return _Warmed(own, took, 2)

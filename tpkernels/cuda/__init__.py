@@ -10,21 +10,29 @@ from tpkernels.cuda.calls import (
     ONE_SHOT_BYTES,
     WAYS,
     all_reduce,
+    all_reduce_way,
     barrier,
+    layout,
     paced_copy,
     sum_partials,
 )
 from tpkernels.cuda.copies import CopyCall
-from tpkernels.cuda.image import driver_status, image_status
+from tpkernels.cuda.image import driver_status, image_status, obstacle
+from tpkernels.cuda.shares import all_gather, reduce_scatter
 
 __all__ = [
     "ONE_SHOT_BYTES",
     "WAYS",
     "CopyCall",
+    "all_gather",
     "all_reduce",
+    "all_reduce_way",
     "barrier",
     "driver_status",
     "image_status",
+    "layout",
+    "obstacle",
     "paced_copy",
+    "reduce_scatter",
     "sum_partials",
 ]

@@ -71,6 +71,11 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def all_reduce_way(x: torch.Tensor) -> str:
+    """What ``auto`` is for an all-reduce of x."""
+    return "one_shot" if x.numel() * x.element_size() <= ONE_SHOT_BYTES else "two_shot"
+
+
 def all_reduce(
     space: DeviceWorkspace,
     signature: int,
@@ -101,7 +106,7 @@ def all_reduce(
     check_alike(False, x=x, out=out, residual=residual)
     check_bias(bias, _columns(x))
     if way == "auto":
-        way = "one_shot" if x.numel() * x.element_size() <= ONE_SHOT_BYTES else "two_shot"
+        way = all_reduce_way(x)
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
     if way == "multimem":

@@ -1,17 +1,19 @@
 """Peer copies by the copy engines, ordered by signals: a call of several launches.
 
-    with CopyCall(space, signature) as call:
+    with CopyCall(space, signature, [chunk]) as call:
         call.put(shard, 0)                     # into this rank's memory, for the peers
         call.publish(1)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        side.fork()                            # symm/side.py
+        with side.current():
             call.fetch(peer, 1, chunk, 0)      # waits for that word, then copies
-        torch.cuda.current_stream().wait_stream(side)
+        side.join()
 
 csrc/cuda/copies.h says what orders it, and why its waits are kernels.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -27,10 +29,18 @@ class CopyCall:
     A rank's memory are the bytes of both its buffers, at addresses that are the same in every call,
     as the graphs that record copies need. All ranks make the call, with one signature; each queues
     on the stream that is current at the entry all that comes before the end.
+
+    Args:
+        results: contiguous; they become NaN at the end if a wait has failed.
     """
 
-    def __init__(self, space: DeviceWorkspace, signature: int) -> None:
-        self._space, self._words = space, space_of(space, signature)
+    def __init__(
+        self, space: DeviceWorkspace, signature: int, results: Sequence[torch.Tensor] = ()
+    ) -> None:
+        for i, result in enumerate(results):
+            check_contiguous(space.regions.device, **{f"results[{i}]": result})
+        self._space, self._words, self._results = space, space_of(space, signature), results
+        self.rank, self.last_word = space.rank, space.words - 2
         device, _ = place(space.regions.device)
         self._kernels = kernels(device)
 
@@ -40,7 +50,15 @@ class CopyCall:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._kernels.end(self._stream(), self._words)
+            stream = self._stream()
+            self._kernels.end(stream, self._words)
+            for result in self._results:
+                nbytes = result.numel() * result.element_size()
+                self._kernels.spoil(stream, self._words, result.data_ptr(), nbytes)
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        """The contiguous tensor at byte ``offset`` of this rank's memory."""
+        return self._space.view(dtype, shape, offset)
 
     def put(self, src: torch.Tensor, offset: int) -> None:
         """Copies a tensor to byte ``offset`` of this rank's memory."""
@@ -54,6 +72,13 @@ class CopyCall:
         if to is not None:
             self._check_peer(to)
         self._kernels.publish(self._stream(), self._words, -1 if to is None else to, index)
+
+    def pass_on(self, source: int, index: int) -> None:
+        """Tells kernels of this rank that wait for word ``index`` of rank ``source`` that what the
+        stream did before is done."""
+        self._check_word(index)
+        self._check_peer(source)
+        self._kernels.pass_on(self._stream(), self._words, source, index)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
         """Waits for word ``index`` of rank ``source``, then copies from byte ``offset`` of its
@@ -78,9 +103,9 @@ class CopyCall:
         return nbytes
 
     def _check_word(self, index: int) -> None:
-        """The first word and the last are the call's own."""
-        if not 1 <= index < self._space.words - 1:
-            raise ValueError(f"word {index}; it must be 1 to {self._space.words - 2}")
+        """The first word and the one behind ``last_word`` are the call's own."""
+        if not 1 <= index <= self.last_word:
+            raise ValueError(f"word {index}; it must be 1 to {self.last_word}")
 
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self._space.world or rank == self._space.rank:

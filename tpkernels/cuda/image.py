@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tpkernels import _C
+from tpkernels.cuda.checks import place
 
 _OPTIONS = ("--std=c++17",)
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -51,6 +52,15 @@ def image_status() -> str:
     except NotImplementedError as error:
         return f"none: {error}"
     return f"NVRTC {_version(nvrtc)} through CuPy {cupy_version}, compiled at first use"
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a GPU; None: they are loaded."""
+    try:
+        kernels(place(device)[0])
+    except NotImplementedError as error:
+        return f"needs the CUDA kernels: {error}"
+    return None
 
 
 def driver_status() -> str:

@@ -2,14 +2,16 @@
 
 Problem: rank r has rows [starts[r], starts[r+1]) of x; every rank needs all of them, in `gathered`.
 
-Algorithm: a first kernel copies the own rows into symmetric memory, for the peers, and into
-`gathered`. In the second, the first FETCHERS programs bring the peers' rows into `gathered`, a row
-of tiles at a time, from rank+1 on; the others run the tile loop, own rows first, then those of
-rank+1, ... as they arrive.
+Algorithm, few bytes: a first kernel copies the own rows into symmetric memory, for the peers, and
+into `gathered`. In the second, the first FETCHERS programs bring the peers' rows into `gathered`, a
+row of tiles at a time, from rank+1 on; the others run the tile loop, own rows first, then those of
+rank+1, ... as they arrive. Many bytes: copy engines bring the peers' rows, chunk by chunk, in a
+call of several launches (csrc/cuda/copies.h) of which the tile loop is a part; algorithms/fused.py.
 
 Sync: ENTERED of a peer says that its rows are in its buffer, since the copy is an earlier kernel of
 the stream. A fetcher waits for it, and for each chunk publishes a word to its own rank, TILES +
-chunk from the chunk's owner; a tile waits for the word of its chunk.
+chunk from the chunk's owner; a tile waits for the word of its chunk. Where copy engines do that,
+the stream they work on publishes these words.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tpkernels.kernels.sync import (
     enter,
     failed,
     fence_async_proxy,
+    join,
     leave,
     next_buffer,
     pointer,
@@ -36,7 +39,11 @@ from tpkernels.kernels.sync import (
 )
 from tpkernels.symm.device import DeviceWorkspace
 
+FIRST_CHUNK = TILES.value  # the word of it
 COPY_BLOCK = 4096  # elements that a program copies at a time
+# Bytes of a chunk that copy engines bring, and programs that make room for the kernels which wait
+# for it and tell of it. Not measured.
+_CHUNK_BYTES, _ROOM = 8 << 20, 2
 
 
 @triton.jit
@@ -95,9 +102,9 @@ def _fetch(
 
 @triton.jit
 def _await_rows(context, owner, tile_m):
-    """The `before` hook: waits for the chunk, a row of tiles."""
+    """The `before` hook: waits for the chunk, some rows of tiles."""
     if owner != context[0].rank:
-        wait_for(context[0], owner, TILES + tile_m, context[1])
+        wait_for(context[0], owner, TILES + tile_m // context[3], context[1])
         if context[2]:
             fence_async_proxy()
 
@@ -124,6 +131,8 @@ def all_gather_matmul_kernel(
     buffers_at,
     buffer_stride,
     seed,
+    chunk_tiles,
+    PART: tl.constexpr,
     FETCHERS: tl.constexpr,
     COPY: tl.constexpr,
     WORLD: tl.constexpr,
@@ -135,11 +144,14 @@ def all_gather_matmul_kernel(
     A_TMA: tl.constexpr,
     B_TMA: tl.constexpr,
 ):
-    """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``."""
-    peers = enter(
+    """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``. PART: of
+    a call in which others gather, and which they begin and end."""
+    peers = join(
         regions, state, control, rank, signature, timeout_ns, words, buffers_at, buffer_stride,
-        seed, WORLD, CHAOS,
+        seed, WORLD,
     )  # fmt: skip
+    if not PART:
+        enter(peers, CHAOS)
     lane = tl.program_id(0)
     if lane < FETCHERS:
         _fetch(
@@ -148,13 +160,14 @@ def all_gather_matmul_kernel(
     else:
         matmul_tiles(
             gathered, b, starts, M, N, K, K, stride_bk, stride_bn, rank, lane - FETCHERS,
-            tl.num_programs(0) - FETCHERS, _await_rows, (peers, CHAOS, A_TMA),
+            tl.num_programs(0) - FETCHERS, _await_rows, (peers, CHAOS, A_TMA, chunk_tiles),
             store_result, (out, bias, N), WORLD,
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_TMA, B_TMA,
         )  # fmt: skip
-    if leave(peers, CHAOS):
-        spoil(out, tl.cast(M, tl.int64) * N)
-        spoil(gathered, tl.cast(M, tl.int64) * K)  # what later weights multiply
+    if not PART:  # noqa: SIM102 - what is known when compiling and what is not do not mix
+        if leave(peers, CHAOS):
+            spoil(out, tl.cast(M, tl.int64) * N)
+            spoil(gathered, tl.cast(M, tl.int64) * K)  # what later weights multiply
 
 
 def requirements(sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
@@ -189,8 +202,42 @@ def all_gather_matmul(
     lanes = min(config.programs - fetchers, config.tiles(sizes, out.shape[1]))
     all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
         gathered, b, biases[0], out, space.starts(sizes), m, b.shape[1], k, *b.stride(),
-        **space.arguments(signature), FETCHERS=fetchers, COPY=COPY_BLOCK,
-        **config.constants(gathered, b), **config.launch(),
+        **space.arguments(signature), chunk_tiles=1, PART=False, FETCHERS=fetchers,
+        COPY=COPY_BLOCK, **config.constants(gathered, b), **config.launch(),
     )  # fmt: skip
     for b, bias, out in zip(weights[1:], biases[1:], outs[1:], strict=True):
         matmul(gathered, b, bias, out=out)
+
+
+def chunk_tiles(x: torch.Tensor, m: int) -> tuple[int, int]:
+    """(rows of tiles of a chunk that a copy engine brings, rows of x in it); x [rows, K] of M."""
+    block = choose(x.device, x.dtype, m).block_m
+    tiles = max(1, _CHUNK_BYTES // (block * x.shape[1] * x.dtype.itemsize))
+    return tiles, tiles * block
+
+
+def copied_requirements(sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
+    """As ``requirements``, where copy engines bring the rows, by a word of the call's own."""
+    _, step = chunk_tiles(x, sum(sizes))
+    nbytes = max(sizes) * x.shape[1] * x.dtype.itemsize
+    return FIRST_CHUNK + triton.cdiv(max(sizes), step) + 2, triton.cdiv(nbytes, 2)
+
+
+def multiply_arriving(
+    space: DeviceWorkspace,
+    signature: int,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gathered: torch.Tensor,
+    sizes: tuple[int, ...],
+) -> None:
+    """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive, rank by
+    rank and in chunks of ``chunk_tiles``, of which words TILES, TILES + 1, ... tell."""
+    (m, k), config = gathered.shape, choose(gathered.device, gathered.dtype, gathered.shape[0])
+    lanes = min(config.programs - _ROOM, config.tiles(sizes, out.shape[1]))
+    all_gather_matmul_kernel[(max(lanes, 1),)](
+        gathered, w, bias, out, space.starts(sizes), m, w.shape[1], k, *w.stride(),
+        **space.arguments(signature), chunk_tiles=chunk_tiles(gathered, m)[0], PART=True,
+        FETCHERS=0, COPY=COPY_BLOCK, **config.constants(gathered, w), **config.launch(),
+    )  # fmt: skip

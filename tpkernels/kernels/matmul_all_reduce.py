@@ -33,7 +33,7 @@ from tpkernels.kernels.matmul_reduce_scatter import (
     slot_bytes,
     sum_tiles,
 )
-from tpkernels.kernels.sync import buffer_of, enter, leave, pointer, publish, spoil, wait_for
+from tpkernels.kernels.sync import buffer_of, enter, join, leave, pointer, publish, spoil, wait_for
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -107,10 +107,11 @@ def matmul_all_reduce_kernel(
     B_TMA: tl.constexpr,
 ):
     """``out = round(sum_r(a_r @ b_r) + bias + residual)``, the same on every rank."""
-    peers = enter(
+    peers = join(
         regions, state, control, rank, signature, timeout_ns, words, buffers_at, buffer_stride,
-        seed, WORLD, CHAOS,
+        seed, WORLD,
     )  # fmt: skip
+    enter(peers, CHAOS)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     SEGMENTS: tl.constexpr = 1 if ONE_SHOT else WORLD
     own = 0 if ONE_SHOT else rank

@@ -28,7 +28,17 @@ from tpkernels.kernels.matmul import (
     tile_at,
     tiles_before,
 )
-from tpkernels.kernels.sync import TILES, buffer_of, enter, leave, pointer, publish, spoil, wait_for
+from tpkernels.kernels.sync import (
+    TILES,
+    buffer_of,
+    enter,
+    join,
+    leave,
+    pointer,
+    publish,
+    spoil,
+    wait_for,
+)
 from tpkernels.symm.device import DeviceWorkspace
 
 
@@ -175,10 +185,11 @@ def matmul_reduce_scatter_kernel(
     B_TMA: tl.constexpr,
 ):
     """``out`` = this rank's rows of ``round(sum_r(a_r @ b_r) + bias + residual)``."""
-    peers = enter(
+    peers = join(
         regions, state, control, rank, signature, timeout_ns, words, buffers_at, buffer_stride,
-        seed, WORLD, CHAOS,
+        seed, WORLD,
     )  # fmt: skip
+    enter(peers, CHAOS)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     matmul_tiles(
         a, b, starts, M, N, K, stride_am, stride_bk, stride_bn, (rank + 1) % WORLD, lane, lanes,

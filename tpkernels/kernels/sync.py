@@ -93,7 +93,7 @@ else:
 
 
 class Peers(NamedTuple):
-    """One call as a kernel sees it; made by ``enter``."""
+    """One call as a kernel sees it; made by ``join``."""
 
     regions: Any  # the ranks' regions: a table of addresses
     rank: Any
@@ -112,8 +112,7 @@ class Peers(NamedTuple):
 
 @triton.jit
 def delay(peers, place, CHAOS: tl.constexpr):
-    """For tests. CHAOS is 2 * the longest delay in ns (0: none), + 1 if waits return at once. How
-    long it takes follows from seed, call, program and place."""
+    """For tests. CHAOS is 2 * the longest delay in ns (0: none), + 1 if waits return at once."""
     if CHAOS > 1:
         mixed = (peers.word + peers.seed) * 0x9E3779B1 + tl.program_id(0) * 0x5EBCA6B
         mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D + place * 0x297A2D3
@@ -140,7 +139,7 @@ def failed(state):
 
 
 @triton.jit
-def enter(
+def join(
     regions,
     state,
     control,
@@ -152,19 +151,22 @@ def enter(
     buffer_stride,
     seed,
     WORLD: tl.constexpr,
-    CHAOS: tl.constexpr,
 ):
-    """Begins a call: reads the epoch, and the first program announces it to all peers."""
+    """The call that is next; unless other launches begin and end it, `enter` and `leave` do."""
     epoch = (tl.load(state + STATE_EPOCH) + 1) & 0xFFFFFFFF
     word = (signature.to(tl.int64) << 32) | epoch
-    peers = Peers(
+    return Peers(
         regions, rank, word, epoch & 1, state, control, timeout_ns, words, buffers_at,
         buffer_stride, WORLD, seed, not failed(state),
     )  # fmt: skip
+
+
+@triton.jit
+def enter(peers, CHAOS: tl.constexpr):
+    """Begins a call: the first program announces it to all peers."""
     if tl.program_id(0) == 0:
-        for i in range(1, WORLD):
-            publish(peers, (rank + i) % WORLD, ENTERED, CHAOS)
-    return peers
+        for i in range(1, peers.world):
+            publish(peers, (peers.rank + i) % peers.world, ENTERED, CHAOS)
 
 
 @triton.jit
@@ -279,13 +281,13 @@ def _poll(peers, source, awaited):
 def _fail(peers, kind: tl.constexpr, source, seen):
     """Records the first failure of a grid."""
     state = peers.state
-    none, failed = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
-    if tl.atomic_cas(state + STATE_STATUS, none, failed, sem="acq_rel", scope="gpu") == 0:
+    none, told = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
+    if tl.atomic_cas(state + STATE_STATUS, none, told, sem="acq_rel", scope="gpu") == 0:
         tl.store(state + STATE_PEER, tl.cast(source, tl.int64))
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
         tl.debug_barrier()
-        tl.atomic_xchg(peers.control + FAILED, failed * 0 + 1, sem="release", scope="sys")
+        tl.atomic_xchg(peers.control + FAILED, none + 1, sem="release", scope="sys")
 
 
 @triton.jit

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch._library.autograd import Info, make_autograd_impl
 
-from tpkernels.backends import Call
+from tpkernels.backends import Call, lacking
 from tpkernels.groups import Group
-from tpkernels.kernels import obstacle
 from tpkernels.plan import Problem, check_algorithm, choose
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
@@ -124,13 +123,14 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
             f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
             "group with NCCL"
         )
-    no_kernels = obstacle(problem.device)
-    if algorithm == "fused" and problem.device == "cuda":
-        no_kernels = group.no_gpu_kernels(on, no_kernels)
+    obstacle = lacking(algorithm, problem.device, on)
+    if algorithm in ("direct", "pipelined", "fused") and problem.device == "cuda":
+        kind = "Triton" if algorithm == "fused" else "CUDA"
+        obstacle = group.no_gpu_kernels(on, kind, obstacle)
     plan = choose(
         problem,
         shared_memory=shared,
-        no_kernels=no_kernels,
+        no_kernels={} if obstacle is None else {algorithm: obstacle},
         requested=algorithm,
     )
     return Call(group, problem, plan)

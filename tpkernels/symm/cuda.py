@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as symmetric
 from tpkernels import _C
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.rendezvous import Member, exchange
+from tpkernels.symm.side import Side
 from tpkernels.symm.watch import Watch
 
 
@@ -38,6 +39,7 @@ class CudaSpace:
 
     def __init__(self, member: Member, channel: _C.Channel, device: torch.device) -> None:
         self.device = device
+        self.side = Side(device)
         self._member, self._channel = member, channel
         # All that were ever made: a captured graph may go on using one that has been outgrown.
         self.spaces: list[DeviceWorkspace] = []
@@ -127,11 +129,11 @@ def make_workspace(
                 torch.cuda.synchronize(device)
         except RuntimeError as error:
             obstacle = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
-    _agree(member, obstacle, _describe(device))  # and no peer writes before all is zero
+    agree_on_gpus(member, obstacle, _describe(device))  # and no peer writes before all is zero
     assert memory is not None  # or all ranks would have raised
     if member.world == 1:
-        own = _Region(memory.data_ptr(), memory)
-        return DeviceWorkspace([own], 0, words, buffer_bytes, member.timeout, device)
+        alone = _Region(memory.data_ptr(), memory)
+        return DeviceWorkspace([alone], 0, words, buffer_bytes, member.timeout, device, own=memory)
     try:
         handle = symmetric.rendezvous(memory, cast(Any, member.group))  # a NewType of str
     except RuntimeError as error:
@@ -139,7 +141,7 @@ def make_workspace(
             f"cannot map the other ranks' memory: {error}. Ranks that share a GPU need "
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
         )
-    _agree(member, obstacle, "")
+    agree_on_gpus(member, obstacle)
     assert handle is not None  # likewise
     regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
     return DeviceWorkspace(
@@ -150,6 +152,7 @@ def make_workspace(
         member.timeout,
         device,
         handle.multicast_ptr,
+        handle.get_buffer(member.rank, (nbytes,), torch.uint8),
     )
 
 
@@ -161,7 +164,9 @@ def _describe(device: torch.device) -> str:
     return f"{found.name} (sm_{found.major}{found.minor}, {found.multi_processor_count} processors)"
 
 
-def _agree(member: Member, error: str | None, kind: str) -> None:
+def agree_on_gpus(member: Member, error: str | None, kind: str = "") -> None:
+    """Raises ``NotImplementedError`` on all ranks if one has an ``error``, or another ``kind`` of
+    GPU. Collective."""
     said = exchange(member, "kernels on GPUs", {"error": error, "kind": kind})
     for rank, other in enumerate(said):
         if other["error"] is not None:

@@ -7,7 +7,8 @@ The protocol and its proof are in kernels/sync.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from math import prod
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -49,6 +50,7 @@ class DeviceWorkspace:
         buffer_bytes: of each of the two buffers.
         timeout: seconds that a wait may take.
         multicast: address of all regions at once; 0 where there is no multicast.
+        own: the bytes of this rank's region; by default ``regions[rank]`` is a buffer of them.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class DeviceWorkspace:
         timeout: float,
         device: torch.device | str = "cpu",
         multicast: int = 0,
+        own: torch.Tensor | None = None,
     ) -> None:
         self._memory = regions  # keeps them mapped
+        self._own = own
         self.multicast = multicast
         addresses = [region.address for region in regions]
         self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -83,6 +87,15 @@ class DeviceWorkspace:
     def buffers(self, rank: int) -> int:
         """Address of the first of ``rank``'s two buffers; the other follows it."""
         return self._memory[rank].address + self.buffers_at
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+        """The contiguous tensor at byte ``offset`` of this rank's two buffers."""
+        nbytes = prod(shape) * dtype.itemsize
+        if offset < 0 or offset + nbytes > 2 * self.buffer_bytes:
+            raise IndexError(f"bytes [{offset}, +{nbytes}) of {2 * self.buffer_bytes}")
+        if self._own is None:
+            self._own = torch.frombuffer(cast(Any, self._memory[self.rank]), dtype=torch.uint8)
+        return self._own.narrow(0, self.buffers_at + offset, nbytes).view(dtype).view(shape)
 
     def starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
         """Row at which each rank's segment begins, and the end of the last."""

@@ -17,7 +17,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C import Phase
-from tpkernels.symm.cuda import CudaSpace
+from tpkernels.symm.cuda import CudaSpace, agree_on_gpus
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.rendezvous import Link, Member, make_arena
 
@@ -100,14 +100,17 @@ class HostWorkspace:
             self._device.set_chaos(**self._chaos)
         return self._device
 
-    def open_cuda(self, device: torch.device, obstacle: str | None) -> None:
-        """Sets up kernels on GPUs, this rank's being ``device``. Collective.
+    def open_cuda(self, device: torch.device, kernels: str, obstacle: str | None) -> None:
+        """Sets up kernels of a kind on GPUs, this rank's being ``device``. Collective.
 
         Raises:
             NotImplementedError: on all ranks alike, where one has an ``obstacle`` or the GPUs share
                 no memory.
         """
-        self._agree("the first call of kernels on GPUs")
+        self._agree(f"the first call of {kernels} kernels on GPUs")
+        if device in self._cuda:
+            agree_on_gpus(self._watched(), obstacle)
+            return
         link = self._link("watch", _C.Channel.region_bytes(self.member.world, _PAGE))
         channel = _channel(link, self.member, epoch=0)
         channel.begin(1, "kernels on GPUs")

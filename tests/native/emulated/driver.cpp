@@ -37,6 +37,8 @@ std::map<std::string, Entry> entries{
     {"one_shot_all_reduce", {with(one_shot_all_reduce), true, kReduceThreads}},
     {"two_shot_all_reduce", {with(two_shot_all_reduce), true, kReduceThreads}},
     {"multimem_all_reduce", {with(multimem_all_reduce), true, kReduceThreads}},
+    {"one_shot_gather", {with(one_shot_gather), true, kReduceThreads}},
+    {"one_shot_scatter", {with(one_shot_scatter), true, kReduceThreads}},
     {"sum_of_partials", {with(sum_of_partials), false, kSumThreads}},
     {"paced_copy", {with(paced_copy), false, kPacedThreads}},
     {"call_barrier", {with(call_barrier), true, kSignalThreads}},
@@ -44,6 +46,7 @@ std::map<std::string, Entry> entries{
     {"call_publish", {with(call_publish), true, kSignalThreads}},
     {"call_wait", {with(call_wait), true, kSignalThreads}},
     {"call_end", {with(call_end), true, kSignalThreads}},
+    {"call_spoil", {with(call_spoil), true, kSpoilThreads}},
 };
 
 std::string failing;

@@ -1,0 +1,141 @@
+"""The benchmark cannot lie: what is slow, serial, free or wrong is shown as such."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpkernels.cli.bench import baselines, measuring
+from tpkernels.cli.bench.measuring import CaseReport, run_case
+from tpkernels.cli.bench.results import Result, is_right, result
+from tpkernels.cli.bench.roofline import Rates
+from tpkernels.cli.bench.statistics import FEWEST
+from tpkernels.cli.bench.sweep import Effort, Item
+from tpkernels.cli.cases import Case, Outputs, Spec, planned
+from tpkernels.launch import Ranks
+from tpkernels.plan import Plan
+
+SPEC = Spec("matmul_reduce_scatter", (8, 16, 32), torch.float32)
+RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10)
+EFFORT = Effort(repeat=FEWEST, seconds=None, cold=True, baselines=False)
+COMPUTE, TRAVEL = 0.06, 0.06
+
+
+@dataclass(frozen=True)
+class Sleeps:
+    """Seconds that the op and what it is compared with take, instead of doing anything."""
+
+    op: float
+    slow_rank: float = 0.0  #: more, on rank 1
+
+    def call(self, case: Case, algorithm: str = "auto") -> Outputs:
+        time.sleep(COMPUTE + TRAVEL if algorithm == "unfused" else self.op)
+        if algorithm == "auto" and dist.get_rank() == 1:
+            time.sleep(self.slow_rank)
+        return []
+
+    def product(self, case: Case) -> Outputs:
+        time.sleep(COMPUTE)
+        return []
+
+
+def asleep(sleeps: Sleeps) -> CaseReport:
+    """On a rank: results are checked as ever, only the times are made up."""
+    with (
+        mock.patch.object(measuring, "run_tpkernels", sleeps.call),
+        mock.patch.object(baselines, "run_product", sleeps.product),
+    ):
+        return run_case(SPEC, ["auto"], EFFORT, RATES, "cpu")
+
+
+def measured(ranks: Callable[[int], Ranks], sleeps: Sleeps) -> Result:
+    return result(Item(SPEC, 2), RATES, ranks(2).run(asleep, sleeps))
+
+
+def test_serialised_communication_hides_nothing(ranks: Callable[[int], Ranks]) -> None:
+    found = measured(ranks, Sleeps(op=COMPUTE + TRAVEL))
+    hidden = found["algorithms"]["auto"]["e_overlap"]
+    assert hidden is not None and abs(hidden["value"]) < 0.25, hidden
+    assert found["algorithms"]["auto"]["ect"] == pytest.approx(1e3 * TRAVEL, rel=0.3)
+
+
+def test_free_communication_is_hidden_altogether(ranks: Callable[[int], Ranks]) -> None:
+    found = measured(ranks, Sleeps(op=COMPUTE))
+    hidden = found["algorithms"]["auto"]["e_overlap"]
+    assert hidden is not None and abs(hidden["value"] - 1) < 0.25, hidden
+    speedup = found["algorithms"]["auto"]["speedup"]["unfused"]
+    assert speedup["verdict"] == "faster" and speedup["value"] == pytest.approx(2, rel=0.25)
+
+
+def test_the_slowest_rank_shows(ranks: Callable[[int], Ranks]) -> None:
+    found = measured(ranks, Sleeps(op=0.001, slow_rank=0.08))
+    own = found["times"]["auto"]
+    assert own["median"] >= 80 and min(own["samples"]) >= 80
+    assert own["skew"] >= 60
+    assert found["times"]["product"]["skew"] < 40
+
+
+def spoiled(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
+    (y,), plan = planned(case, algorithm)
+    if algorithm == "auto" and dist.get_rank() == 1:
+        y.view(-1)[0] += 0.1 * y.abs().max()
+    return [y], plan
+
+
+def sabotaged() -> CaseReport:
+    with mock.patch.object(measuring, "planned", spoiled):
+        return run_case(SPEC, ["auto", "direct"], EFFORT, RATES, "cpu")
+
+
+def test_a_wrong_op_is_not_timed(ranks: Callable[[int], Ranks]) -> None:
+    """One element of one rank is off; the other algorithms are as they were."""
+    found = result(Item(SPEC, 2), RATES, ranks(2).run(sabotaged))
+    wrong = found["algorithms"]["auto"]
+    assert not wrong["right"] and not is_right(found)
+    assert wrong["ect"] is None and wrong["e_overlap"] is None and wrong["speedup"] == {}
+    assert set(found["times"]) == {"direct", "unfused", "product"}
+    assert found["algorithms"]["direct"]["right"]
+
+
+def turns() -> list[bool]:
+    """On a rank: whether a call finds other memory than the calls before it, and the right data."""
+    from tpkernels.cli.bench.inputs import Inputs, last_level_cache_bytes
+    from tpkernels.cli.cases import random_case
+
+    case = random_case(Spec("all_gather_matmul", (64, 1024, 1024), torch.float32))
+    inputs = Inputs(case, cold=True)
+    seen: dict[int, int] = {}
+    right = []
+    for _ in range(40):
+        for given in (inputs.sharded(), inputs.whole()):
+            right.append(torch.equal(given.weights[0], case.weights[0]))
+            right.append(given.weights[0].stride() == case.weights[0].stride())
+            seen[given.weights[0].data_ptr()] = given.weights[0].nbytes
+    warm = Inputs(case, cold=False)
+    right.append(warm.sharded().x is warm.sharded().x)
+    return [*right, sum(seen.values()) >= 1.9 * last_level_cache_bytes("cpu")]
+
+
+def test_cold_inputs_exceed_the_cache(ranks: Callable[[int], Ranks]) -> None:
+    for right in ranks(2).run(turns):
+        assert all(right)
+
+
+def slow_torch() -> CaseReport:
+    effort = Effort(repeat=1, seconds=3.0, cold=False, baselines=True)
+    return run_case(SPEC, ["auto"], effort, Rates(1e10, torch_flops=1.0, copy_bytes=1e10), "cpu")
+
+
+def test_baselines_beyond_the_budget_are_left_out_with_the_reason(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    found = result(Item(SPEC, 2), RATES, ranks(2).run(slow_torch))
+    assert found["left_out"].keys() == {"torch", "matmul"}
+    assert "torch.matmul would take some 4.1e+03 s a call" in found["left_out"]["torch"]
+    assert set(found["times"]) == {"auto", "unfused", "product"} and is_right(found)

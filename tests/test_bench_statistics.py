@@ -1,0 +1,108 @@
+"""Statistics of the benchmark on samples whose answers are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tpkernels.cli.bench.roofline import Rates, Work
+from tpkernels.cli.bench.statistics import (
+    FEWEST,
+    difference,
+    independent,
+    overlap,
+    paired,
+    ratio,
+)
+from tpkernels.cli.cases import Spec
+
+
+def noisy(center: float, count: int, seed: int, spread: float = 0.02) -> list[float]:
+    generator = random.Random(seed)
+    return [center * (1 + generator.gauss(0, spread)) for _ in range(count)]
+
+
+def test_a_clear_difference_is_told() -> None:
+    found = paired(ratio, noisy(3.0, 20, 1), noisy(2.0, 20, 2))
+    assert found.low is not None and found.high is not None
+    assert found.low < 1.5 < found.high and found.high - found.low < 0.1
+    assert found.verdict == "faster"
+    assert paired(ratio, noisy(2.0, 20, 2), noisy(3.0, 20, 1)).verdict == "slower"
+
+
+def test_the_same_is_no_difference() -> None:
+    assert paired(ratio, noisy(2.0, 20, 1), noisy(2.0, 20, 2)).verdict == "no difference"
+    same = noisy(2.0, 20, 1)
+    assert paired(ratio, same, same).verdict == "no difference"
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    held = 0
+    for seed in range(200):
+        found = paired(ratio, noisy(2.0, 20, seed), noisy(1.0, 20, 1000 + seed))
+        assert found.low is not None and found.high is not None
+        held += found.low <= 2.0 <= found.high
+    assert held >= 180  # 95 % of 200, less what chance and a percentile interval allow
+
+
+def test_what_slows_both_is_no_difference_between_them() -> None:
+    """The repetitions are drawn as pairs: each holds 1 % between the two, whatever else is on."""
+    load = [random.Random(3).uniform(1, 4) for _ in range(1)] + noisy(2.0, 19, 3, spread=0.5)
+    slower, faster = [1.01 * each for each in load], load
+    found = paired(ratio, slower, faster)
+    assert (found.low, found.high) == (pytest.approx(1.01), pytest.approx(1.01))
+    apart = independent(ratio, [slower], [faster])
+    assert apart.verdict == "no difference"
+
+
+def test_few_repetitions_have_no_interval() -> None:
+    few = paired(ratio, noisy(9.0, FEWEST - 1, 1), noisy(1.0, FEWEST - 1, 2))
+    assert (few.low, few.high, few.verdict) == (None, None, "too few repetitions")
+    assert few.value == pytest.approx(9.0, rel=0.1)
+    assert paired(ratio, noisy(9.0, FEWEST, 1), noisy(1.0, FEWEST, 2)).verdict == "faster"
+    uneven = independent(ratio, [noisy(9.0, 20, 1)], [noisy(1.0, FEWEST - 1, 2)])
+    assert uneven.verdict == "too few repetitions"
+
+
+@pytest.mark.parametrize("count", [3, 20])
+@pytest.mark.parametrize(
+    ("op", "share"), [(10.0, 1.0), (12.5, 0.5), (15.0, 0.0), (25.0, -2.0), (9.0, 1.2)]
+)
+def test_overlap_is_the_share_that_is_hidden(op: float, share: float, count: int) -> None:
+    unfused, gemm = noisy(15.0, count, 1, 0.003), noisy(10.0, count, 2, 0.003)
+    found = overlap(noisy(op, count, 3, 0.003), unfused, gemm)
+    assert found is not None
+    assert found.value == pytest.approx(share, abs=0.05)
+    assert (found.low is None) == (count < FEWEST)
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_nothing_to_hide_gives_no_overlap(count: int) -> None:
+    gemm = noisy(10.0, count, 2)
+    assert overlap(noisy(9.0, count, 3), list(reversed(gemm)), gemm) is None
+
+
+def test_the_same_samples_give_the_same_interval() -> None:
+    series = noisy(3.0, 20, 1), noisy(2.0, 20, 2)
+    assert paired(difference, *series) == paired(difference, *series)
+
+
+def test_work_of_a_call() -> None:
+    """Rank 0 of 4: what it multiplies, gets from peers, and touches."""
+    import torch
+
+    bf16 = torch.bfloat16
+    gather = Work.of(Spec("all_gather_matmul", (64, 32, 16), bf16), 4)
+    assert gather.flops == 2 * 64 * 8 * 16
+    assert gather.traffic == 3 * 16 * 16 * 2
+    assert gather.touched == 2 * (64 * 16 + 16 * 8 + 64 * 8) + gather.traffic
+    reduce = Work.of(Spec("matmul_reduce_scatter", (64, 32, 16), bf16), 4)
+    assert (reduce.flops, reduce.traffic) == (2 * 64 * 32 * 4, 3 * 16 * 32 * 2)
+    assert Work.of(Spec("matmul_all_reduce", (64, 32, 16), bf16), 4).traffic == 2 * reduce.traffic
+    alone = Work.of(Spec("all_reduce", (64,), torch.float32), 1)
+    assert (alone.flops, alone.traffic) == (0, 0)
+    rates = Rates(flops=1e3, torch_flops=1.0, copy_bytes=1e9)
+    assert gather.least_seconds(rates) == pytest.approx(gather.flops / 1e3)
+    rates = Rates(flops=1e12, torch_flops=1.0, copy_bytes=1e2)
+    assert gather.least_seconds(rates) == pytest.approx(gather.touched / 1e2)

@@ -1,0 +1,129 @@
+"""What a sweep consists of: models, options and YAML files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tpkernels import dtypes
+from tpkernels.cli.bench.models import LAYER, MODELS, PROJECTIONS, projection
+from tpkernels.cli.bench.results import key
+from tpkernels.cli.bench.sweep import Settings, plan_sweep, read_file
+from tpkernels.cli.options import UsageError
+
+
+def cases(**options: object) -> list[str]:
+    sweep = plan_sweep(Settings(**options), ranks=None, device="cpu")  # type: ignore[arg-type]
+    return [key(item) for item in sweep.items]
+
+
+def test_the_products_of_a_model() -> None:
+    """N and K before the split, of llama3-8b: 32 heads and 8 KV heads of 128."""
+    found = {name: projection(MODELS["llama3-8b"], name, 2) for name in PROJECTIONS}
+    assert {name: (each.column, each.n, each.k) for name, each in found.items()} == {
+        "qkv": (True, 6144, 4096),
+        "out": (False, 4096, 4096),
+        "gate_up": (True, 28672, 4096),
+        "down": (False, 4096, 14336),
+        "lm_head": (True, 128256, 4096),
+    }
+    # 16 ranks hold a copy of one of 8 KV heads each.
+    assert projection(MODELS["llama3-8b"], "qkv", 16).n == 4096 + 2 * 16 * 128
+    assert projection(MODELS["qwen3-32b"], "out", 2).k == 64 * 128 != MODELS["qwen3-32b"].hidden
+    assert projection(MODELS["gpt3-175b"], "gate_up", 2).n == 49152  # not gated
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_can_be_split(name: str) -> None:
+    assert MODELS[name].heads % MODELS[name].kv_heads == 0
+    world = 3 if name == "smollm2-135m" else 8
+    for each in LAYER:
+        found = projection(MODELS[name], each, world)
+        assert (found.n if found.column else found.k) % world == 0
+
+
+def test_a_sweep_is_a_product() -> None:
+    found = cases(
+        model=("llama3-8b",),
+        m=("16,256",),
+        tp=("2", "4"),
+        dtype=("bf16,fp32",),
+        projection=("out",),
+    )
+    assert found == [
+        f"matmul_reduce_scatter {m}x4096x4096 {dtype} tp{world}"
+        for world in (2, 4)
+        for dtype in ("bfloat16", "float32")
+        for m in (16, 256)
+    ]
+
+
+def test_models_that_share_a_product_share_the_case() -> None:
+    given = Settings(model=("llama3-8b,llama2-7b",), m=("16",), projection=("out",))
+    (item,) = plan_sweep(given, ranks=None, device="cpu").items
+    assert item.labels == ("llama3-8b out", "llama2-7b out")
+
+
+def test_ops_of_a_model() -> None:
+    """Without sequence parallelism the row-parallel products end in an all-reduce."""
+    found = cases(model=("llama3-8b",), m=("1",), op=("matmul_all_reduce",))
+    assert [each.split()[:2] for each in found] == [
+        ["matmul_all_reduce", "1x4096x4096"],
+        ["matmul_all_reduce", "1x4096x14336"],
+    ]
+    assert len(cases()) == 3 * 2 + 3 * 3  # matmul ops by shapes, collectives by sizes
+    assert cases(shape=("9,32,64",), op=("all_gather_matmul",), uneven=True)
+
+
+def test_quick_and_what_overrides_it() -> None:
+    def effort(**options: object) -> tuple[int, float | None]:
+        found = plan_sweep(Settings(**options), ranks=None, device="cpu").effort  # type: ignore[arg-type]
+        return found.repeat, found.seconds
+
+    assert effort() == (20, None)
+    assert effort(quick=True) == (10, 2.0)
+    assert effort(quick=True, repeat=3) == (3, 2.0)
+    assert effort(quick=True, seconds=9.0, repeat=50) == (50, 9.0)
+
+
+def test_a_yaml_file(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        "op: [all_gather_matmul, all_reduce]\ntp: 2\nshape: [[16, 32, 64], '2,32,64']\n"
+        "bytes: [4K, 1M]\ndtype: fp32\nseconds: 2\nquick: true\nwarm: true\n"
+    )
+    found = Settings().over(read_file(path), path)
+    sweep = plan_sweep(found, ranks=None, device="cpu")
+    assert [(item.spec.op, item.spec.shape) for item in sweep.items] == [
+        ("all_gather_matmul", (16, 32, 64)),
+        ("all_gather_matmul", (2, 32, 64)),
+        ("all_reduce", (1024,)),
+        ("all_reduce", (262144,)),
+    ]
+    assert {dtypes.name(item.spec.dtype) for item in sweep.items} == {"float32"}
+    assert (sweep.effort.repeat, sweep.effort.seconds, sweep.effort.cold) == (10, 2.0, False)
+    given = Settings(dtype=("bf16",), warm=False).over(read_file(path), path)
+    assert (given.dtype, given.warm, given.tp) == (("bf16",), False, ("2",))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shapes: [1]", "unknown key 'shapes'; there are op, model, projection, m, shape,"),
+        ("tp: {a: 1}", "tp: {'a': 1} is no list of values"),
+        ("repeat: many", "repeat: 'many' is no whole number"),
+        ("repeat: true", "repeat: True is no whole number"),
+        ("quick: 1", "quick: 1 is no true or false"),
+        ("seconds: [1]", r"seconds: \[1\] is no number"),
+        ("- op", "holds no mapping"),
+        ("", "holds no mapping"),
+        ("op: [", "is no YAML"),
+        ("op: !!python/object/apply:os.getcwd []", "is no YAML"),
+    ],
+)
+def test_what_a_yaml_file_cannot_say(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        Settings().over(read_file(path), path)

@@ -1,0 +1,147 @@
+"""The file of a run: written after every case, so that what ends the run loses one case at most."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypedDict
+
+from tpkernels.cli import environment
+from tpkernels.cli.bench.inputs import last_level_cache_bytes
+from tpkernels.cli.bench.results import Result, key
+from tpkernels.cli.bench.roofline import Rates
+from tpkernels.cli.bench.sweep import Sweep
+from tpkernels.cli.options import UsageError
+from tpkernels.cli.session import under_torchrun
+
+FORMAT = "tpkernels-bench/2"
+
+
+class Roofline(TypedDict):
+    """What a local matmul and a copy reach on each rank while all run them: see `Rates`."""
+
+    tp: int
+    dtype: str
+    tflops: float
+    torch_tflops: float
+    copy_gb_per_s: float
+
+
+class Report(TypedDict):
+    """All of a file. ``runs``: when, with which command and at which load it was measured;
+    ``cases``: what the sweep consists of, measured or not."""
+
+    format: str
+    complete: bool
+    sweep: dict[str, Any]
+    cases: list[str]
+    environment: dict[str, Any]
+    runs: list[dict[str, Any]]
+    rooflines: list[Roofline]
+    results: list[Result]
+
+
+def new_report(sweep: Sweep) -> Report:
+    """Without results yet."""
+    return {
+        "format": FORMAT,
+        "complete": False,
+        "sweep": sweep.facts(),
+        "cases": [key(item) for item in sweep.items],
+        "environment": _environment(sweep.device),
+        "runs": [_run()],
+        "rooflines": [],
+        "results": [],
+    }
+
+
+def resumed(path: Path, fresh: Report) -> Report:
+    """What ``path`` holds, to be gone on with; ``fresh`` where there is no such file.
+
+    Raises:
+        UsageError: it holds no report, or that of another sweep or machine.
+    """
+    if not path.exists():
+        return fresh
+    found = load(path)
+    for part in ("environment", "sweep"):
+        old, new = found[part], fresh[part]
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                raise UsageError(
+                    f"cannot resume '{path}': its {name} is {old.get(name)!r}, here it is "
+                    f"{new.get(name)!r}; choose another --out, or leave --resume out"
+                )
+    other = sorted(set(found["cases"]) ^ set(fresh["cases"]))
+    if other:
+        raise UsageError(
+            f"cannot resume '{path}': it has other cases, {len(other)} of them, as {other[0]}; "
+            "choose another --out, or leave --resume out"
+        )
+    found["runs"] = [*found["runs"], *fresh["runs"]]
+    return found
+
+
+def load(path: Path) -> Report:
+    """The report in a file."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"'{path}' is no JSON: {error}") from error
+    is_report = isinstance(found, dict) and found.keys() >= Report.__required_keys__
+    if not is_report or found["format"] != FORMAT:
+        there = found.get("format") if isinstance(found, dict) else None
+        has = f"format {there!r}" if there else "no format"
+        raise UsageError(f"'{path}' is no result of `tpkernels bench`: {has}, not '{FORMAT}'")
+    for each in found["results"]:
+        if not isinstance(each, dict) or not each.keys() >= Result.__required_keys__:
+            raise UsageError(f"'{path}' is no result of `tpkernels bench`: a result without fields")
+    report: Report = found
+    return report
+
+
+def save(report: Report, path: Path) -> None:
+    """All or nothing: whoever reads ``path`` finds a whole file."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def roofline(tp: int, dtype: str, rates: Rates) -> Roofline:
+    return {
+        "tp": tp,
+        "dtype": dtype,
+        "tflops": rates.flops / 1e12,
+        "torch_tflops": rates.torch_flops / 1e12,
+        "copy_gb_per_s": rates.copy_bytes / 1e9,
+    }
+
+
+def _environment(device: str) -> dict[str, Any]:
+    """What does not change from one run to the next on a machine."""
+    devices = environment.devices()
+    del devices["available_bytes"]
+    return {
+        **environment.versions(),
+        **devices,
+        "vector_unit": environment.vector_units()["in_use"],
+        "last_level_cache_bytes": last_level_cache_bytes(device),
+        "launcher": "torchrun" if under_torchrun() else "spawned",
+    }
+
+
+def _run() -> dict[str, Any]:
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["tpkernels", *sys.argv[1:]]),
+        "load": list(os.getloadavg()),
+    }

@@ -1,0 +1,109 @@
+"""One case of the benchmark on one rank: right first, then how fast, and beside what."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.cli.bench.baselines import baselines
+from tpkernels.cli.bench.inputs import Inputs
+from tpkernels.cli.bench.roofline import Rates, Work, measure_rates
+from tpkernels.cli.bench.sweep import Effort
+from tpkernels.cli.cases import Case, Spec, planned, random_case, run_torch, run_tpkernels
+from tpkernels.cli.check import Verdict, verify
+from tpkernels.cli.timing import Samples, Variant, measure
+
+_FEWEST = 3  # repetitions, whatever they take: see `timing.measure`
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one requested algorithm came to on a case."""
+
+    algorithm: str
+    reason: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class CaseReport:
+    """What one rank found. ``samples`` has the baselines that the op has, and the algorithms that
+    were right by the name asked for; ``left_out``: the baselines that were not run, and why."""
+
+    choices: dict[str, Choice]
+    samples: dict[str, Samples]
+    left_out: dict[str, str]
+
+
+def probe(dtype: torch.dtype, device: str) -> Rates:
+    """The roofline's rates on this rank. Collective."""
+    return measure_rates(dtype, _own_device(device).type, _synchronize(device))
+
+
+def run_case(
+    spec: Spec, algorithms: Sequence[str], effort: Effort, rates: Rates, device: str
+) -> CaseReport:
+    """Checks one case, and times by turns what was right and what it replaces. `unfused` is always
+    among them. Collective.
+
+    Args:
+        rates: the same on all ranks.
+    """
+    case = random_case(spec, _own_device(device))
+    names = list(dict.fromkeys([*algorithms, "unfused"]))
+    seconds = math.inf if effort.seconds is None else effort.seconds
+    expected = Work.of(spec, dist.get_world_size()).flops / rates.torch_flops
+    affordable = expected * _FEWEST <= seconds
+    choices = _checked(case, names, affordable and effort.baselines)
+    inputs = Inputs(case, cold=effort.cold)
+    with baselines(
+        case,
+        inputs,
+        torch_matmul_seconds=expected,
+        most=seconds / _FEWEST,
+        wanted=effort.baselines,
+    ) as (runs, left_out):
+        for name in names:
+            if choices[name].verdict.right:
+                runs[name] = functools.partial(_call, inputs, name)
+        # An all_reduce works in place: each region starts from the same values.
+        undo = inputs.restore if case.op == "all_reduce" else None
+        variants = {name: Variant(run, undo) for name, run in runs.items()}
+        synchronize = _synchronize(device)
+        samples = measure(variants, repeat=effort.repeat, budget=seconds, synchronize=synchronize)
+    return CaseReport(choices, samples, left_out)
+
+
+def _call(inputs: Inputs, algorithm: str) -> object:
+    return run_tpkernels(inputs.sharded(), algorithm)
+
+
+def _checked(case: Case, algorithms: list[str], with_torch: bool) -> dict[str, Choice]:
+    """Each algorithm's result against float64; without torch's result nothing is allowed for the
+    error that it would have."""
+    runs = {name: planned(case.copy(), name) for name in algorithms}
+    outputs = {name: found for name, (found, _) in runs.items()}
+    verdicts = verify(case, run_torch(case.copy()) if with_torch else None, outputs)
+    return {
+        name: Choice(plan.algorithm, plan.reason, verdicts[name])
+        for name, (_, plan) in runs.items()
+    }
+
+
+def _own_device(device: str) -> torch.device:
+    """This rank's, which is made current; ranks share GPUs where there are fewer."""
+    if device == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    torch.cuda.set_device(local % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _synchronize(device: str) -> Callable[[], object] | None:
+    return torch.cuda.synchronize if device == "cuda" else None
