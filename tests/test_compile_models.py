@@ -4,6 +4,7 @@ off; several shapes; inductor's cache."""
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import RanksFixture
 from compiled import graph_runner
-from ranked import report
+from ranked import fresh_group, report
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -28,6 +29,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tpkernels
+from tpkernels.launch import Ranks
+
+_c10d = torch.ops._c10d_functional
 
 WIDTH, HIDDEN = 16, 24
 SLOT = "post_grad_custom_pre_pass"
@@ -67,13 +71,14 @@ REPLICATED = {
 
 
 class Parallel:
-    """A block in one process and its like under a plan of torch's own."""
+    """A block in one process and its like under a plan of torch's own, both in float64: what
+    differs by more than its roundings is wrong."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         self.sequence = plan is SEQUENCE
         torch.manual_seed(0)
-        self.whole, self.model = Block(), Block()
+        self.whole, self.model = Block().double(), Block().double()
         self.model.load_state_dict(self.whole.state_dict())
         parallelize_module(self.model, self.mesh, plan)
         torch._dynamo.reset()
@@ -87,7 +92,8 @@ class Parallel:
         """What differs from the unsharded model after a forward and a backward."""
         for model in (self.whole, self.model):
             model.zero_grad()
-        x = torch.randn(batch, rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+        draw = torch.Generator().manual_seed(rows)
+        x = torch.randn(batch, rows, WIDTH, dtype=torch.float64, generator=draw)
         expected = self.whole(x)
         (expected**2).sum().backward()
         y = compiled(self.share(x))
@@ -101,16 +107,16 @@ class Parallel:
         return [
             f"[{batch}, {rows}]: {name} differs by {(got - want).abs().max()}"
             for name, (got, want) in pairs.items()
-            if not torch.allclose(got, want, rtol=1e-4, atol=1e-5)
+            if not torch.allclose(got, want, rtol=1e-12, atol=1e-12)
         ]
 
 
 def _expected(sequence: bool) -> dict[str, int]:
-    if sequence:  # forward and backward have one of each
+    """Forward and backward have one of each; the backward's one sums the gradients of gate's and
+    up's input."""
+    if sequence:
         return {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
-    return {
-        "matmul_all_reduce": 2
-    }  # the backward's one sums the gradients of gate's and up's input
+    return {"matmul_all_reduce": 2}
 
 
 def block_job(sequence: bool, batch: int) -> list[str]:
@@ -221,6 +227,42 @@ def test_the_key_for_the_cache() -> None:
     assert fuse().uuid() == fuse().uuid()
     assert fuse("one").uuid() != fuse().uuid()
     assert fuse("one", "two").uuid() == fuse("two", "one").uuid()
+
+
+def mean_job() -> tuple[bytes, str, torch.Tensor]:
+    """The mean over all ranks of a product: the same graph for any number of ranks."""
+    fusion = tpkernels.compile.fuse_collectives()
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    mean = torch.compile(
+        lambda x, w: _c10d.wait_tensor(_c10d.all_reduce(x @ w, "avg", name)),
+        options=fusion.options,
+    )
+    ones = torch.ones(4, 4)
+    result = mean(ones * 12 * dist.get_rank(), ones)
+    return fusion.uuid(), str(fusion.report), result
+
+
+@pytest.mark.slow
+def test_the_cache_of_another_number_of_ranks(tmp_path: Path) -> None:
+    keys = []
+    for world in (2, 3):
+        with Ranks(world, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as pool:
+            for key, said, mean in pool.run(mean_job, timeout=280):
+                assert torch.equal(mean, torch.full((4, 4), 24.0 * (world - 1))), said
+                keys.append(key)
+    assert len(set(keys)) == 2
+
+
+def key_job() -> list[bytes]:
+    fusion = tpkernels.compile.fuse_collectives("tp")
+    before = fusion.uuid()
+    with fresh_group():
+        return [before, fusion.uuid()]
+
+
+def test_the_key_for_the_cache_tells_the_groups(ranks: RanksFixture) -> None:
+    for before, after in ranks(2).run(key_job):
+        assert before != after
 
 
 def test_what_is_no_group_is_refused() -> None:

@@ -1,5 +1,5 @@
-"""The fused styles beside torch's own and beside the unsharded module: every layout, with uneven
-shards, in ``parallelize_module`` with other styles; what they refuse."""
+"""One Linear under the fused styles beside the unsharded one: every layout, with uneven shards;
+what the styles leave to torch's, and what they refuse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dcp_state
 from cases import RanksFixture
 from ranked import report
 from torch import nn
@@ -17,14 +16,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
 
-WHOLE = Replicate()
+WHOLE, F64 = Replicate(), torch.float64
 
 
 class Ops(TorchDispatchMode):
@@ -41,12 +40,8 @@ class Ops(TorchDispatchMode):
     @property
     def collective(self) -> set[str]:
         """What communicates. ``_matmul`` is the local product."""
-        return {
-            n.partition("::")[2] for n in self.names if n.startswith(("tpkernels", "_c10d"))
-        } - {
-            "_matmul",
-            "wait_tensor",
-        }
+        ours = {name for name in self.names if name.startswith(("tpkernels", "_c10d"))}
+        return ours - {"tpkernels::_matmul", "_c10d_functional::wait_tensor"}
 
 
 def _mesh() -> DeviceMesh:
@@ -62,22 +57,27 @@ def _whole(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor
 
 
 def _one(
-    style: Any, shape: tuple[int, ...], given: Placement, as_dtensor: bool, output: Placement
+    style: Any,
+    shape: tuple[int, ...],
+    given: Placement,
+    as_dtensor: bool,
+    output: Placement,
+    uneven: int = 0,
 ) -> list[str]:
-    """One Linear under the style, its input laid out as ``given``."""
+    """One Linear under the style in float64, its input laid out as ``given``; so many features
+    more than the ranks divide."""
     mesh = _mesh()
-    world = mesh.size()
+    features = 6 * mesh.size() + uneven
     torch.manual_seed(1)
-    whole = nn.Linear(shape[-1], 6 * world)
-    linear = nn.Linear(shape[-1], 6 * world)
+    whole, linear = (nn.Linear(shape[-1], features).double() for _ in range(2))
     linear.load_state_dict(whole.state_dict())
     parallelize_module(linear, mesh, style)
-    x = torch.randn(shape, requires_grad=True)
+    x = torch.randn(shape, dtype=F64, requires_grad=True)
     mine: Any = distribute_tensor(x.detach(), mesh, [given])
     mine = (mine if as_dtensor else mine.to_local()).requires_grad_()
 
     expected = whole(x)
-    cotangent = torch.randn(expected.shape)
+    cotangent = torch.randn(expected.shape, dtype=F64)
     expected.backward(cotangent)
     with Ops() as ops:
         y = linear(mine)
@@ -94,16 +94,12 @@ def _one(
     found = [
         f"{told}: {name} differs by {(got - want).abs().max()}"
         for name, (got, want) in pairs.items()
-        if not torch.allclose(got, want, rtol=1e-4, atol=1e-5)
+        if not torch.allclose(got, want, rtol=1e-12, atol=1e-12)
     ]
-    row = isinstance(style, FusedRowwiseParallel)
-    op = "all_gather_matmul"
-    if row:
-        op = (
-            "matmul_all_reduce"
-            if style.output_layouts[0].is_replicate()
-            else "matmul_reduce_scatter"
-        )
+    op = "tpkernels::all_gather_matmul"
+    if isinstance(style, FusedRowwiseParallel):
+        replicated = style.output_layouts[0].is_replicate()
+        op = f"tpkernels::matmul_{'all_reduce' if replicated else 'reduce_scatter'}"
     return found + ([] if op in ops.collective else [f"{told}: {ops.collective}"])
 
 
@@ -123,65 +119,25 @@ def layouts_job() -> list[str]:
     failures += _one(spread, shape, Shard(1), False, WHOLE)
     failures += _one(FusedRowwiseParallel(), shape, Shard(2), False, WHOLE)
     failures += _one(FusedRowwiseParallel(input_layouts=WHOLE), shape, WHOLE, False, WHOLE)
-    failures += _one(
-        FusedRowwiseParallel(output_layouts=Shard(-1)), shape, Shard(2), True, Shard(2)
-    )
-    # Uneven: DTensors know the size of the whole.
-    for rows in (even + 1, 1):
-        column = FusedColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-        failures += _one(column, (3, rows, k), Shard(1), True, Shard(2))
-        row = FusedRowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-        failures += _one(row, (3, rows, k), Shard(2), True, Shard(1))
+    row = FusedRowwiseParallel(output_layouts=Shard(-1))
+    failures += _one(row, shape, Shard(2), True, Shard(2))
     return failures
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
-        self.head = nn.Linear(8, 12, bias=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = x + self.down(self.up(self.norm(x)).relu())
-        return self.head(x)
-
-
-def plan(fused: bool) -> dict[str, Any]:
-    """torch's own styles, or the fused ones where there are such."""
-    column: Any = FusedColwiseParallel if fused else ColwiseParallel
-    row: Any = FusedRowwiseParallel if fused else RowwiseParallel
-    return {
-        "norm": SequenceParallel(),
-        "up": column(input_layouts=Shard(1)),
-        "down": row(output_layouts=Shard(1)),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=WHOLE),
-    }
-
-
-def mixed_job() -> list[str]:
-    """Beside torch's styles: the unsharded gradients, the unsharded state dict, one optimizer
-    step."""
-    mesh = _mesh()
-    torch.manual_seed(2)
-    whole, model = Block(), Block()
-    model.load_state_dict(whole.state_dict())
-    parallelize_module(model, mesh, plan(fused=True))
-    x = torch.randn(2, 4 * mesh.size(), 8)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (whole, model)]
-    for module, given in ((whole, x), (model, x.chunk(mesh.size(), 1)[mesh.get_local_rank()])):
-        (module(given) ** 2).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    state = dcp_state.get_model_state_dict(
-        model, options=dcp_state.StateDictOptions(full_state_dict=True)
-    )
-    if list(state) != list(whole.state_dict()):
-        return [f"the state dict has {list(state)}"]
-    return [
-        f"{name} differs by {(state[name] - want).abs().max()} after a step"
-        for name, want in whole.state_dict().items()
-        if not torch.allclose(state[name], want, rtol=1e-4, atol=1e-4)
-    ]
+def uneven_job() -> list[str]:
+    """DTensors know the size of the whole; with one row, some ranks have none."""
+    world = dist.get_world_size()
+    failures = []
+    column = FusedColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    row = FusedRowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    last = FusedRowwiseParallel(output_layouts=Shard(2), use_local_output=False)
+    for rows in (2 * world + 1, 1):
+        shape = (3, rows, 4 * world + 1)
+        failures += _one(column, shape, Shard(1), True, Shard(2), uneven=1)
+        failures += _one(row, shape, Shard(2), True, Shard(1), uneven=1)
+        failures += _one(last, shape, Shard(2), True, Shard(2), uneven=1)
+    failures += _one(FusedRowwiseParallel(), shape, Shard(2), False, WHOLE, uneven=1)
+    return failures
 
 
 def torch_s_own_job() -> list[str]:
@@ -219,20 +175,19 @@ def refusals_job() -> list[str]:
     integers = nn.Linear(8, 8)
     integers.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
     pair: Any = (Shard(1), Shard(1))
+    wrapped = nn.Linear(8, 8)
+    wrapped.weight = nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))
+    own = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
+    plain = "Linear(in_features=8, out_features=8"
     cases: list[tuple[Any, nn.Module, DeviceMesh, type[Exception], list[str]]] = [
-        (
-            column,
-            nn.Linear(8, 8),
-            square,
-            ValueError,
-            ["Linear(in_features=8", "2 dims", "mesh['tp']"],
-        ),
+        (column, nn.Linear(8, 8), square, ValueError, [plain, "2 dims", "mesh['tp']"]),
         (row, nn.Embedding(8, 8), mesh, NotImplementedError, ["Embedding(8, 8)", "torch's styles"]),
         (row, Special(8, 8), mesh, NotImplementedError, ["Special(in_features=8"]),
         (column, done, mesh, ValueError, ["_ColwiseLinear(in_features=8", "DTensor"]),
-        (row, integers, mesh, NotImplementedError, ["Linear(in_features=8", "weight", "int8"]),
-        (column, nn.Linear(8, 1), mesh, ValueError, ["out_features 1", "2 ranks"]),
-        (row, nn.Linear(1, 8), mesh, ValueError, ["in_features 1", "2 ranks"]),
+        (row, integers, mesh, NotImplementedError, [plain, "weight", "int8"]),
+        (row, wrapped, mesh, NotImplementedError, [plain, "weight is a TwoTensor"]),
+        (column, nn.Linear(8, 1), mesh, ValueError, ["out_features 1", "2 ranks is [1, 0]"]),
+        (row, nn.Linear(1, 8), mesh, ValueError, ["in_features 1", "2 ranks is [1, 0]"]),
         (
             FusedColwiseParallel(input_layouts=pair),
             nn.Linear(8, 8),
@@ -240,10 +195,8 @@ def refusals_job() -> list[str]:
             TypeError,
             ["one placement"],
         ),
+        (row, own, mesh, ValueError, ["weight is a DTensor", "before fully_shard"]),
     ]
-    own = nn.Linear(8, 8)
-    parallelize_module(own, mesh, ColwiseParallel())
-    cases.append((row, own, mesh, ValueError, ["weight is a DTensor", "before fully_shard"]))
     for style, module, on, kind, words in cases:
         try:
             parallelize_module(module, on, style)
@@ -265,12 +218,13 @@ def refusals_job() -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
+    report(f for rank in ranks(world).run(uneven_job, timeout=120) for f in rank)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_every_layout(ranks: RanksFixture, world: int) -> None:
     report(f for rank in ranks(world).run(layouts_job, timeout=120) for f in rank)
-
-
-def test_beside_torchs_styles(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(mixed_job, timeout=120) for f in rank)
 
 
 def test_nothing_to_fuse(ranks: RanksFixture) -> None:

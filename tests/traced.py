@@ -4,15 +4,20 @@ does to a graph, op by op."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 import tpkernels
 from tpkernels.compile import Report
 from tpkernels.groups import GroupLike
+
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 _c10d = torch.ops._c10d_functional
 
@@ -50,3 +55,55 @@ def rewritten(
     fusion(traced.graph)
     traced.recompile()
     return traced, fusion.report
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A function of inputs of the given shapes ("W" is the number of ranks, "2W" twice that), of
+    the group's size and its name; what the pass puts in, with how many products, and what it says
+    of the rest. ``reference`` computes the same where gloo cannot."""
+
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int | str, ...], ...]
+    ops: tuple[tuple[str, int], ...] = ()
+    reasons: tuple[str, ...] = ()
+    reference: Callable[..., Any] | None = None
+
+
+def _integers(graph: Graph, rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Inputs so small that all sums are exact, in whatever order, in 16 bits too."""
+    draw = torch.Generator().manual_seed(rank)
+
+    def size(given: int | str) -> int:
+        return given if isinstance(given, int) else int(given[:-1] or 1) * world
+
+    shapes = [[size(given) for given in shape] for shape in graph.shapes]
+    return [torch.randint(-1, 2, shape, generator=draw).to(dtype) for shape in shapes]
+
+
+def check(
+    graph: Graph,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype = torch.float32,
+    symbolic: bool = False,
+) -> list[str]:
+    """Whether the graph holds what it should, and gives to the bit what the function gives."""
+    where = (group.size(), group.group_name)
+    inputs = _integers(graph, group.rank(), group.size(), dtype)
+    traced, said = rewritten(lambda *x: graph.function(*x, *where), inputs, symbolic=symbolic)
+    failures = []
+    ops = tuple((each.op, each.products) for each in said.rewritten)
+    reasons = tuple(each.reason for each in said.left_alone)
+    if (ops, reasons) != (graph.ops, graph.reasons):
+        failures.append(f"{said}, expected {graph.ops}, {graph.reasons}")
+    names = [str(node.target) for node in traced.graph.nodes]
+    if sum("tpkernels" in name for name in names) != len(graph.ops):
+        failures.append(f"the graph holds {names}")
+    if graph.ops and any("c10d" in name for name in names):
+        failures.append(f"a collective is left: {names}")
+    got = tree_leaves(traced(*inputs))
+    want = tree_leaves((graph.reference or graph.function)(*inputs, *where))
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        if g.dtype != w.dtype or not torch.equal(g, w):
+            failures.append(f"result {i} is {g}, not {w}")
+    return failures

@@ -14,6 +14,7 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.distributed import distributed_c10d
 
 from tpkernels import dtypes, groups
 from tpkernels.compile import gathers, reductions
@@ -67,9 +68,12 @@ class CollectiveFusion(CustomGraphPass):
         self._entered.pop().__exit__(kind, error, trace)
 
     def uuid(self) -> bytes:
-        """What inductor's cache has to know of the pass: its code and its groups."""
+        """What inductor's cache has to know of the pass: its code, its groups, and their sizes,
+        which graphs do not tell, and by which a mean is divided."""
         files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
-        return get_hash_for_files(files, repr(self._only and sorted(self._only)))
+        only = None if self._only is None else sorted(self._only)
+        sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
+        return get_hash_for_files(files, repr((only, sizes)))
 
     def __call__(self, graph: fx.Graph) -> None:
         backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))

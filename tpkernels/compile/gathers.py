@@ -64,32 +64,33 @@ def fuse(gather: Collective) -> Change:
     moves = follow(gather.node, inner.with_leading(0, ranks))
     use = _use(gather.node, moves, ranks)
 
-    editor = Editor(use.products[0].node)
     lead = [size_of(use.rows.before)] if use.rows.before else []
-    x = editor.arrange(
-        shard,
-        inner.flat,
-        [axis for axis in use.layout.flat if axis is not ranks],
-        [*lead, size_of(use.rows.within), shape_of(use.products[0].left)[1]],
-    )
-    biases = None
-    if any(product.bias is not None for product in use.products):
-        none = editor.call(aten.new_empty.default, shard, [0])
-        biases = [none if product.bias is None else product.bias for product in use.products]
-    fused = editor.call(
-        torch.ops.tpkernels.all_gather_matmul.default,
-        x,
-        [product.right for product in use.products],
-        gather.group,
-        len(lead),
-        biases,
-        return_gathered=bool(use.rest),
-    )
-    _put_in(editor, fused, moves, use)
+    shape = [*lead, size_of(use.rows.within), shape_of(use.products[0].left)[1]]
+    with Editor(use.products[0].node) as editor:
+        order = [axis for axis in use.layout.flat if axis is not ranks]
+        x = editor.arrange(shard, inner.flat, order, shape)
+        fused = editor.call(
+            torch.ops.tpkernels.all_gather_matmul.default,
+            x,
+            [product.right for product in use.products],
+            gather.group,
+            len(lead),
+            _biases(editor, shard, use.products),
+            return_gathered=bool(use.rest),
+        )
+        _put_in(editor, fused, moves, use)
     erase_unread([*moves, *(carrier for move in moves for carrier in carriers(move))])
     kept = "; the gathered tensor is kept" if use.rest else ""
-    detail = f"x {list(shape_of(x))} along dim {len(lead)}, {len(use.products)} products{kept}"
+    detail = f"x {shape} along dim {len(lead)}, {len(use.products)} products{kept}"
     return Change("all_gather_matmul", len(use.products), detail)
+
+
+def _biases(editor: Editor, like: fx.Node, products: list[Product]) -> list[fx.Node] | None:
+    """The op's argument: a tensor with no elements stands for no bias."""
+    if all(product.bias is None for product in products):
+        return None
+    none = editor.call(aten.new_empty.default, like, [0])
+    return [none if product.bias is None else product.bias for product in products]
 
 
 def _put_in(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: _Use) -> None:
@@ -132,7 +133,9 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
             else:
                 rest.setdefault(node, []).append(reader)
     if not products:
-        told = dict.fromkeys(_why(r, node, moves) for node, all_ in rest.items() for r in all_)
+        told = dict.fromkeys(
+            _why(reader, node, moves, ranks) for node, all_ in rest.items() for reader in all_
+        )
         raise Obstacle("; ".join(told) or "nothing reads it")
     layout = moves[products[0].left]
     rows = _Rows.of(layout, ranks)
@@ -140,8 +143,8 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
     return _Use(products, layout, rows, rest)
 
 
-def _why(reader: fx.Node, node: fx.Node, moves: dict[fx.Node, Layout]) -> str:
-    """Why a reader of the gathered tensor is no product that can begin with one shard."""
+def _why(reader: fx.Node, node: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> str:
+    """Why a reader of the gathered tensor ``node`` is no product that can begin with one shard."""
     product, name = Product.of(reader), describe(reader)
     if product is None:
         return f"{name} reads it, and no matmul"
@@ -149,4 +152,6 @@ def _why(reader: fx.Node, node: fx.Node, moves: dict[fx.Node, Layout]) -> str:
         return f"{name} has it as its right factor"
     if product.right in descendants(node):
         return f"the right factor of {name} is made of it too"
-    return f"{name} sums over the gathered dim, and needs all shards before it can begin"
+    if ranks in moves[node].dims[1]:
+        return f"{name} sums over the gathered dim, and needs all shards before it can begin"
+    return f"{name} reads rows whose shards a view has cut up"

@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import sympy
@@ -52,19 +53,34 @@ class Change:
 
 
 class Editor:
-    """Adds nodes in front of one of a graph, in whose name they stand there.
+    """``with Editor(at) as editor:`` adds nodes in front of one of a graph, in whose name they
+    stand there. Where an obstacle shows up within, they are taken out again.
 
     They may depend on nodes behind it: the graph is to be sorted afterwards.
     """
 
     def __init__(self, at: fx.Node) -> None:
-        self.graph, self._at = at.graph, at
+        self._at, self._made = at, list[fx.Node]()
         self._meta = {key: at.meta[key] for key in _KEPT_META if key in at.meta}
+
+    def __enter__(self) -> Editor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Obstacle):
+            for node in reversed(self._made):
+                node.graph.erase_node(node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """A new node, with what it gives for the fake values of its arguments."""
-        with self.graph.inserting_before(self._at):
-            node = self.graph.call_function(target, args, kwargs)
+        with self._at.graph.inserting_before(self._at):
+            node = self._at.graph.call_function(target, args, kwargs)
+        self._made.append(node)
         fake_args, fake_kwargs = pytree.tree_map_only(fx.Node, value, (args, kwargs))
         mode = detect_fake_mode([*pytree.tree_leaves(fake_args), *fake_kwargs.values()])
         with mode or contextlib.nullcontext():
@@ -103,7 +119,7 @@ class Editor:
     def _computed(self, expression: Any) -> int | fx.Node:
         if expression.is_Integer:
             return int(expression)
-        for node in self.graph.find_nodes(op="placeholder"):
+        for node in self._at.graph.find_nodes(op="placeholder"):
             given = value(node)
             if isinstance(given, torch.SymInt) and given.node.expr == expression:
                 return node
@@ -138,7 +154,8 @@ def read_sizes_of_inputs(graph: fx.Graph) -> None:
         if source.op == "placeholder":
             continue
         try:
-            size = Editor(node).size(value(node))
+            with Editor(node) as editor:
+                size = editor.size(value(node))
         except Obstacle:
             continue
         for user in list(node.users):

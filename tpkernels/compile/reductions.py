@@ -117,30 +117,31 @@ def fuse_scatter(scatter: Collective) -> Change:
     product, given = reduced.layouts()
     taken = given.without_leading(0, scatter.world)
     if taken is None:
-        raise Obstacle(f"the first dim of {list(given.shape)} is not known to divide by the ranks")
+        raise Obstacle(f"the shares of {list(given.shape)} are not blocks of the product's rows")
     ranks, share = taken
     rows, columns = product.dims
     if ranks in columns and columns[0] is not ranks:
         raise Obstacle("each rank gets several blocks of columns")
     before = rows[: rows.index(ranks)] if ranks in rows else ()
 
-    editor = Editor(node)
-    x, w = reduced.factors(editor)
-    if before:
-        k = shape_of(x)[1]
-        x = editor.reshape(x, [size_of(before), size_of(rows[len(before) :]), k])
     dim = 1 if before or ranks in columns else 0
-    fused = editor.call(
-        torch.ops.tpkernels.matmul_reduce_scatter.default,
-        x,
-        w,
-        scatter.group,
-        dim,
-        out_dtype=dtype,
-    )
-    mine = [axis for axis in product.flat if axis is not ranks]
-    mean = _mean(editor, fused, scatter)
-    reduced.replace(node, editor.arrange(mean, mine, share.flat, shape_of(node)))
+    with Editor(node) as editor:
+        x, w = reduced.factors(editor)
+        if before:
+            k = shape_of(x)[1]
+            x = editor.reshape(x, [size_of(before), size_of(rows[len(before) :]), k])
+        fused = editor.call(
+            torch.ops.tpkernels.matmul_reduce_scatter.default,
+            x,
+            w,
+            scatter.group,
+            dim,
+            out_dtype=dtype,
+        )
+        mine = [axis for axis in product.flat if axis is not ranks]
+        mean = _mean(editor, fused, scatter)
+        result = editor.arrange(mean, mine, share.flat, shape_of(node))
+    reduced.replace(node, result)
     return reduced.change("matmul_reduce_scatter", f"{list(shape_of(x))} along dim {dim}")
 
 
@@ -154,13 +155,14 @@ def fuse_all_reduce(reduce: Collective) -> Change:
     dtype = _out_dtype(node)
     reduced = _Reduced(node)
     product, given = reduced.layouts()
-    editor = Editor(node)
-    x, w = reduced.factors(editor)
-    fused = editor.call(
-        torch.ops.tpkernels.matmul_all_reduce.default, x, w, reduce.group, out_dtype=dtype
-    )
-    mean = _mean(editor, fused, reduce)
-    reduced.replace(node, editor.arrange(mean, product.flat, given.flat, shape_of(node)))
+    with Editor(node) as editor:
+        x, w = reduced.factors(editor)
+        fused = editor.call(
+            torch.ops.tpkernels.matmul_all_reduce.default, x, w, reduce.group, out_dtype=dtype
+        )
+        mean = _mean(editor, fused, reduce)
+        result = editor.arrange(mean, product.flat, given.flat, shape_of(node))
+    reduced.replace(node, result)
     return reduced.change("matmul_all_reduce", str(list(shape_of(x))))
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tpkernels import dtypes
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
@@ -90,9 +91,10 @@ class FusedColwiseParallel(ColwiseParallel):
     gather it once for all with ``PrepareModuleInput``, and leave these layouts at the default.
 
     Raises, when ``parallelize_module`` applies it:
-        NotImplementedError: the module is no plain ``nn.Linear``, or of a dtype that no op takes.
-        ValueError: the mesh has several dims, the module is parallel already, or has fewer columns
-            than there are ranks.
+        NotImplementedError: the module is no plain ``nn.Linear``, or its weight is quantised or of a
+            dtype that no op takes.
+        ValueError: the mesh has several dims, the module is parallel already, or some ranks would
+            have no part of its features.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -179,14 +181,21 @@ def _checked(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Linear:
         )
     for key, parameter in module.named_parameters():
         dtypes.check_supported(parameter.dtype, f"{name}: its {key}")
+        if is_traceable_wrapper_subclass(parameter):  # as quantised weights are
+            raise NotImplementedError(
+                f"{name}: its {key} is a {type(parameter).__qualname__}, and the ops take plain "
+                "tensors"
+            )
     return module
 
 
 def _enough(style: object, module: nn.Module, what: str, size: int, mesh: DeviceMesh) -> None:
-    if size < mesh.size():
+    """Every rank must have some of the features: the ops multiply no matrix without elements."""
+    sizes = _sizes(size, mesh.size())
+    if not all(sizes):
         raise ValueError(
-            f"{type(style).__name__} of {module}: {what} {size} cannot be split over "
-            f"{mesh.size()} ranks"
+            f"{type(style).__name__} of {module}: {what} {size} over {mesh.size()} ranks is "
+            f"{sizes}, and each must have some"
         )
 
 
@@ -221,9 +230,12 @@ def _local(x: torch.Tensor, dim: int, way: _Way) -> tuple[torch.Tensor, list[int
 
 
 def _uneven(total: int, world: int) -> list[int] | None:
-    """DTensor's split of ``total`` rows, which is that of ``torch.chunk``; None if it is even."""
-    if total % world == 0:
-        return None
+    """``_sizes``; None if they are equal."""
+    return None if total % world == 0 else _sizes(total, world)
+
+
+def _sizes(total: int, world: int) -> list[int]:
+    """DTensor's split of ``total`` rows, which is that of ``torch.chunk``."""
     most = -(-total // world)
     return [max(0, min(most, total - rank * most)) for rank in range(world)]
 
