@@ -29,13 +29,24 @@ from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 @dataclass(frozen=True)
 class _Way:
-    """How a module's tensors are laid out over the mesh, which has one dim."""
+    """How a module's tensors are laid out over the mesh, which has one dim. ``name`` is for
+    messages."""
 
+    name: str
     mesh: DeviceMesh
     group: str
     input_layout: Placement
     output_layout: Placement
     use_local_output: bool
+
+    def dim(self, layout: Placement, x: torch.Tensor) -> int:
+        """The dim of x that a ``Shard`` splits."""
+        dim = cast(Shard, layout).dim
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(
+                f"{self.name}: {layout} splits no dim of a tensor of shape {list(x.shape)}"
+            )
+        return dim % x.dim()
 
 
 class _FusedLinear(nn.Linear):
@@ -53,7 +64,8 @@ class _ColwiseLinear(_FusedLinear):
     """``y[..., N/W] = concat_r(x_r) @ w^T + b``, the input being sharded."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        way, dim = self._way, _dim(self._way.input_layout, input)
+        way = self._way
+        dim = way.dim(way.input_layout, input)
         x, sizes = _local(input, dim, way)
         weight, bias = self._parameters_here()
         y = all_gather_matmul(x, weight.t(), way.group, dim, biases=bias, shard_sizes=sizes)
@@ -71,7 +83,7 @@ class _RowwiseLinear(_FusedLinear):
         if way.output_layout.is_replicate():
             y = matmul_all_reduce(x, weight.t(), way.group, bias=bias)
             return _handed_on(y, None, shape, way)
-        dim = _dim(way.output_layout, x)
+        dim = way.dim(way.output_layout, x)
         sizes = _uneven(shape[dim], way.mesh.size())
         y = matmul_reduce_scatter(x, weight.t(), way.group, dim, bias=bias, shard_sizes=sizes)
         return _handed_on(y, dim, shape, way)
@@ -81,9 +93,10 @@ class FusedColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` for ``nn.Linear`` that gathers its input while it multiplies.
 
     Args, all as ``torch.distributed.tensor.parallel.ColwiseParallel`` has them:
-        input_layouts: how an input that is no DTensor is laid out. With ``Shard(dim)``, sequence
-            parallelism, the forward is one ``all_gather_matmul``, and its gradient one
-            ``matmul_reduce_scatter``. Otherwise there is nothing to fuse, and the style is torch's.
+        input_layouts: how an input that is no DTensor is laid out, in equal shards. With
+            ``Shard(dim)``, sequence parallelism, the forward is one ``all_gather_matmul``, and its
+            gradient one ``matmul_reduce_scatter``. Otherwise there is nothing to fuse, and the
+            style is torch's.
         output_layouts: how the output is to be laid out; default ``Shard(-1)``.
         use_local_output: hand out this rank's tensor instead of a DTensor.
 
@@ -91,8 +104,8 @@ class FusedColwiseParallel(ColwiseParallel):
     gather it once for all with ``PrepareModuleInput``, and leave these layouts at the default.
 
     Raises, when ``parallelize_module`` applies it:
-        NotImplementedError: the module is no plain ``nn.Linear``, or its weight is quantised or of a
-            dtype that no op takes.
+        NotImplementedError: the module is no plain ``nn.Linear``, or its weight is quantised, or of
+            a dtype that no op takes.
         ValueError: the mesh has several dims, the module is parallel already, or some ranks would
             have no part of its features.
     """
@@ -152,10 +165,11 @@ def _become(
     output_layout: Placement,
     use_local_output: bool,
 ) -> nn.Module:
+    name = str(linear)
     linear.__class__ = cls
     fused = cast(_FusedLinear, linear)
     group = mesh.get_group().group_name
-    fused._way = _Way(mesh, group, input_layout, output_layout, use_local_output)
+    fused._way = _Way(name, mesh, group, input_layout, output_layout, use_local_output)
     return fused
 
 
@@ -209,19 +223,11 @@ def _single(style: object, module: nn.Module, what: str, layouts: Sequence[Place
     return layouts[0]
 
 
-def _dim(layout: Placement, x: torch.Tensor) -> int:
-    """The dim of x that a ``Shard`` splits."""
-    dim = cast(Shard, layout).dim
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{layout} splits no dim of a tensor of shape {list(x.shape)}")
-    return dim % x.dim()
-
-
 def _local(x: torch.Tensor, dim: int, way: _Way) -> tuple[torch.Tensor, list[int] | None]:
     """(this rank's shard of the input along ``dim``, the sizes of all shards where they differ)."""
     given = way.input_layout
     if not isinstance(x, DTensor):
-        if given.is_shard() and _dim(given, x) == dim:
+        if given.is_shard() and way.dim(given, x) == dim:
             return x, None
         x = DTensor.from_local(x, way.mesh, [given], run_check=False)
     if x.placements != (Shard(dim),):
@@ -244,7 +250,7 @@ def _handed_on(y: torch.Tensor, dim: int | None, shape: Sequence[int], way: _Way
     """The output, of which this rank has y: its shard along ``dim``, or all of it (None)."""
     wanted = way.output_layout
     if wanted.is_shard():
-        wanted = Shard(_dim(wanted, y))
+        wanted = Shard(way.dim(wanted, y))
     placement = Replicate() if dim is None else Shard(dim)
     if way.use_local_output and wanted == placement:
         return y
