@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import RanksFixture
 from ranked import fresh_group, report
-from traced import AG, AR, RS, Graph, check, gather, reduce, scatter
+from traced import AG, AR, RS, Graph, check, gather, reduce, rewritten, scatter
 
 F32 = torch.float32
 
@@ -120,3 +120,20 @@ def test_it_is_fused_and_gives_the_same(ranks: RanksFixture, world: int, symboli
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(ranks: RanksFixture, dtype: torch.dtype) -> None:
     report(f for rank in ranks(3).run(job, dtype, False, timeout=250) for f in rank)
+
+
+def mean_job() -> list[str]:
+    """Sums that 16 bits cannot hold, but each rank's summands can."""
+    x = torch.randint(-200, 200, (1000, 1)).bfloat16()
+    w = torch.ones(1, 2).bfloat16()
+    with fresh_group() as group:
+        name, world = group.group_name, group.size()
+        traced, _ = rewritten(lambda x, w: reduce(x @ w, name, "avg"), [x, w])
+        total = reduce(x.double().expand(-1, 2), name)
+        want = (total / world).bfloat16()
+        got = traced(x, w)
+        return [] if torch.equal(got, want) else [f"{(got != want).sum()} of {got.numel()} differ"]
+
+
+def test_a_mean_is_rounded_once(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(3).run(mean_job) for f in rank)

@@ -44,7 +44,7 @@ class _Way:
         dim = cast(Shard, layout).dim
         if not -x.dim() <= dim < x.dim():
             raise ValueError(
-                f"{self.name}: {layout} splits no dim of a tensor of shape {list(x.shape)}"
+                f"{self.name}: {layout!r} splits no dim of a tensor of shape {list(x.shape)}"
             )
         return dim % x.dim()
 
