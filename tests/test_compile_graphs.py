@@ -124,9 +124,10 @@ def test_other_dtypes(ranks: RanksFixture, dtype: torch.dtype) -> None:
 
 def mean_job() -> list[str]:
     """Sums that 16 bits cannot hold, but each rank's summands can."""
-    x = torch.randint(-200, 200, (1000, 1)).bfloat16()
     w = torch.ones(1, 2).bfloat16()
     with fresh_group() as group:
+        torch.manual_seed(group.rank())
+        x = torch.randint(-200, 200, (1000, 1)).bfloat16()
         name, world = group.group_name, group.size()
         traced, _ = rewritten(lambda x, w: reduce(x @ w, name, "avg"), [x, w])
         total = reduce(x.double().expand(-1, 2), name)
