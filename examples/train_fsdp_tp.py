@@ -1,6 +1,7 @@
-"""Training with tensor parallelism by the fused styles on one mesh dim, FSDP2 on the other.
+"""Training with tensor parallelism on one dim of a mesh, by the fused styles, and FSDP2 on the
+other: a small transformer on the bytes of a sentence.
 
-torchrun --standalone --nproc-per-node 4 examples/train_fsdp_tp.py
+    torchrun --standalone --nproc-per-node 4 examples/train_fsdp_tp.py
 """
 
 from __future__ import annotations

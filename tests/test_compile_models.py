@@ -119,13 +119,13 @@ def _expected(sequence: bool) -> dict[str, int]:
     return {"matmul_all_reduce": 2}
 
 
-def block_job(sequence: bool, batch: int) -> list[str]:
+def block_job(sequence: bool) -> list[str]:
     """All pairs are fused within the context, and none outside of it."""
     parallel = Parallel(SEQUENCE if sequence else REPLICATED)
     seen: list[Counter[str]] = []
     with tpkernels.compile.fuse_collectives() as told:
         compiled = torch.compile(parallel.model, fullgraph=True, backend=graph_runner(seen))
-        failures = parallel.step(compiled, batch, 8)
+        failures = parallel.step(compiled, 2, 8)
     collectives = [name for graph in seen for name in graph if "c10d" in name]
     if told.counts != _expected(sequence) or told.left_alone or collectives:
         failures.append(f"{told}\nleft: {collectives}")
@@ -136,7 +136,7 @@ def block_job(sequence: bool, batch: int) -> list[str]:
     torch._dynamo.reset()
     seen.clear()
     compiled = torch.compile(parallel.model, fullgraph=True, backend=graph_runner(seen))
-    failures += parallel.step(compiled, batch, 8)
+    failures += parallel.step(compiled, 2, 8)
     ours = [name for graph in seen for name in graph if "tpkernels" in name]
     if ours or len(seen) != 2:
         failures.append(f"without the pass: {ours} in {len(seen)} graphs")
@@ -163,7 +163,7 @@ def dynamic_job() -> list[str]:
 
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
 def test_a_block_is_fused_within_the_context(ranks: RanksFixture, sequence: bool) -> None:
-    report(f for rank in ranks(2).run(block_job, sequence, 2, timeout=250) for f in rank)
+    report(f for rank in ranks(2).run(block_job, sequence, timeout=250) for f in rank)
 
 
 def test_several_shapes_compile_once_more(ranks: RanksFixture) -> None:

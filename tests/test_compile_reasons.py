@@ -58,25 +58,42 @@ LEFT_ALONE = {
     ),
     "no matmul": Graph(
         lambda x, *g: gather(x, 0, *g).relu(), ((4, 6),),
-        reasons=("aten.relu reads it, and no matmul",),
+        reasons=("aten.relu reads it, and is no plain matmul",),
+    ),
+    "a bias of one element": Graph(
+        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), ((4, 6), (6, 5), (1,)),
+        reasons=("aten.addmm reads it, and is no plain matmul",),
+    ),
+    "a bias for each row": Graph(
+        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), ((4, 6), (6, 5), ("4W", 5)),
+        reasons=("aten.addmm reads it, and is no plain matmul",),
+    ),
+    "a product with a factor": Graph(
+        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w, alpha=2),
+        ((4, 6), (6, 5), (5,)),
+        reasons=("aten.addmm reads it, and is no plain matmul",),
+    ),
+    "a batch of matmuls": Graph(
+        lambda x, w, *g: gather(x, 0, *g).bmm(w), ((2, 3, 6), ("2W", 6, 5)),
+        reasons=("aten.bmm reads it, and is no plain matmul",),
     ),
     "returned": Graph(
         lambda x, *g: gather(x, 0, *g), ((4, 6),),
-        reasons=("the graph's output reads it, and no matmul",),
+        reasons=("the graph's output reads it, and is no plain matmul",),
     ),
     "own weight": Graph(
         _own_weight, ((4, 6),),
         reasons=(
-            "the right factor of aten.mm is made of it too; aten.abs reads it, and no matmul",
+            "the right factor of aten.mm is made of it too; aten.abs reads it, and is no plain matmul",
         ),
     ),
     "no product": Graph(
         lambda x, *g: scatter(x.relu(), 0, *g), (("3W", 6),),
-        reasons=("what it reduces is made by aten.relu, and not by a matmul",),
+        reasons=("what it reduces is made by aten.relu, and not by a plain matmul",),
     ),
     "an input": Graph(
         lambda x, _, g: reduce(x, g), ((4, 6),),
-        reasons=("what it reduces is made by an input of the graph, and not by a matmul",),
+        reasons=("what it reduces is made by an input of the graph, and not by a plain matmul",),
     ),
     "a sum that broadcasts": Graph(
         lambda x, w, _, g: reduce(x @ w + w.sum(0), g), ((4, 6), (6, 5)),

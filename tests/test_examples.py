@@ -40,7 +40,7 @@ def test_eager_ops() -> None:
 def test_compile_pass() -> None:
     """Inductor generates code: the quick tier has the same model in test_compile_models.py."""
     said = said_by("compile_pass.py")
-    assert "4 rewritten, 0 left alone" in said or "from inductor's cache" in said
+    assert "4 rewritten, 0 left alone" in said
     difference = re.search(r"differs from one process by ([\d.e-]+)", said)
     assert difference is not None and float(difference[1]) < 1e-4, said
 

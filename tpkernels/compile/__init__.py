@@ -43,6 +43,7 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
       with the sum of products, if nothing else reads that. Sums are those of the ops: in fp32, in
       the order of the ranks.
     - Views, transpositions and chunks between the two are understood, also with symbolic sizes.
+    - Each rank rewrites its own graph. All do so alike, as long as each has a part of every weight.
 
     Raises:
         ValueError, TypeError: ``only`` names no group.

@@ -147,7 +147,7 @@ def _why(reader: fx.Node, node: fx.Node, moves: dict[fx.Node, Layout], ranks: Ax
     """Why a reader of the gathered tensor ``node`` is no product that can begin with one shard."""
     product, name = Product.of(reader), describe(reader)
     if product is None:
-        return f"{name} reads it, and no matmul"
+        return f"{name} reads it, and is no plain matmul"
     if product.right is node:
         return f"{name} has it as its right factor"
     if product.right in descendants(node):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tpkernels.compile.layout import same
 from tpkernels.compile.moves import shape_of
 
 aten = torch.ops.aten
@@ -29,6 +30,8 @@ class Product:
         if node.target is aten.mm.default:
             return cls(node, args[0], args[1])
         scaled = any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
-        if node.target is aten.addmm.default and not scaled and len(shape_of(args[0])) == 1:
-            return cls(node, args[1], args[2], args[0])
-        return None
+        if node.target is not aten.addmm.default or scaled:
+            return None
+        bias, columns = shape_of(args[0]), shape_of(args[2])[1]
+        fits = len(bias) == 1 and same(bias[0], columns)
+        return cls(node, args[1], args[2], args[0]) if fits else None
