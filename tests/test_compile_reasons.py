@@ -84,16 +84,17 @@ LEFT_ALONE = {
     "own weight": Graph(
         _own_weight, ((4, 6),),
         reasons=(
-            "the right factor of aten.mm is made of it too; aten.abs reads it, and is no plain matmul",
+            "the right factor of aten.mm is made of it too; "
+            "aten.abs reads it, and is no plain matmul",
         ),
     ),
     "no product": Graph(
         lambda x, *g: scatter(x.relu(), 0, *g), (("3W", 6),),
-        reasons=("what it reduces is made by aten.relu, and not by a plain matmul",),
+        reasons=("what it reduces is made by aten.relu, and no plain matmul",),
     ),
     "an input": Graph(
         lambda x, _, g: reduce(x, g), ((4, 6),),
-        reasons=("what it reduces is made by an input of the graph, and not by a plain matmul",),
+        reasons=("what it reduces is made by an input of the graph, and no plain matmul",),
     ),
     "a sum that broadcasts": Graph(
         lambda x, w, _, g: reduce(x @ w + w.sum(0), g), ((4, 6), (6, 5)),

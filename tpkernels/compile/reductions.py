@@ -57,7 +57,7 @@ class _Reduced:
             return [product]
         left, right = node.args[:2] if node.target is aten.add.Tensor else (None, None)
         if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
-            raise Obstacle(f"what it reduces is made by {describe(node)}, and not by a plain matmul")
+            raise Obstacle(f"what it reduces is made by {describe(node)}, and no plain matmul")
         if node.kwargs.get("alpha", 1) != 1:
             raise Obstacle("what it reduces is a sum with a factor")
         return [*self._term(left, node), *self._term(right, node)]
