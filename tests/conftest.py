@@ -40,8 +40,10 @@ class RankPools:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
-    """Imports what test modules import once, instead of in every rank's first job."""
-    fork_server(preload=["pytest", "hypothesis"])
+    """Imports what test modules import once, instead of in every rank's first job. The compiler
+    and DTensor take seconds."""
+    compiler = ["torch._dynamo", "torch._inductor.pattern_matcher"]
+    fork_server(preload=["pytest", "hypothesis", "torch.distributed.tensor.parallel", *compiler])
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ def _size_of_data(x: Any, w: Any, world: int, group: str) -> Any:
     rows = x.new_ones(4, 2).nonzero().to(x.dtype)
     shard = rows.expand(x.shape[0], *rows.shape)
     whole = gather(shard, 0, world, group)
-    return torch.cat(whole.chunk(world, 0), 1) @ w, whole.neg()
+    return torch.cat(whole.chunk(world, 0), 1).flatten(0, 1) @ w, whole.neg()
 
 
 LEFT_ALONE = {

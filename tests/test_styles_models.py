@@ -66,7 +66,7 @@ PLAN = {
     "norm2": SequenceParallel(),
     "gated": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     "gated.gate": ColwiseParallel(use_local_output=False),
-    "gated.up": ColwiseParallel(),
+    "gated.up": ColwiseParallel(use_local_output=False),
     "gated.down": FusedRowwiseParallel(output_layouts=Shard(1)),
     "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }

@@ -4,7 +4,7 @@ The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take
 mesh dimension or a group's name.
 """
 
-from tpkernels import compile, nccl, numerics, parallel
+from tpkernels import compile, nccl, numerics
 from tpkernels.benchmarking import benchmark
 from tpkernels.errors import (
     CollectiveMismatchError,
@@ -46,7 +46,6 @@ __all__ = [
     "matmul_reduce_scatter",
     "nccl",
     "numerics",
-    "parallel",
     "reduce_scatter",
     "shard_sizes",
 ]

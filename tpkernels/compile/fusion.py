@@ -93,7 +93,8 @@ class CollectiveFusion(CustomGraphPass):
         group: Any = node.args[-1]
         site = Site(graph, node.name, str(group), _module_of(node))
         try:
-            change = _FUSE[node.target](self._eligible(node, group))
+            collective = self._eligible(node, group)
+            change = _FUSE[node.target](collective)
         except Obstacle as obstacle:
             self.report.left_alone.append(LeftAlone(site, str(obstacle)))
             return False
