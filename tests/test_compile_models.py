@@ -64,6 +64,7 @@ SEQUENCE = {
     "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
 }
 REPLICATED = {
+    "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
     "mlp.gate": ColwiseParallel(),
     "mlp.up": ColwiseParallel(),
     "mlp.down": RowwiseParallel(),

@@ -47,10 +47,12 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def _whole(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
-    """The tensor that this rank has its part of."""
+def _whole(
+    x: torch.Tensor, mesh: DeviceMesh, layout: Placement, like: torch.Tensor
+) -> torch.Tensor:
+    """The tensor of the shape of ``like`` that this rank has its part of."""
     if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [layout])
+        x = DTensor.from_local(x, mesh, [layout], shape=like.shape, stride=like.stride())
     assert x.placements == (layout,)
     return x.full_tensor()
 
@@ -85,8 +87,8 @@ def _one(
         return [f"{told}: gives {type(y)}"]
     part: Any = distribute_tensor(cotangent, mesh, [output])
     y.backward(part if isinstance(y, DTensor) else part.to_local())
-    pairs = {"y": (_whole(y.detach(), mesh, output), expected)}
-    pairs["x"] = (_whole(mine.grad, mesh, given), x.grad)
+    pairs = {"y": (_whole(y.detach(), mesh, output, expected), expected)}
+    pairs["x"] = (_whole(mine.grad, mesh, given, x), x.grad)
     for name, p in linear.named_parameters():
         grad: Any = p.grad
         pairs[name] = (grad.full_tensor(), getattr(whole, name).grad)
