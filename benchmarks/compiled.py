@@ -75,8 +75,9 @@ def _models(mesh: DeviceMesh, width: int, hidden: int, dtype: torch.dtype) -> di
     rank, world = mesh.get_local_rank(), mesh.size()
     torch.manual_seed(0)
     whole = Block(width, hidden).to(dtype).state_dict()
+    split = {"gate.weight": 0, "up.weight": 0, "down.weight": 1}
     mine = {
-        name: value if name == "norm.weight" else value.chunk(world, name == "down.weight")[rank]
+        name: value.chunk(world, split[name])[rank] if name in split else value
         for name, value in whole.items()
     }
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tpkernels
+from tpkernels.compile import Report
 from tpkernels.launch import Ranks
 
 _c10d = torch.ops._c10d_functional
@@ -112,63 +113,51 @@ class Parallel:
         ]
 
 
-def _expected(sequence: bool) -> dict[str, int]:
-    """Forward and backward have one of each; the backward's one sums the gradients of gate's and
-    up's input."""
-    if sequence:
-        return {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
-    return {"matmul_all_reduce": 2}
+PAIRS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}  # forward and backward have each
 
 
-def block_job(sequence: bool) -> list[str]:
-    """All pairs are fused within the context, and none outside of it."""
-    parallel = Parallel(SEQUENCE if sequence else REPLICATED)
+def _on(parallel: Parallel, shapes: list[tuple[int, int]]) -> tuple[Report, list[str]]:
+    """Steps within the context; what the pass tells, and what is wrong."""
     seen: list[Counter[str]] = []
     with tpkernels.compile.fuse_collectives() as told:
         compiled = torch.compile(parallel.model, fullgraph=True, backend=graph_runner(seen))
-        failures = parallel.step(compiled, 2, 8)
+        failures = [wrong for shape in shapes for wrong in parallel.step(compiled, *shape)]
     collectives = [name for graph in seen for name in graph if "c10d" in name]
-    if told.counts != _expected(sequence) or told.left_alone or collectives:
+    if told.left_alone or collectives:
         failures.append(f"{told}\nleft: {collectives}")
-    if "mlp" not in told.rewritten[0].site.module or "graph 1, backward" not in str(told):
-        failures.append(str(told))
     if getattr(inductor_config, SLOT) is not None:
         failures.append("the pass is still on")
-    torch._dynamo.reset()
-    seen.clear()
-    compiled = torch.compile(parallel.model, fullgraph=True, backend=graph_runner(seen))
-    failures += parallel.step(compiled, 2, 8)
-    ours = [name for graph in seen for name in graph if "tpkernels" in name]
-    if ours or len(seen) != 2:
-        failures.append(f"without the pass: {ours} in {len(seen)} graphs")
-    return failures
+    return told, failures
 
 
-def dynamic_job() -> list[str]:
-    """The second shape makes it dynamic, and none after it compiles again."""
-    parallel = Parallel(SEQUENCE)
-    seen: list[Counter[str]] = []
-    failures = []
-    with tpkernels.compile.fuse_collectives() as told:
-        compiled = torch.compile(parallel.model, fullgraph=True, backend=graph_runner(seen))
-        for batch, rows in ((2, 8), (2, 12), (2, 20), (2, 6)):
-            failures += parallel.step(compiled, batch, rows)
+def sequence_job() -> list[str]:
+    """All pairs are fused within the context; the second shape makes it dynamic, and none after it
+    compiles again."""
+    told, failures = _on(Parallel(SEQUENCE), [(2, 8), (2, 12), (2, 20), (2, 6)])
     graphs = counters["stats"]["unique_graphs"]
-    if graphs > 2 or told.left_alone:
+    if graphs > 2 or told.counts != {op: graphs * count for op, count in PAIRS.items()}:
         failures.append(f"{graphs} graphs: {told}")
-    for ops in seen:
-        if not ops["tpkernels::all_gather_matmul"] or not ops["tpkernels::matmul_reduce_scatter"]:
-            failures.append(f"a graph holds {ops}")
+    if told.rewritten[0].site.module != "mlp.gate" or "graph 1, backward" not in str(told):
+        failures.append(str(told))
     return failures
 
 
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
-def test_a_block_is_fused_within_the_context(ranks: RanksFixture, sequence: bool) -> None:
-    report(f for rank in ranks(2).run(block_job, sequence, timeout=250) for f in rank)
+def replicated_job() -> list[str]:
+    """The backward's all-reduce sums the gradients of what gate and up read."""
+    told, failures = _on(Parallel(REPLICATED), [(2, 8)])
+    if [each.products for each in told.rewritten] != [1, 2] or set(told.counts) != {
+        "matmul_all_reduce"
+    }:
+        failures.append(str(told))
+    return failures
 
 
-def test_several_shapes_compile_once_more(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(dynamic_job, timeout=250) for f in rank)
+def test_a_block_with_sequence_parallelism(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(sequence_job, timeout=250) for f in rank)
+
+
+def test_a_block_without(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(replicated_job, timeout=250) for f in rank)
 
 
 def inductor_job() -> list[str]:
@@ -181,7 +170,7 @@ def inductor_job() -> list[str]:
             compiled = torch.compile(parallel.model, fullgraph=True, options=fusion.options)
             failures += parallel.step(compiled, 2, 8)
             reports.append(fusion.report)
-    if reports[0].counts != _expected(True):
+    if reports[0].counts != PAIRS:
         failures.append(str(reports[0]))
     if "from inductor's cache" not in str(reports[1]):
         failures.append(f"not from the cache: {reports[1]}")
