@@ -123,7 +123,8 @@ class Editor:
             given = value(node)
             if isinstance(given, torch.SymInt) and given.node.expr == expression:
                 return node
-            for dim, size in enumerate(given.shape if isinstance(given, torch.Tensor) else ()):
+            sizes: Sequence[Any] = given.shape if isinstance(given, torch.Tensor) else ()
+            for dim, size in enumerate(sizes):
                 if isinstance(size, torch.SymInt) and size.node.expr == expression:
                     read: fx.Node = self.call(aten.sym_size.int, node, dim)
                     return read
@@ -159,8 +160,15 @@ def read_sizes_of_inputs(graph: fx.Graph) -> None:
         except Obstacle:
             continue
         for user in list(node.users):
-            user.args = fx.map_arg(user.args, lambda n, old=node, new=size: new if n is old else n)
+            _substitute(user, node, size)
         erase_unread([node])
+
+
+def _substitute(user: fx.Node, old: fx.Node, new: int | fx.Node) -> None:
+    def swap(node: fx.Node) -> Any:
+        return new if node is old else node
+
+    user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), swap)
 
 
 def erase_unread(nodes: Iterable[fx.Node]) -> None:

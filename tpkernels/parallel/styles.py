@@ -195,7 +195,8 @@ def _checked(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Linear:
         )
     for key, parameter in module.named_parameters():
         dtypes.check_supported(parameter.dtype, f"{name}: its {key}")
-        if is_traceable_wrapper_subclass(parameter):  # as quantised weights are
+        wrapped = is_traceable_wrapper_subclass(parameter)  # as quantised weights are
+        if wrapped:
             raise NotImplementedError(
                 f"{name}: its {key} is a {type(parameter).__qualname__}, and the ops take plain "
                 "tensors"
