@@ -2,8 +2,8 @@
 benchmarks.compiled --nproc 2 --tokens 16,512,2048 --width 1024 --hidden 2816``.
 
 By turns in one run, forward and backward, on random data; every way is compared with the first
-before it is timed. Times are the slowest rank's: the median of all repetitions, and the least, which
-other work on the machine disturbs less.
+before it is timed. Times are the slowest rank's: the median of all repetitions, and the least,
+which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
