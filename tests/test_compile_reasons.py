@@ -28,6 +28,10 @@ def _own_weight(x: Any, world: int, group: str) -> Any:
     return whole @ whole.t().abs()
 
 
+def _own_bias(whole: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(whole.sum(0)[:5], whole, w)
+
+
 def _coalesced(x: Any, w: Any, _: int, group: str) -> Any:
     return [_c10d.wait_tensor(t) for t in _c10d.all_reduce_coalesced([x @ w, w], "sum", group)]
 
@@ -84,8 +88,15 @@ LEFT_ALONE = {
     "own weight": Graph(
         _own_weight, ((4, 6),),
         reasons=(
-            "the right factor of aten.mm is made of it too; "
+            "what aten.mm multiplies it with, or adds, is made of it too; "
             "aten.abs reads it, and is no plain matmul",
+        ),
+    ),
+    "own bias": Graph(
+        lambda x, w, *g: _own_bias(gather(x, 0, *g), w), ((4, 6), (6, 5)),
+        reasons=(
+            "aten.sum reads it, and is no plain matmul; "
+            "what aten.addmm multiplies it with, or adds, is made of it too",
         ),
     ),
     "no product": Graph(

@@ -134,7 +134,9 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
                 rest.setdefault(node, []).append(reader)
     if not products:
         told = dict.fromkeys(
-            _why(reader, node, moves, ranks) for node, all_ in rest.items() for reader in all_
+            _why(reader, node, ranks in moves[node].dims[-1], behind)
+            for node, all_ in rest.items()
+            for reader in all_
         )
         raise Obstacle("; ".join(told) or "nothing reads it")
     layout = moves[products[0].left]
@@ -143,15 +145,16 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
     return _Use(products, layout, rows, rest)
 
 
-def _why(reader: fx.Node, node: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> str:
-    """Why a reader of the gathered tensor ``node`` is no product that can begin with one shard."""
+def _why(reader: fx.Node, node: fx.Node, in_columns: bool, behind: set[fx.Node]) -> str:
+    """Why a reader of the gathered tensor ``node`` is no product that can begin with one shard.
+    ``in_columns``: that tensor's columns are what was gathered."""
     product, name = Product.of(reader), describe(reader)
     if product is None:
         return f"{name} reads it, and is no plain matmul"
     if product.right is node:
         return f"{name} has it as its right factor"
-    if product.right in descendants(node):
-        return f"the right factor of {name} is made of it too"
-    if ranks in moves[node].dims[1]:
+    if {product.right, product.bias} & behind:
+        return f"what {name} multiplies it with, or adds, is made of it too"
+    if in_columns:
         return f"{name} sums over the gathered dim, and needs all shards before it can begin"
     return f"{name} reads rows whose shards a view has cut up"
