@@ -95,7 +95,7 @@ LEFT_ALONE = {
     "own bias": Graph(
         lambda x, w, *g: _own_bias(gather(x, 0, *g), w), ((4, 6), (6, 5)),
         reasons=(
-            "aten.sum reads it, and is no plain matmul; "
+            "aten.sum.dim_IntList reads it, and is no plain matmul; "
             "what aten.addmm multiplies it with, or adds, is made of it too",
         ),
     ),
