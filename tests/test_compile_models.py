@@ -137,7 +137,7 @@ def sequence_job() -> list[str]:
     graphs = counters["stats"]["unique_graphs"]
     if graphs > 2 or told.counts != {op: graphs * count for op, count in PAIRS.items()}:
         failures.append(f"{graphs} graphs: {told}")
-    if told.rewritten[0].site.module != "mlp.gate" or "graph 1, backward" not in str(told):
+    if told.rewritten[0].site.module != "mlp" or "graph 1, backward" not in str(told):
         failures.append(str(told))
     return failures
 
