@@ -39,10 +39,11 @@ ALLOWED = {
     "nccl": LEAVES | {"symm", "group", "groups", "nccl"},
     "benchmarking": {"groups"},
     "backends": LEAVES | {"plan", "algorithms", "kernels", "cuda", "group", "symm"},
+    "compile": {"dtypes", "groups", "compile"},
     "ops": LEAVES
     | {"plan", "backends", "group", "groups", "algorithms", "kernels", "ops", "tuning"},
     "nn": LEAVES - {"_C"} | {"groups", "ops", "nn"},
-    "parallel": LEAVES - {"_C"} | {"groups", "nn", "parallel"},
+    "parallel": LEAVES - {"_C"} | {"groups", "ops", "nn", "parallel"},
 }
 # From here on anything goes: they use the package as its users do.
 USERS = {"", "__main__", "cli", "launch", "_fork_server", "_member", "_rank"}

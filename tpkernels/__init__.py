@@ -4,7 +4,7 @@ The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take
 mesh dimension or a group's name.
 """
 
-from tpkernels import nccl, nn, numerics
+from tpkernels import compile, nccl, nn, numerics
 from tpkernels.benchmarking import benchmark
 from tpkernels.errors import (
     CollectiveMismatchError,
@@ -40,6 +40,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "benchmark",
+    "compile",
     "empty",
     "finalize",
     "init",

@@ -1,5 +1,17 @@
-"""Existing models made tensor-parallel."""
+"""Models that exist, made tensor-parallel: `parallelize`, and styles for torch's
+``parallelize_module``."""
+
+from typing import Any
 
 from tpkernels.parallel.parallelize import parallelize
 
-__all__ = ["parallelize"]
+__all__ = ["FusedColwiseParallel", "FusedRowwiseParallel", "parallelize"]
+
+
+def __getattr__(name: str) -> Any:
+    """The styles; they import DTensor, which takes half as long as torch itself."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tpkernels.parallel import styles
+
+    return getattr(styles, name)

@@ -1,0 +1,154 @@
+"""A transformer's MLP block, eager and compiled, with and without the pass: ``python -m
+benchmarks.compiled --nproc 2 --tokens 16,512,2048 --width 1024 --hidden 2816``.
+
+By turns in one run, forward and backward, on random data; every way is compared with the first
+before it is timed. Times are the slowest rank's: the median of all repetitions, and the least,
+which other work on the machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import tpkernels
+from tpkernels.cli.timing import Samples, Variant, measure, summary
+from tpkernels.launch import Ranks
+from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
+
+_SHARD = Shard(1)
+_TORCH: dict[str, Any] = {
+    "norm": SequenceParallel(use_local_output=True),
+    "gate": ColwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(output_layouts=_SHARD),
+    "gathered": PrepareModuleInput(
+        input_layouts=(_SHARD,), desired_input_layouts=(Replicate(),), use_local_output=False
+    ),
+}
+_FUSED: dict[str, Any] = {
+    "norm": SequenceParallel(use_local_output=True),
+    "gate": FusedColwiseParallel(input_layouts=_SHARD),
+    "up": FusedColwiseParallel(input_layouts=_SHARD),
+    "down": FusedRowwiseParallel(output_layouts=_SHARD),
+}
+
+
+class Block(nn.Module):
+    """``by_ops``: the products are calls of the ops; otherwise the modules'."""
+
+    def __init__(self, width: int, hidden: int, by_ops: str | None = None) -> None:
+        super().__init__()
+        self.norm, self.gathered, self.by_ops = nn.RMSNorm(width), nn.Identity(), by_ops
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: this rank's tokens, [1, tokens / ranks, width]."""
+        normed = self.norm(x)
+        if self.by_ops is None:
+            whole = self.gathered(normed)
+            y: torch.Tensor = self.down(F.silu(self.gate(whole)) * self.up(whole))
+            return x + y
+        weights = [self.gate.weight.t(), self.up.weight.t()]
+        gate, up = tpkernels.all_gather_matmul(normed, weights, self.by_ops, 1)
+        hidden = F.silu(gate) * up
+        return x + tpkernels.matmul_reduce_scatter(hidden, self.down.weight.t(), self.by_ops, 1)
+
+
+def _models(mesh: DeviceMesh, width: int, hidden: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Every way, with the weights of the same model."""
+    rank, world = mesh.get_local_rank(), mesh.size()
+    torch.manual_seed(0)
+    whole = Block(width, hidden).to(dtype).state_dict()
+    split = {"gate.weight": 0, "up.weight": 0, "down.weight": 1}
+    mine = {
+        name: value.chunk(world, split[name])[rank] if name in split else value
+        for name, value in whole.items()
+    }
+
+    def made(plan: dict[str, Any] | None) -> nn.Module:
+        group = mesh.get_group().group_name if plan is None else None
+        block = Block(width, hidden // (world if plan is None else 1), group).to(dtype)
+        block.load_state_dict(mine if plan is None else whole)
+        return block if plan is None else parallelize_module(block, mesh, plan)
+
+    options = tpkernels.compile.fuse_collectives(mesh).options
+    return {
+        "ops, eager": made(None),
+        "ops, compiled": torch.compile(made(None)),
+        "fused styles, eager": made(_FUSED),
+        "fused styles, compiled": torch.compile(made(_FUSED)),
+        "torch's styles, eager": made(_TORCH),
+        "torch's styles, compiled": torch.compile(made(_TORCH)),
+        "torch's styles, compiled with the pass": torch.compile(made(_TORCH), options=options),
+    }
+
+
+def _step(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    x.grad = None
+    y: torch.Tensor = model(x)
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def run(
+    tokens: int, width: int, hidden: int, dtype: torch.dtype, repeat: int
+) -> dict[str, Samples]:
+    """The times of this rank."""
+    torch._dynamo.reset()
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    models = _models(mesh, width, hidden, dtype)
+    x = torch.randn(1, tokens // world, width).to(dtype).requires_grad_()
+    expected = _step(models["ops, eager"], x)
+    for name, model in models.items():
+        far = ((_step(model, x) - expected).abs().max() / expected.abs().max()).item()
+        if not far < (1e-4 if dtype == torch.float32 else 0.05):
+            raise AssertionError(f"{name}: the gradient of x differs by {far:.1e}")
+    ways = {name: Variant(lambda m=model: _step(m, x)) for name, model in models.items()}
+    return measure(ways, repeat=repeat)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--tokens", default="16,512,2048", help="over all ranks")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=2816)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeat", type=int, default=10)
+    given = parser.parse_args()
+    dtype = getattr(torch, given.dtype)
+    print("| tokens | way | median ms | / ops, eager | least ms | / ops, eager |")
+    print("|---|---|---|---|---|---|", flush=True)
+    with Ranks(given.nproc) as ranks:
+        for tokens in map(int, given.tokens.split(",")):
+            job = (run, tokens, given.width, given.hidden, dtype, given.repeat)
+            told = ranks.run(*job, timeout=1200)
+            times = {name: summary([rank[name] for rank in told]) for name in told[0]}
+            base = times["ops, eager"]
+            for name, time in times.items():
+                median = f"{time.median:.3g} | {time.median / base.median:.2f}"
+                least = f"{time.min:.3g} | {time.min / base.min:.2f}"
+                print(f"| {tokens} | {name} | {median} | {least} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

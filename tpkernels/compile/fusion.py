@@ -1,0 +1,139 @@
+"""The pass over inductor's graphs, and how it is switched on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.distributed import distributed_c10d
+
+from tpkernels import dtypes, groups
+from tpkernels.compile import gathers, reductions
+from tpkernels.compile.graph import Change, Collective, Obstacle, read_sizes_of_inputs
+from tpkernels.compile.layout import same
+from tpkernels.compile.moves import shape_of, value
+from tpkernels.compile.report import LeftAlone, Report, Rewritten, Site
+
+_c10d = torch.ops._c10d_functional
+
+# Before inductor's own patterns, which would make an addmm of a sum of products.
+_SLOT = "post_grad_custom_pre_pass"
+
+_FUSE: dict[Any, Callable[[Collective], Change]] = {
+    _c10d.all_gather_into_tensor.default: gathers.fuse,
+    _c10d.reduce_scatter_tensor.default: reductions.fuse_scatter,
+    _c10d.all_reduce.default: reductions.fuse_all_reduce,
+}
+_COALESCED = {
+    _c10d.all_gather_into_tensor_coalesced.default,
+    _c10d.reduce_scatter_tensor_coalesced.default,
+    _c10d.all_reduce_coalesced.default,
+}
+
+
+class CollectiveFusion(CustomGraphPass):
+    """See ``tpkernels.compile.fuse_collectives``, which makes it."""
+
+    def __init__(self, only: Iterable[str] | None = None) -> None:
+        self.report = Report()
+        self._only = None if only is None else frozenset(only)
+        self._entered: list[Any] = []
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For ``torch.compile(model, options=...)``."""
+        return {_SLOT: self}
+
+    def __enter__(self) -> Report:
+        patch = inductor_config.patch({_SLOT: self._behind(getattr(inductor_config, _SLOT))})
+        patch.__enter__()
+        self._entered.append(patch)
+        return self.report
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def uuid(self) -> bytes:
+        """What inductor's cache has to know of the pass: its code, its groups, and their sizes,
+        which graphs do not tell, and by which a mean is divided."""
+        files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+        only = None if self._only is None else sorted(self._only)
+        sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
+        return get_hash_for_files(files, repr((only, sizes)))
+
+    def __call__(self, graph: fx.Graph) -> None:
+        backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+        name = f"graph {len(self.report.graphs)}, {'backward' if backward else 'forward'}"
+        self.report.graphs.append(name)
+        read_sizes_of_inputs(graph)
+        changed = False
+        for node in list(graph.nodes):
+            if node.target in _FUSE or node.target in _COALESCED:
+                changed |= self._visit(node, name)
+        if changed:
+            stable_topological_sort(graph)
+            graph.lint()
+
+    def _visit(self, node: fx.Node, graph: str) -> bool:
+        """Rewrites a collective or says why not; whether it did."""
+        group: Any = node.args[-1]
+        site = Site(graph, node.name, str(group), _module_of(node))
+        try:
+            collective = self._eligible(node, group)
+            change = _FUSE[node.target](collective)
+        except Obstacle as obstacle:
+            self.report.left_alone.append(LeftAlone(site, str(obstacle)))
+            return False
+        self.report.rewritten.append(Rewritten(site, change.op, change.products, change.detail))
+        return True
+
+    def _eligible(self, node: fx.Node, group: Any) -> Collective:
+        if node.target in _COALESCED:
+            raise Obstacle("it moves several tensors at once")
+        if not isinstance(group, str):
+            raise Obstacle("its group has no name in the graph")
+        if self._only is not None and group not in self._only:
+            raise Obstacle(f"group '{group}' is none of those asked for: {sorted(self._only)}")
+        world = groups.get(group).world
+        if world == 1:
+            raise Obstacle(f"group '{group}' has one rank")
+        given: torch.Tensor = value(node.args[0])
+        if given.dtype not in dtypes.CODES:
+            raise Obstacle(f"the ops take no {dtypes.name(given.dtype)}")
+        if given.device.type not in ("cpu", "cuda"):
+            raise Obstacle(f"the ops do not run on {given.device}")
+        if given.dim() == 0 or any(same(size, 0) for size in shape_of(node)):
+            raise Obstacle(f"it moves {list(given.shape)}, and no matrix")
+        return Collective(node, group, world)
+
+    def _behind(self, present: Any) -> Any:
+        """The pass behind those that are set already."""
+        if present is None:
+            return self
+        if not hasattr(custom_graph_pass, "get_custom_graph_passes"):
+            raise RuntimeError(
+                f"inductor's {_SLOT} is {present} already, and this torch has room for one; call "
+                "one from the other"
+            )
+        return (*custom_graph_pass.get_custom_graph_passes(present), self)
+
+
+def _module_of(node: fx.Node) -> str:
+    """The name of the module that a node was traced in, where the compiler has kept it."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = [path for path, _ in stack.values()][-1:]
+    return re.sub(r"^L\['\w+'\]\.?", "", path[0]) if path else ""

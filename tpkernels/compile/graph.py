@@ -1,0 +1,195 @@
+"""Writing into an fx graph: new nodes with their fake values, also of symbolic sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
+
+from tpkernels.compile.layout import Axis, Size, same
+from tpkernels.compile.moves import shape_of, value
+
+aten = torch.ops.aten
+
+_OPERATIONS = (
+    (sympy.Add, operator.add),
+    (sympy.Mul, operator.mul),
+    (FloorDiv, operator.floordiv),
+)
+_KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom")
+
+
+class Obstacle(Exception):
+    """Why a collective is left alone. Nothing has been replaced when it is raised."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A functional collective of a graph, and the group that it runs on."""
+
+    node: fx.Node
+    group: str
+    world: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """What took a collective's place: an op, with how many products, and the rest in words."""
+
+    op: str
+    products: int
+    detail: str
+
+
+class Editor:
+    """``with Editor(at) as editor:`` adds nodes in front of one of a graph, in whose name they
+    stand there. Where an obstacle shows up within, they are taken out again.
+
+    They may depend on nodes behind it: the graph is to be sorted afterwards.
+    """
+
+    def __init__(self, at: fx.Node) -> None:
+        self._at, self._made = at, list[fx.Node]()
+        self._meta = {key: at.meta[key] for key in _KEPT_META if key in at.meta}
+
+    def __enter__(self) -> Editor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Obstacle):
+            for node in reversed(self._made):
+                node.graph.erase_node(node)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """A new node, with what it gives for the fake values of its arguments."""
+        with self._at.graph.inserting_before(self._at):
+            node = self._at.graph.call_function(target, args, kwargs)
+        self._made.append(node)
+        fake_args, fake_kwargs = pytree.tree_map_only(fx.Node, value, (args, kwargs))
+        mode = detect_fake_mode([*pytree.tree_leaves(fake_args), *fake_kwargs.values()])
+        with mode or contextlib.nullcontext():
+            node.meta = {**self._meta, "val": target(*fake_args, **fake_kwargs)}
+        return node
+
+    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        if _same_shape(shape_of(node), shape):
+            return node
+        result: fx.Node = self.call(aten.reshape.default, node, self._arguments(shape))
+        return result
+
+    def arrange(
+        self, node: fx.Node, have: Sequence[Axis], want: Sequence[Axis], shape: Sequence[Size]
+    ) -> fx.Node:
+        """``node``, whose elements run over the axes ``have``, with those in the order ``want``,
+        in ``shape``."""
+        if list(have) != list(want):
+            node = self.reshape(node, [axis.size for axis in have])
+            node = self.call(aten.permute.default, node, [have.index(axis) for axis in want])
+        return self.reshape(node, shape)
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        result: fx.Node = self.call(operator.getitem, node, index)
+        return result
+
+    def _arguments(self, shape: Sequence[Size]) -> list[int | fx.Node]:
+        """A shape as a view's argument: one symbolic size is -1, others are inputs' sizes."""
+        symbolic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
+        return [-1 if i in symbolic[:1] else self.size(s) for i, s in enumerate(shape)]
+
+    def size(self, size: Size) -> int | fx.Node:
+        """A size as an argument, computed from the sizes of the graph's inputs."""
+        return size if isinstance(size, int) else self._computed(size.node.expr)
+
+    def _computed(self, expression: Any) -> int | fx.Node:
+        if expression.is_Integer:
+            return int(expression)
+        for node in self._at.graph.find_nodes(op="placeholder"):
+            given = value(node)
+            if isinstance(given, torch.SymInt) and given.node.expr == expression:
+                return node
+            sizes: Sequence[Any] = given.shape if isinstance(given, torch.Tensor) else ()
+            for dim, size in enumerate(sizes):
+                if isinstance(size, torch.SymInt) and size.node.expr == expression:
+                    read: fx.Node = self.call(aten.sym_size.int, node, dim)
+                    return read
+        for kind, operation in _OPERATIONS:
+            if isinstance(expression, kind):
+                parts = [self._computed(part) for part in expression.args]
+                return functools.reduce(functools.partial(self.call, operation), parts)
+        raise Obstacle(f"the size {expression} cannot be had from the graph's inputs")
+
+
+def descendants(node: fx.Node) -> set[fx.Node]:
+    """What is computed from ``node``."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def read_sizes_of_inputs(graph: fx.Graph) -> None:
+    """Has sizes of intermediate tensors computed from those of the inputs, where that can be: who
+    reads no more than the size of a product is no reader of it."""
+    for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        source: Any = node.args[0]
+        if source.op == "placeholder":
+            continue
+        try:
+            with Editor(node) as editor:
+                size = editor.size(value(node))
+        except Obstacle:
+            continue
+        for user in list(node.users):
+            _substitute(user, node, size)
+        erase_unread([node])
+
+
+def _substitute(user: fx.Node, old: fx.Node, new: int | fx.Node) -> None:
+    def swap(node: fx.Node) -> Any:
+        return new if node is old else node
+
+    user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), swap)
+
+
+def erase_unread(nodes: Iterable[fx.Node]) -> None:
+    """Erases those of the nodes that nobody reads any more."""
+    left = dict.fromkeys(nodes)
+    while unread := [node for node in left if not node.users]:
+        for node in unread:
+            del left[node]
+            node.graph.erase_node(node)
+
+
+def describe(node: fx.Node) -> str:
+    """What a node is, for messages: "aten.mul.Tensor"."""
+    if node.op == "output":
+        return "the graph's output"
+    if node.op != "call_function":
+        return "an input of the graph"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))

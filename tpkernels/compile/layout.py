@@ -1,0 +1,130 @@
+"""Where the elements of a tensor come from, through ops that only move them.
+
+A tensor is described by axes: each of its dims is a product of axes, the slowest first, as einops
+writes "(w b) s k". A view regroups axes, a permutation reorders dims, and what gathers along
+another dim than the first (chunk along one dim, concatenate along another) moves an axis. A view
+that cuts through an axis splits it, everywhere at once.
+
+So what a chain of views, copies, transpositions and chunk-cat pairs does (moves.py) can be read
+off, however it is written and with symbolic sizes too: the layout behind it is that of a gather
+along dim d, or it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Size: TypeAlias = "int | torch.SymInt"
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to be equal, without a new guard."""
+    return statically_known_true(a == b)
+
+
+def divides(divisor: Size, size: Size) -> bool:
+    """Whether ``divisor`` is known to divide ``size``, without a new guard."""
+    rest: Size = size % divisor  # type: ignore[operator]
+    return statically_known_true(rest == 0)
+
+
+@dataclass(eq=False)
+class Axis:
+    """An axis, or the axes that a view has split it into."""
+
+    size: Size
+    parts: tuple[Axis, ...] = ()
+
+    def split(self, first: Size) -> tuple[Axis, Axis]:
+        """Splits it for good, into the ``first`` slower steps and the rest."""
+        halves = Axis(first), Axis(self.size // first)
+        self.parts = halves
+        return halves
+
+    @property
+    def leaves(self) -> tuple[Axis, ...]:
+        return tuple(leaf for part in self.parts for leaf in part.leaves) or (self,)
+
+
+Axes: TypeAlias = tuple[Axis, ...]
+
+
+def _leaves(axes: Sequence[Axis]) -> Axes:
+    return tuple(leaf for axis in axes for leaf in axis.leaves)
+
+
+def size_of(axes: Axes) -> Size:
+    """Elements that the axes number."""
+    return prod((axis.size for axis in axes), start=1)
+
+
+class Layout:
+    """The axes of each dim of a tensor. Dims of one element have none."""
+
+    def __init__(self, dims: Sequence[Sequence[Axis]]) -> None:
+        self._dims = tuple(tuple(dim) for dim in dims)
+
+    @classmethod
+    def of(cls, shape: Sequence[Size]) -> Layout:
+        """A tensor of which nothing is known but its shape."""
+        return cls([() if same(size, 1) else (Axis(size),) for size in shape])
+
+    @property
+    def dims(self) -> tuple[Axes, ...]:
+        return tuple(_leaves(dim) for dim in self._dims)
+
+    @property
+    def flat(self) -> Axes:
+        """The axes in the order of the elements."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return tuple(size_of(dim) for dim in self.dims)
+
+    def regrouped(self, shape: Sequence[Size]) -> Layout | None:
+        """The layout behind a view as ``shape``; None if that is not known."""
+        left, dims = list(reversed(self.flat)), []
+        for size in shape:
+            dim: list[Axis] = []
+            missing = size
+            while not same(missing, 1):
+                if not left:
+                    return None
+                axis = left.pop()
+                if divides(axis.size, missing):
+                    dim.append(axis)
+                    missing = missing // axis.size
+                elif divides(missing, axis.size):
+                    first, rest = axis.split(missing)
+                    dim.append(first)
+                    left.append(rest)
+                    missing = 1
+                else:
+                    return None
+            dims.append(dim)
+        return None if left else Layout(dims)
+
+    def permuted(self, order: Sequence[int]) -> Layout:
+        return Layout([self._dims[i] for i in order])
+
+    def without_leading(self, dim: int, size: Size) -> tuple[Axis, Layout] | None:
+        """Takes an axis of ``size`` off the front of a dim; None if there is none."""
+        axes = list(self.dims[dim])
+        if not axes:
+            return None
+        if not same(axes[0].size, size):
+            if not divides(size, axes[0].size):
+                return None
+            axes[:1] = axes[0].split(size)
+        rest = [axes[1:] if i == dim else each for i, each in enumerate(self._dims)]
+        return axes[0], Layout(rest)
+
+    def with_leading(self, dim: int, axis: Axis) -> Layout:
+        return Layout([(axis, *d) if i == dim else d for i, d in enumerate(self._dims)])

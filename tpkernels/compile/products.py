@@ -1,0 +1,37 @@
+"""The matrix products of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpkernels.compile.layout import same
+from tpkernels.compile.moves import shape_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Product:
+    """``left @ right (+ bias)``, left [M, K], right [K, N]."""
+
+    node: fx.Node
+    left: fx.Node
+    right: fx.Node
+    bias: fx.Node | None = None
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Product | None:
+        """None for a node that is none, or one that the ops have no counterpart for."""
+        args: Any = node.args
+        if node.target is aten.mm.default:
+            return cls(node, args[0], args[1])
+        scaled = any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
+        if node.target is not aten.addmm.default or scaled:
+            return None
+        bias, columns = shape_of(args[0]), shape_of(args[2])[1]
+        fits = len(bias) == 1 and same(bias[0], columns)
+        return cls(node, args[1], args[2], args[0]) if fits else None
