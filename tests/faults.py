@@ -192,7 +192,7 @@ def values(outcomes: list[Outcome], *without: int) -> dict[int, Any]:
 def require_broken(report: Report) -> None:
     """The group says at once that it is broken, and by what; others go on."""
     assert report.again.error == "GroupBrokenError", report.again
-    assert report.again.seconds < 0.1, report.again
+    assert report.again.seconds < PROMPT / 2, report.again
     assert "make a new group" in report.again.text
     assert report.first.text[:100] in report.again.text, report
     for other in report.others:

@@ -145,7 +145,8 @@ def compile_job(sequence: bool) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [True, False])
 def test_compiled_layers(ranks: RanksFixture, sequence: bool) -> None:
     told = ranks(2).run(compile_job, sequence, timeout=120)
     report(failure for rank in told for failure in rank)

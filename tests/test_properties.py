@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from cases import COLLECTIVE_ALGORITHMS, DTYPES, MATMUL_ALGORITHMS, WORLDS, Case, RanksFixture
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranked import SMALLEST_WORKSPACE, run_cases
 
@@ -15,7 +15,13 @@ LAYOUTS = ("plain", "transposed", "sliced", "offset", "symmetric", "symmetric_en
 WEIGHT_LAYOUTS = ("plain", "linear", "sliced", "offset")
 
 # Examples follow from the strategies alone: the same ones in every run.
-thorough = settings(max_examples=30, derandomize=True, deadline=None)
+# The ranks go on from example to example.
+thorough = settings(
+    max_examples=30,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 Draw = st.DrawFn
 Example = tuple[int, Case]  # a number of ranks, and a call on them
