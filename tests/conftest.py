@@ -69,11 +69,11 @@ class RankPools:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Imports what test modules import once, instead of in every rank's first job: the compiler and
-    DTensor take seconds. What somebody has tuned on this machine decides nothing in tests."""
+    """Imports what test modules import once, instead of in every rank's first job; not the
+    compiler, which imports Triton before a rank can ask for its interpreter. What somebody has
+    tuned on this machine decides nothing in tests."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    compiler = ["torch._dynamo", "torch._inductor.pattern_matcher"]
-    fork_server(preload=["pytest", "hypothesis", "torch.distributed.tensor.parallel", *compiler])
+    fork_server(preload=["pytest", "hypothesis", "torch.distributed.tensor.parallel"])
 
 
 @pytest.fixture(scope="session")

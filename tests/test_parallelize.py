@@ -8,6 +8,7 @@ import copy
 import hf_models
 import pytest
 import torch
+import torch.distributed as dist
 from cases import RanksFixture
 from nn_reference import share
 from ranked import recorded_calls, report
@@ -121,12 +122,51 @@ def state_job() -> list[str]:
         told.append("the state dicts differ")
     if parallel.lm_head.weight is not parallel.model.embed_tokens.weight:
         told.append("the embeddings are not tied any more")
-    empty = tpkernels.parallelize(copy.deepcopy(single).to("meta"), mesh)
-    empty.load_state_dict(want, assign=True)
-    found = tnn.full_state_dict(empty)
-    told += [f"{name} was not loaded" for name in want if not torch.equal(found[name], want[name])]
+    if dist.get_rank() == 0:
+        alone = tnn.full_state_dict(parallel, rank0_only=True)
+        if not all(torch.equal(alone[name], want[name]) for name in want):
+            told.append("rank 0 alone has another state dict")
+    elif tnn.full_state_dict(parallel, rank0_only=True):
+        told.append("a state dict for rank 0 is on another")
+    with torch.device("meta"):
+        empty = tpkernels.parallelize(hf_models.make("llama", tied=True), mesh)
+    empty.to_empty(device="cpu").load_state_dict(want)
+    empty.tie_weights()
+    empty.model.rotary_emb = copy.deepcopy(single.model.rotary_emb)
+    ids = torch.arange(9).view(1, 9)
+    with torch.no_grad():
+        difference = (empty(ids).logits - parallel(ids).logits).abs().max()
+    if difference != 0:
+        told.append(f"one from the meta device is off by {difference}")
+    if empty.lm_head.weight is not empty.model.embed_tokens.weight:
+        told.append("one from the meta device is not tied")
     return told
 
 
 def test_state_dicts_are_the_unsharded_models(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(2).run(state_job) for failure in rank)
+
+
+def clipping_job() -> list[str]:
+    """Of a model with uneven shares, tied weights and norms that all ranks have."""
+    single, told = hf_models.make("qwen3", tied=True), []
+    parallel = tpkernels.parallelize(copy.deepcopy(single), hf_models.mesh_of_all())
+    ids = torch.arange(14).view(1, 14)
+    for model in (single, parallel):
+        model(ids, labels=ids).loss.backward()
+    for most in (1e9, 0.05):
+        want = torch.nn.utils.clip_grad_norm_(single.parameters(), most)
+        got = tnn.clip_grad_norm_(parallel, most)
+        if abs(got - want) > 1e-5 * want:
+            told.append(f"the norm is {got}, and of the unsharded model {want}")
+        theirs, ours = single.model.norm.weight.grad, parallel.model.norm.weight.grad
+        if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7):
+            told.append(f"clipped to {most}, a gradient is {ours} and not {theirs}")
+    parallel.model.norm.weight.grad.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match="norm of the gradients is inf"):
+        tnn.clip_grad_norm_(parallel, 1.0, error_if_nonfinite=True)
+    return told
+
+
+def test_clipping_is_that_of_the_unsharded_model(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(3).run(clipping_job) for failure in rank)

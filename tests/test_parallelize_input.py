@@ -12,9 +12,11 @@ import torch
 from cases import RanksFixture
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import tpkernels
+from tpkernels.parallel import FusedColwiseParallel
 
 pytest.importorskip("transformers")
 
@@ -80,6 +82,8 @@ def refusals_job() -> list[str]:
     norm = _changed("model.layers.1.input_layernorm", lambda _: nn.LayerNorm(36))
     twice = tpkernels.parallelize(hf_models.make("llama"), mesh)
     mlp, style = MLP(), ColwiseParallel()
+    fused = FusedColwiseParallel(input_layouts=(Shard(0), Shard(1)))
+    wide = _changed("model.layers.1.self_attn.v_proj", lambda _: nn.Linear(36, 16, bias=False))
     given: list[tuple[nn.Module, Any, dict[str, Any]]] = [
         (llama, square, {}),
         (llama, "tp", {}),
@@ -93,6 +97,8 @@ def refusals_job() -> list[str]:
         (mlp, mesh, {"plan": {"blocks.*.up": "colwise"}}),
         (mlp, mesh, {"plan": {"blocks.*.up": style, "blocks": style}}),
         (mlp, mesh, {"plan": {}}),
+        (mlp, mesh, {"plan": {"blocks.*.up": style, "blocks.1.down": fused}}),
+        (wide, mesh, {}),
         (down, mesh, {"plan": {"model.layers.*.mlp.down_proj": RowwiseParallel()}}),
     ]
     for model, on, options in given:
@@ -116,6 +122,8 @@ def test_refusals_name_the_module(ranks: RanksFixture) -> None:
         "TypeError: plan['blocks.*.up'] is a str, not a torch.distributed.tensor.parallel.Parall",
         "TypeError: blocks is a ModuleList; ColwiseParallel takes an nn.Linear or an nn.Embedding",
         "ValueError: plan is empty",
+        "TypeError: blocks.1.down: FusedColwiseParallel of Linear(",
+        "ValueError: model.layers.1.self_attn.v_proj has 16 features beside queries of 36",
         f"NotImplementedError: {quantised}",
     ]
     told, _ = ranks(2).run(refusals_job)

@@ -6,6 +6,7 @@ torch.distributed.checkpoint and, through `full_state_dict`, for ``torch.save``.
 
 from tpkernels.nn.blocks import ParallelAttention, ParallelMLP
 from tpkernels.nn.checkpoint import ShardTensor, full_state_dict
+from tpkernels.nn.clipping import clip_grad_norm_
 from tpkernels.nn.column import ColumnParallelLinear, column_parallel
 from tpkernels.nn.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpkernels.nn.loss import vocab_parallel_cross_entropy
@@ -25,6 +26,7 @@ __all__ = [
     "RowParallelLinear",
     "ShardTensor",
     "VocabParallelEmbedding",
+    "clip_grad_norm_",
     "column_parallel",
     "copy_to_ranks",
     "full_state_dict",

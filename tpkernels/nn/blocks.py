@@ -143,7 +143,7 @@ class ParallelAttention(nn.Module):
         *,
         rotary: Rotary | None = None,
         attn_mask: torch.Tensor | None = None,
-        is_causal: bool = True,
+        is_causal: bool | None = None,
         residual: torch.Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
@@ -152,11 +152,19 @@ class ParallelAttention(nn.Module):
 
         Args:
             rotary: (cos, sin) of all rows of the sequence, [sequence, head_dim], the angles of the
-                first half of head_dim repeated in the second; None: no rotary embedding.
-            attn_mask, is_causal: as ``torch.nn.functional.scaled_dot_product_attention`` takes
-                them; a mask broadcasts to [batch, heads of this rank, sequence, sequence].
+                first half of head_dim repeated in the second, taken in x's dtype; None: no rotary
+                embedding.
+            attn_mask: as ``torch.nn.functional.scaled_dot_product_attention`` takes it; it
+                broadcasts to [batch, heads of this rank, sequence, sequence].
+            is_causal: whether a row attends to no later one; by default without a mask, which then
+                says all of it.
             shard_sizes: rows of each rank of the sequence where they are not all equal.
+
+        Raises:
+            ValueError: a mask together with ``is_causal=True``.
         """
+        if is_causal and attn_mask is not None:
+            raise ValueError("give attn_mask or is_causal=True; a mask has to say what is causal")
         layers = [self.q_proj, self.k_proj, self.v_proj]
         products = column_parallel(x, layers, shard_sizes=shard_sizes)
         # [batch, heads, sequence, head_dim]
@@ -170,7 +178,7 @@ class ParallelAttention(nn.Module):
             k,
             v,
             attn_mask=attn_mask,
-            is_causal=is_causal and attn_mask is None,
+            is_causal=attn_mask is None if is_causal is None else is_causal,
             enable_gqa=self.heads.heads != self.heads.kv_heads,
         )
         back = (2, 0, 1, 3) if self.sequence_dim == 0 else (0, 2, 1, 3)
@@ -179,6 +187,6 @@ class ParallelAttention(nn.Module):
 
 
 def _rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    cos, sin = rotary
+    cos, sin = (table.to(x.dtype) for table in rotary)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin

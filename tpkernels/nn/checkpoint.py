@@ -116,9 +116,13 @@ class ShardTensor(torch.Tensor):
         return self.local
 
 
-def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of the unsharded module, on every rank: plain tensors, as ``torch.save`` and
-    an unsharded model's ``load_state_dict`` take them. Collective: all ranks call it.
+def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
+    """The state dict of the unsharded module: plain tensors, as ``torch.save`` and an unsharded
+    model's ``load_state_dict`` take them. Collective: all ranks call it.
+
+    Args:
+        rank0_only: the other ranks get an empty dict, and rank 0's tensors are on the CPU: no rank
+            but this one, and no GPU, has more than one whole parameter at a time.
 
     Raises:
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
@@ -126,12 +130,18 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     # By the parameter's identity, which is the same question on every rank: tied parameters are
     # gathered once, and stay one tensor.
     identity = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    gathered: dict[int, torch.Tensor] = {}
-    state = dict(module.state_dict())
-    for name, value in state.items():
-        if isinstance(value, ShardTensor):
-            key = identity[name]
-            if key not in gathered:
-                gathered[key] = value.full_tensor()
+    gathered: dict[int, torch.Tensor | None] = {}
+    state: dict[str, Any] = {}
+    shards = module.state_dict()
+    ranks = {value.placement.rank for value in shards.values() if isinstance(value, ShardTensor)}
+    keep = not rank0_only or ranks <= {0}
+    for name, value in shards.items():
+        key = identity.get(name, id(value))
+        if key not in gathered:
+            whole = value.full_tensor() if isinstance(value, ShardTensor) else value
+            if rank0_only and isinstance(whole, torch.Tensor):
+                whole = whole.cpu()
+            gathered[key] = whole if keep else None
+        if keep:
             state[name] = gathered[key]
     return state

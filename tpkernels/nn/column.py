@@ -131,6 +131,11 @@ class ColumnParallelLinear(ShardedModule):
         width = max(self.stand_in, 1)
         return F.pad(weight, (0, 0, 0, width)), None if bias is None else F.pad(bias, (0, width))
 
+    def drop_bias(self) -> None:
+        """Has the layer add none."""
+        self.bias = None
+        self.splits.pop("bias", None)
+
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """What the layer returns for its product ``y``."""
         if self.empty and (self.gather_output or not self.stand_in):

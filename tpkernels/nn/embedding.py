@@ -151,12 +151,15 @@ class ParallelLMHead(ColumnParallelLinear):
         """Makes the embedding's weight this layer's too.
 
         Raises:
-            ValueError: they are of other sizes or groups.
+            ValueError: they are of other sizes or groups, or split otherwise.
         """
-        given = (embedding.num_embeddings, embedding.embedding_dim, embedding.group)
-        if given != (self.out_features, self.in_features, self.group):
+        theirs, mine = (
+            (list(layer.splits["weight"].sizes), layer.weight.shape[1], layer.group)
+            for layer in (embedding, self)
+        )
+        if theirs != mine:
             raise ValueError(
-                f"an embedding {given} does not fit a head "
-                f"{(self.out_features, self.in_features, self.group)}: (vocabulary, width, group)"
+                f"an embedding {theirs} does not fit a head {mine}: (vocabulary of each rank, "
+                "width, group)"
             )
         self.weight = embedding.weight

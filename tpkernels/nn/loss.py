@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
             probability.scatter_add_(1, local.unsqueeze(1), own)
         factor = grad.masked_fill(ignored, 0).unsqueeze(1)
         # Not probability * 0: an ignored row may hold infinities.
-        grad_logits = (probability * factor).masked_fill_(ignored.unsqueeze(1), 0)
+        grad_logits = probability.mul_(factor).masked_fill_(ignored.unsqueeze(1), 0)
         return grad_logits.to(logits.dtype), None, None, None, None, None
 
 

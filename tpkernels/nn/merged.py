@@ -18,11 +18,17 @@ Made = TypeVar("Made", bound=nn.Module)
 
 
 def _adopt(made: Made, linears: Mapping[str, nn.Linear]) -> Made:
-    """Gives the layers of ``made`` copies of this rank's shares of ``linears``."""
+    """Gives the layers of ``made``, which have biases, copies of this rank's shares of ``linears``;
+    those without a bias lose theirs."""
     for name, linear in linears.items():
         layer = made.get_submodule(name)
         assert isinstance(layer, ColumnParallelLinear)
-        layer.adopt(linear)
+        if cast("torch.Tensor | None", linear.bias) is None:
+            layer.drop_bias()
+        try:
+            layer.adopt(linear)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     return made
 
 
@@ -76,7 +82,12 @@ class MergedColumnParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
     ) -> MergedColumnParallelLinear:
-        """The layers with copies of this rank's shares; raises as `ColumnParallelLinear`'s does."""
+        """The layers with copies of this rank's shares, each with a bias if its linear has one.
+
+        Raises:
+            TypeError, NotImplementedError: as `ColumnParallelLinear.from_linear`.
+            ValueError: their inputs differ.
+        """
         for name, linear in linears.items():
             check.linear(linear, name)
         first = next(iter(linears.values()))
@@ -84,7 +95,7 @@ class MergedColumnParallelLinear(nn.Module):
             first.in_features,
             {name: linear.out_features for name, linear in linears.items()},
             group,
-            bias=first.bias is not None,
+            bias=True,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
             device="meta",
@@ -167,17 +178,27 @@ class QKVParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
     ) -> QKVParallelLinear:
-        """The layers with copies of this rank's shares; raises as `ColumnParallelLinear`'s does."""
+        """The layers with copies of this rank's shares, each with a bias if its linear has one.
+
+        Raises:
+            TypeError, NotImplementedError: as `ColumnParallelLinear.from_linear`.
+            ValueError: ``head_dim`` does not divide the projections, or they do not fit together.
+        """
         linears = {"q_proj": q, "k_proj": k, "v_proj": v}
         for name, linear in linears.items():
             check.linear(linear, name)
+            if linear.out_features % head_dim:
+                raise ValueError(
+                    f"{name} has {linear.out_features} features: no whole number of heads of "
+                    f"{head_dim}"
+                )
         made = cls(
             q.in_features,
             q.out_features // head_dim,
             k.out_features // head_dim,
             head_dim,
             group,
-            bias=q.bias is not None,
+            bias=True,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
             device="meta",

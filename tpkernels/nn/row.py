@@ -111,15 +111,24 @@ class RowParallelLinear(ShardedModule):
         """x [..., in_features of this rank] -> [..., out_features], all rows or this rank's.
 
         Args:
-            residual: of the output's shape, added after the bias.
+            residual: of the output's shape, added after the bias; the output has its dtype.
             shard_sizes: rows of each rank along ``sequence_dim`` where they are not all equal.
         """
         weight: torch.Tensor = self.weight
         if not weight.shape[1]:  # a K of zero: see ColumnParallelLinear.operands
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             weight = F.pad(weight, (0, x.shape[-1]))
+        # A residual stream in fp32, as under autocast, stays so.
+        out_dtype = None if residual is None else residual.dtype
         if not self.sequence_parallel:
-            return matmul_all_reduce(x, weight.t(), self.group, bias=self.bias, residual=residual)
+            return matmul_all_reduce(
+                x,
+                weight.t(),
+                self.group,
+                bias=self.bias,
+                residual=residual,
+                out_dtype=out_dtype,
+            )
         return matmul_reduce_scatter(
             x,
             weight.t(),
@@ -128,6 +137,7 @@ class RowParallelLinear(ShardedModule):
             bias=self.bias,
             residual=residual,
             shard_sizes=shard_sizes,
+            out_dtype=out_dtype,
         )
 
     def extra_repr(self) -> str:

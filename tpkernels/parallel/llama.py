@@ -140,6 +140,16 @@ def _parts(base: nn.Module, prefix: str, architecture: Architecture, world: int)
             heads = Heads(queries // head_dim, keys // head_dim, head_dim, world)
         except ValueError as error:
             raise ValueError(f"{name}self_attn: {error}") from None
+        for each, wanted in (("v_proj", keys), ("o_proj", queries)):
+            linear = found[f"self_attn.{each}"]
+            width = linear.in_features if each == "o_proj" else linear.out_features
+            if width != wanted:
+                raise ValueError(
+                    f"{name}self_attn.{each} has {width} features beside queries of {queries} and "
+                    f"keys of {keys}"
+                )
+        if queries % head_dim or keys % head_dim:
+            raise ValueError(f"{name}self_attn: {queries} and {keys} are no heads of {head_dim}")
         yield Parts(layer, heads)
 
 

@@ -24,7 +24,7 @@ def parallelize(
     sequence_parallel: bool = True,
 ) -> Model:
     """Splits a model over the ranks of ``mesh``, in place, and returns it. All ranks call it, with
-    the same weights. Nothing is sent, and nothing is changed where it raises.
+    the same weights. Nothing is changed where it raises; without a plan nothing is sent.
 
     Without a plan: models of the Llama family of Hugging Face transformers (Llama, Mistral, Qwen2,
     Qwen3; with any head, or the base model alone) get the layers of `tpkernels.nn`. Any numbers of
@@ -36,7 +36,9 @@ def parallelize(
     of attention weights is drawn by each rank for its heads.
 
     Args:
-        model: it may be on the meta device: its weights are loaded afterwards then.
+        model: it may be on the meta device. Afterwards come ``to_empty``, ``load_state_dict`` of
+            the unsharded weights, transformers' ``tie_weights``, and a new ``rotary_emb``, whose
+            buffers are in no state dict.
         mesh: of one dim; of several, pass the one for this: ``mesh["tp"]``.
         plan: for any other model, or parts of one: ``ParallelStyle``s by the names of modules,
             which may have wildcards, as ``torch.distributed.tensor.parallel.parallelize_module``

@@ -40,21 +40,34 @@ def apply(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
                 f"plan names {pattern!r}, which is no module of {type(model).__name__}{hint}"
             )
         for name, module in found:
-            _check_module(name or type(model).__name__, module, style)
+            _check_module(name or type(model).__name__, module, style, mesh)
     parallelize_module(model, mesh, dict(plan))
     return model
 
 
-def _check_module(name: str, module: nn.Module, style: ParallelStyle) -> None:
+def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
     """What torch would find only when it has changed the modules before this one."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+    )
 
+    from tpkernels.parallel import styles
+
+    if isinstance(style, (styles.FusedColwiseParallel, styles.FusedRowwiseParallel)):
+        try:
+            style.check(module, mesh)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise type(error)(f"{name}: {error}") from None
     of_linears = isinstance(style, (ColwiseParallel, RowwiseParallel))
     if of_linears and not isinstance(module, (nn.Linear, nn.Embedding)):
         raise TypeError(
             f"{name} is a {type(module).__name__}; {type(style).__name__} takes an nn.Linear or an "
             "nn.Embedding"
         )
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+        return  # it splits no parameters
     for parameter_name, parameter in module.named_parameters():
         check.plain_parameter(parameter, f"{name}.{parameter_name}")
 

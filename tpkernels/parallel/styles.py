@@ -110,13 +110,19 @@ class FusedColwiseParallel(ColwiseParallel):
             have no part of its features.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear = _checked(self, module, device_mesh)
+    def check(self, module: nn.Module, mesh: DeviceMesh) -> tuple[nn.Linear, Placement, Placement]:
+        """The module and the layouts of its input and output, if the style can be applied."""
+        linear = _checked(self, module, mesh)
         layout = _single(self, module, "input_layouts", self.input_layouts)
         output = _single(self, module, "output_layouts", self.output_layouts)
+        if layout.is_shard():
+            _enough(self, module, "out_features", linear.out_features, mesh)
+        return linear, layout, output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear, layout, output = self.check(module, device_mesh)
         if not layout.is_shard():
             return super()._apply(module, device_mesh)
-        _enough(self, module, "out_features", linear.out_features, device_mesh)
         _distribute(linear, Shard(0), Shard(0), device_mesh, self.src_data_rank)
         return _become(_ColwiseLinear, linear, device_mesh, layout, output, self.use_local_output)
 
@@ -135,13 +141,19 @@ class FusedRowwiseParallel(RowwiseParallel):
     The bias is added once, after the sum. Raises what ``FusedColwiseParallel`` does.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear = _checked(self, module, device_mesh)
+    def check(self, module: nn.Module, mesh: DeviceMesh) -> tuple[nn.Linear, Placement, Placement]:
+        """The module and the layouts of its input and output, if the style can be applied."""
+        linear = _checked(self, module, mesh)
         layout = _single(self, module, "input_layouts", self.input_layouts)
         output = _single(self, module, "output_layouts", self.output_layouts)
+        if output.is_shard() or output.is_replicate():
+            _enough(self, module, "in_features", linear.in_features, mesh)
+        return linear, layout, output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear, layout, output = self.check(module, device_mesh)
         if not (output.is_shard() or output.is_replicate()):
             return super()._apply(module, device_mesh)
-        _enough(self, module, "in_features", linear.in_features, device_mesh)
         _distribute(linear, Shard(1), Replicate(), device_mesh, self.src_data_rank)
         return _become(_RowwiseLinear, linear, device_mesh, layout, output, self.use_local_output)
 

@@ -1,0 +1,63 @@
+"""Gradient norms of modules of which each rank has a share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from tpkernels.nn.sharding import ShardedModule
+from tpkernels.ops.all_reduce import all_reduce
+
+
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` of the unsharded module: scales the gradients of all
+    parameters so that their 2-norm, over all ranks, is ``max_norm`` at the most. That function by
+    itself would take another norm on each rank, and the ranks would drift apart.
+
+    Sharded parameters count with all their shares, those that all ranks have alike once. Sums are
+    in float64. Collective: all ranks call it, with gradients for the same parameters.
+
+    Returns:
+        The norm before, a float32 scalar with the same bits on every rank.
+
+    Raises:
+        NotImplementedError: a gradient is a DTensor.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+    """
+    shares = {id(p): group for p, group in _sharded(module)}
+    gradients = [(p.grad, shares.get(id(p))) for p in module.parameters() if p.grad is not None]
+    for gradient, _ in gradients:
+        if type(gradient) is not torch.Tensor:
+            raise NotImplementedError(
+                f"a gradient is a {type(gradient).__name__}; torch.nn.utils.clip_grad_norm_ knows "
+                "those of models of DTensors"
+            )
+    device = gradients[0][0].device if gradients else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    # By groups in the order of the modules, which is the same on every rank.
+    for group in dict.fromkeys([None, *shares.values()]):
+        own = torch.zeros(1, dtype=torch.float64, device=device)
+        for gradient, whose in gradients:
+            if whose == group:
+                own += gradient.detach().to(torch.float64).square().sum()
+        total += (own if group is None else all_reduce(own, group)).squeeze()
+    norm = total.sqrt()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    for gradient, _ in gradients:
+        gradient.detach().mul_(factor)
+    return norm.float()
+
+
+def _sharded(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
+    """The parameters of which this rank has a share, and their groups."""
+    for part in module.modules():
+        if isinstance(part, ShardedModule):
+            for name in part.splits:
+                yield part.get_parameter(name), part.group
