@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TypeAlias
 
+import pytest
 import torch
 
 from tpkernels.launch import Ranks
@@ -14,6 +15,7 @@ from tpkernels.launch import Ranks
 RanksFixture: TypeAlias = Callable[[int], Ranks]
 
 WORLDS = (1, 2, 3, 4)
+QUICK_WORLDS = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))  # of sweeps; others have all
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COLLECTIVE_WAYS = ("unfused", "ring", "direct")
 MATMUL_WAYS = ("unfused", "ring", "direct", "pipelined")

@@ -9,7 +9,7 @@ import torch
 from cases import (
     COLLECTIVE_ALGORITHMS,
     DTYPES,
-    WORLDS,
+    QUICK_WORLDS,
     Case,
     RanksFixture,
     each,
@@ -19,7 +19,7 @@ from ranked import SMALLEST_WORKSPACE, run_cases
 
 OP = "all_gather"
 
-pytestmark = pytest.mark.parametrize("world", WORLDS)
+pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
 
 def run(

@@ -7,14 +7,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DTYPES, MATMUL_ALGORITHMS, WORLDS, Case, RanksFixture, each, exact, uneven_splits
+from cases import (
+    DTYPES,
+    MATMUL_ALGORITHMS,
+    QUICK_WORLDS,
+    Case,
+    RanksFixture,
+    each,
+    exact,
+    uneven_splits,
+)
 from ranked import SMALLEST_WORKSPACE, run_cases
 
 OP = "all_gather_matmul"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 WHOLE = ("unfused", "direct", "auto")  # what can gather K itself
 
-pytestmark = pytest.mark.parametrize("world", WORLDS)
+pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
 
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:

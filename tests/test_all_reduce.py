@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import COLLECTIVE_ALGORITHMS, DTYPES, WORLDS, Case, RanksFixture, each
+from cases import COLLECTIVE_ALGORITHMS, DTYPES, QUICK_WORLDS, Case, RanksFixture, each
 from ranked import SMALLEST_WORKSPACE, run_cases
 
 OPS = ("all_reduce", "all_reduce_")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ONE_SHOT_BYTES = 16 << 10  # csrc/host/collectives.cpp: above, every rank sums a part
 
-pytestmark = pytest.mark.parametrize("world", WORLDS)
+pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
 
 def run(

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import WORLDS, Case, RanksFixture, each, exact, uneven_splits
+from cases import QUICK_WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from gradients import run_cases
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
-pytestmark = pytest.mark.parametrize("world", WORLDS)
+pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
 
 @pytest.mark.parametrize("save_gathered", [False, True])

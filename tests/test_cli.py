@@ -50,6 +50,7 @@ def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
+@pytest.mark.slow
 def test_demo_passes_with_uneven_shards() -> None:
     result = run(*MODULE, *TINY_DEMO, "--nproc", "3")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -35,7 +35,7 @@ def test_unfused(ranks: RanksFixture, world: int) -> None:
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3))])
 def test_fused(interpreting: RanksFixture, world: int) -> None:
     """The second round needs more memory than there is."""
     rounds = []

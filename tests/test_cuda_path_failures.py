@@ -19,6 +19,8 @@ from faults import Ending
 import tpkernels
 from tpkernels.symm.cuda import CudaSpace
 
+QUICK_OPS = [FUSED_OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in FUSED_OPS[1:])]
+
 
 def all_nan(call: functools.partial[torch.Tensor]) -> bool:
     return bool(call().isnan().all())
@@ -37,7 +39,7 @@ def late_job(op: str) -> tuple[bool, Ending] | None:
         return all_nan(call), faults.ending_of(call)
 
 
-@pytest.mark.parametrize("op", FUSED_OPS)
+@pytest.mark.parametrize("op", QUICK_OPS)
 def test_a_kernel_that_gave_up_leaves_nan(interpreting: RanksFixture, op: str) -> None:
     told = interpreting(2).run(late_job, op)[0]
     assert told is not None
@@ -66,7 +68,7 @@ def killed_job(op: str) -> tuple[list[bool], Ending, float] | None:
         return spoilt, ending, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("op", FUSED_OPS)
+@pytest.mark.parametrize("op", QUICK_OPS)
 def test_a_killed_rank_is_reported_by_the_next_call(op: str) -> None:
     with faults.watched_ranks(3, TRITON_INTERPRET="1") as ranks:
         outcomes = faults.collect(ranks, killed_job, op)
@@ -145,7 +147,7 @@ def queued_job(op: str) -> tuple[int, int]:
         return int((buffers != 0xA5).sum()), in_order
 
 
-@pytest.mark.parametrize("op", FUSED_OPS)
+@pytest.mark.parametrize("op", QUICK_OPS)
 def test_calls_behind_a_failed_one_touch_no_buffer(interpreting: RanksFixture, op: str) -> None:
     for behind, in_order in interpreting(2).run(queued_job, op):
         assert behind == 0 and in_order > 0

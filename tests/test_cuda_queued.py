@@ -167,6 +167,7 @@ def suite_job(driver: str) -> list[bool]:
     return [gpu_link.check(case, name) for case, name in ways]
 
 
+@pytest.mark.slow
 def test_the_gpu_suites_paced_links(interpreting: RanksFixture, cuda_driver: str) -> None:
     """They have not seen a GPU; here they run on the CPU."""
     assert interpreting(1).run(suite_job, cuda_driver) == [[True] * 3]

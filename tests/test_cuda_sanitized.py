@@ -41,6 +41,7 @@ def test_no_report(scratch: Path, sanitizer: str) -> None:
     assert ended.stdout == "24 calls, 0 wrong\n", ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["ACQUIRE", "RELEASE"])
 def test_a_missing_order_is_reported(scratch: Path, order: str) -> None:
     ended = run(scratch, "thread", without=order)

@@ -36,14 +36,15 @@ def test_eager_ops(tmp_path: Path) -> None:
     assert len(differences) == 2 and all(float(each) < 1e-4 for each in differences), said
 
 
+# What these show is in the quick tier without torchrun: test_nn_*.py, test_parallelize.py,
+# test_compile_models.py and test_styles_models.py.
+
+
+@pytest.mark.slow
 def test_layers(tmp_path: Path) -> None:
     said = said_by("layers.py", tmp_path)
     losses = re.search(r"loss ([\d.]+) -> ([\d.]+)", said)
     assert losses is not None and float(losses[2]) < float(losses[1]) - 1, said
-
-
-# What these show is in the quick tier without torchrun: test_parallelize.py, test_compile_models.py
-# and test_styles_models.py.
 
 
 @pytest.mark.slow

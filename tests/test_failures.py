@@ -109,7 +109,7 @@ def _kill(op: str, algorithm: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
-@pytest.mark.parametrize("where", ["before", "inside"])
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "inside"])
 def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
     _kill(op, algorithm, where)
 
@@ -149,7 +149,13 @@ def _stop(op: str, algorithm: str, where: str) -> list[Report]:
         return reports
 
 
-@pytest.mark.parametrize(("op", "algorithm"), CASES)
+@pytest.mark.parametrize(
+    ("op", "algorithm"),
+    [
+        pytest.param(*case, marks=[] if case in MATMUL_CASES else [pytest.mark.slow])
+        for case in CASES
+    ],
+)
 def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
     for report in _stop(op, algorithm, "before"):
         assert report.first.peer == VICTIM, report

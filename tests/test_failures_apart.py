@@ -84,6 +84,9 @@ def disturbed_job(
 
 CASES = [(op, way, "before") for op in OPS for way in WAYS]
 CASES += [(op, way, "product") for op in MATMULS for way in WAYS]
+QUICK_CASES = [
+    pytest.param(*case, marks=[] if case[0] in MATMULS else [pytest.mark.slow]) for case in CASES
+]
 
 
 @pytest.mark.parametrize(("op", "algorithm", "where"), CASES)
@@ -102,7 +105,7 @@ def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
             faults.require_broken(report)
 
 
-@pytest.mark.parametrize(("op", "algorithm", "where"), CASES)
+@pytest.mark.parametrize(("op", "algorithm", "where"), QUICK_CASES)
 def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str, where: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         ranks.submit(disturbed_job, op, algorithm, where, signal.SIGSTOP, TIMEOUT)

@@ -241,7 +241,10 @@ _ENDS = {
 
 @pytest.mark.parametrize(
     ("end", "algorithm"),
-    [*((end, "direct") for end in _ENDS), ("after a peer was killed", "unfused")],
+    [
+        *((end, "direct") for end in _ENDS),
+        pytest.param("after a peer was killed", "unfused", marks=pytest.mark.slow),
+    ],
 )
 def test_the_interpreter_ends_in_time(tmp_path: Path, end: str, algorithm: str) -> None:
     script = _RANK + textwrap.dedent(_ENDS[end])

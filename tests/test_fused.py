@@ -51,8 +51,7 @@ OPS: dict[str, Callable[[int, int, int, int], Case]] = {
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    "world",
-    [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
+    "world", [1, 2, *(pytest.param(w, marks=pytest.mark.slow) for w in (3, 4))]
 )
 def test_every_dtype(interpreting: RanksFixture, world: int, op: str) -> None:
     run_cases(interpreting, world, each(OPS[op](*SHAPES[world], world), algorithms=FUSED))

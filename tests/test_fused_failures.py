@@ -22,6 +22,7 @@ from tpkernels.symm import device
 WORLD = 3
 VICTIM = 1
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+QUICK_OPS = [OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in OPS[1:])]
 STOP_TIMEOUT = 2.0  # a call of the interpreter takes up to half a second
 KERNEL_PROMPT = 3 * PROMPT  # it runs its kernel to the end after a failure
 
@@ -47,7 +48,7 @@ def disturbed_job(op: str, number: int, timeout: float) -> tuple[Report, float] 
     return None if rank == VICTIM else (report, faults.disturbed_at())
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", QUICK_OPS)
 def test_a_killed_rank_is_reported(op: str) -> None:
     with faults.watched_ranks(WORLD, TRITON_INTERPRET="1") as ranks:
         pid = ranks.pids[VICTIM]
@@ -61,7 +62,7 @@ def test_a_killed_rank_is_reported(op: str) -> None:
             faults.require_broken(report)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", QUICK_OPS)
 def test_a_stopped_rank_is_a_timeout(op: str) -> None:
     with faults.watched_ranks(WORLD, TRITON_INTERPRET="1") as ranks:
         ranks.submit(disturbed_job, op, signal.SIGSTOP, STOP_TIMEOUT)
@@ -99,7 +100,9 @@ def woken_job(delay_at: int) -> list[Ending]:
     return [faults.ending_of(call)]
 
 
-@pytest.mark.parametrize("delay_at", [2, 5, 9])
+@pytest.mark.parametrize(
+    "delay_at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 9))]
+)
 def test_a_rank_that_overslept_gets_no_wrong_result(delay_at: int) -> None:
     """Of a two-shot, whose results come from ranks that may have given up."""
     with faults.watched_ranks(2, TRITON_INTERPRET="1") as ranks:

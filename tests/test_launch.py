@@ -264,7 +264,9 @@ if sys.argv[1] == "SIGKILL":
 """
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "exit without close"])
+@pytest.mark.parametrize(
+    "end", ["SIGKILL", pytest.param("exit without close", marks=pytest.mark.slow)]
+)
 def test_ranks_do_not_outlive_the_parent(end, tmp_path):
     parent = subprocess.run(
         [sys.executable, "-c", PARENT, end],

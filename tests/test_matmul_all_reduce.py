@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DTYPES, MATMUL_ALGORITHMS, WORLDS, Case, RanksFixture, each, exact
+from cases import DTYPES, MATMUL_ALGORITHMS, QUICK_WORLDS, Case, RanksFixture, each, exact
 from ranked import SMALLEST_WORKSPACE, run_cases
 
 OP = "matmul_all_reduce"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
-pytestmark = pytest.mark.parametrize("world", WORLDS)
+pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
 
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:

@@ -215,6 +215,7 @@ def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_is_interrupted(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)")

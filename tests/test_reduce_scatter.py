@@ -11,7 +11,7 @@ import torch
 from cases import (
     COLLECTIVE_ALGORITHMS,
     DTYPES,
-    WORLDS,
+    QUICK_WORLDS,
     Case,
     RanksFixture,
     each,
@@ -22,7 +22,7 @@ from ranked import SMALLEST_WORKSPACE, run_cases
 OP = "reduce_scatter"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
-pytestmark = pytest.mark.parametrize("world", WORLDS)
+pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
 
 def run(

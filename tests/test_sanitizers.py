@@ -186,7 +186,7 @@ def test_a_single_buffer_is_reported(build: Build) -> None:
 
 
 @pytest.mark.parametrize("breakage", ["single-buffer", "skip-waits"])
-@pytest.mark.parametrize("between", ["threads", "processes"])
+@pytest.mark.parametrize("between", [pytest.param("threads", marks=pytest.mark.slow), "processes"])
 def test_broken_protocols_give_wrong_results(build: Build, breakage: str, between: str) -> None:
     """Without a sanitizer's help: the calls of the C++ tests are enough to see it."""
     toolchain, program = build("address")
