@@ -147,6 +147,7 @@ def test_a_broken_protocol_is_seen(ranks: RanksFixture, cuda_driver: str, breaka
 def mixed_job(driver: str) -> list[str]:
     """Calls of the Triton kernels and of these on one workspace, by turns."""
     from tpkernels.kernels import matmul_all_reduce as fused
+    from tpkernels.kernels.configs import INTERPRETER
 
     space = emulated.space_of(driver, buffer_bytes=1 << 18)
     space.set_chaos(seed=space.rank, max_delay_us=200)
@@ -155,8 +156,8 @@ def mixed_job(driver: str) -> list[str]:
         x = torch.full((8, 16), 1.0 + call)
         out = torch.empty(8, 24)
         if call % 3 == 0:
-            args = (space, call + 1, x, torch.ones(16, 24), None, None, out, F32)
-            fused.matmul_all_reduce(*args)
+            w = torch.ones(16, 24)
+            fused.matmul_all_reduce(space, call + 1, INTERPRETER, x, w, None, None, out, F32)
             want = 16 * (1.0 + call) * space.world
         elif call % 3 == 1:
             cuda.all_reduce(space, call + 1, out.fill_(call), out)
@@ -176,6 +177,7 @@ def test_triton_kernels_may_come_between(interpreting: RanksFixture, cuda_driver
 def pulled_job(driver: str) -> int:
     """A Triton kernel whose peers read this rank's buffer, then a copy that writes into it."""
     from tpkernels.kernels import all_gather_matmul as gather
+    from tpkernels.kernels.configs import INTERPRETER
 
     space = emulated.space_of(driver, buffer_bytes=1 << 14)
     space.set_chaos(seed=space.rank, max_delay_us=2000)
@@ -185,7 +187,9 @@ def pulled_job(driver: str) -> int:
         x = torch.full((8, 16), 1.0 + call)
         out, gathered = torch.empty(8 * space.world, 16), torch.empty(8 * space.world, 16)
         sizes = (8,) * space.world
-        gather.all_gather_matmul(space, call + 1, x, [weight], [None], [out], gathered, sizes)
+        gather.all_gather_matmul(
+            space, call + 1, INTERPRETER, x, [weight], [None], [out], gathered, sizes
+        )
         with cuda.CopyCall(space, call + 100) as copies:
             copies.put(everything, 0)
         wrong += not bool((out == 1.0 + call).all())

@@ -34,7 +34,7 @@ def run(
     return toolchain.run(emulated.build(scratch, "threads.cpp", *flags), *switches)
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("sanitizer", ["thread", pytest.param("address", marks=pytest.mark.slow)])
 def test_no_report(scratch: Path, sanitizer: str) -> None:
     ended = run(scratch, sanitizer)
     assert ended.returncode == 0, ended.stdout

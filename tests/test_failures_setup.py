@@ -90,7 +90,10 @@ def test_a_killed_rank_is_reported(step: str, where: str, victim: int) -> None:
             faults.require_broken(report)
 
 
-@pytest.mark.parametrize(("step", "where", "victim"), CASES)
+@pytest.mark.parametrize(
+    ("step", "where", "victim"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[2] else []) for case in CASES],
+)
 def test_a_stopped_rank_is_a_timeout(step: str, where: str, victim: int) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         ranks.submit(disturbed_job, step, where, victim, signal.SIGSTOP, TIMEOUT)
@@ -161,9 +164,9 @@ def too_much_on_some_job(poor: tuple[int, ...], step: str) -> tuple[Ending, Endi
 
     def call() -> None:
         if step == "empty":
-            tpkernels.empty(8 << 20, group=group)
+            tpkernels.empty(32 << 20, group=group)
         else:
-            tpkernels.init(group, faults.PATIENCE, 16 << 20)
+            tpkernels.init(group, faults.PATIENCE, 64 << 20)
 
     if group.rank() in poor:
         with little_address_space(100 << 20):

@@ -185,8 +185,9 @@ def test_a_single_buffer_is_reported(build: Build) -> None:
     assert "WARNING: ThreadSanitizer: data race" in run.stdout, run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breakage", ["single-buffer", "skip-waits"])
-@pytest.mark.parametrize("between", [pytest.param("threads", marks=pytest.mark.slow), "processes"])
+@pytest.mark.parametrize("between", ["threads", "processes"])
 def test_broken_protocols_give_wrong_results(build: Build, breakage: str, between: str) -> None:
     """Without a sanitizer's help: the calls of the C++ tests are enough to see it."""
     toolchain, program = build("address")

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -151,6 +152,7 @@ def compiled_job() -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 def test_compiled(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(compiled_job, timeout=250) for f in rank)
 

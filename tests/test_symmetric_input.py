@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import WORLDS, Case, RanksFixture, each, exact, uneven_splits
+from cases import QUICK_WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from ranked import SMALLEST_WORKSPACE, fresh_group, report, run_cases
 
 import tpkernels
@@ -21,7 +21,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 LAYOUTS = ("symmetric", "symmetric_end", "mixed")
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", QUICK_WORLDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_matmuls(ranks: RanksFixture, world: int, layout: str) -> None:
     gather = Case(op="all_gather_matmul", shape=(24, 12), n=(7, 3), return_gathered=True)
@@ -36,7 +36,7 @@ def test_matmuls(ranks: RanksFixture, world: int, layout: str) -> None:
     run_cases(ranks, world, some)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", QUICK_WORLDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives(ranks: RanksFixture, world: int, layout: str) -> None:
     cases = []
