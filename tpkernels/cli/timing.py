@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,8 +66,9 @@ def measure(
     names = list(variants)
     begin = len(seconds[names[0]])
     for repetition in range(begin, repeat):
-        first = repetition % len(names)
-        for name in names[first:] + names[:first]:
+        # In a new order, the same on all ranks: what runs before a variant leaves caches, and gloo
+        # threads at work, to it.
+        for name in random.Random(repetition).sample(names, len(names)):
             seconds[name].append(_region(variants[name], warmed[name].per_region, finish))
         (elapsed,) = slowest([time.perf_counter() - started])
         if elapsed > budget and repetition >= 2:
