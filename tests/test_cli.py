@@ -60,6 +60,16 @@ def test_demo_passes_with_uneven_shards() -> None:
     assert not result.stderr
 
 
+def check_refused(args: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command says in one line what it cannot do, and starts no rank."""
+    monkeypatch.delattr(session, "Ranks")
+    result = invoke(*args.split())
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert result.output.startswith("Error: ")
+    assert result.output.count("\n") == 1
+
+
 def one_element_off(y: torch.Tensor) -> torch.Tensor:
     """``y`` with one element wrong by a tenth of the largest."""
     y = y.clone()
@@ -191,12 +201,7 @@ def test_bench_does_not_time_what_is_wrong(
 def test_bad_input_is_one_line_before_any_rank_starts(
     args: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(session, "Ranks")
-    result = invoke(*args.split())
-    assert result.exit_code == 2, result.output
-    assert message in result.output
-    assert result.output.startswith("Error: ")
-    assert result.output.count("\n") == 1
+    check_refused(args, message, monkeypatch)
 
 
 def test_nproc_must_be_the_launchers(only_rank: None) -> None:

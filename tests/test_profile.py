@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from test_cli import MODULE, invoke, processes_of_session
+from test_cli import MODULE, check_refused, invoke, processes_of_session
 from torch.profiler import profile
 
 import tpkernels
 from tpkernels.algorithms import product, ranges
-from tpkernels.cli import session, timeline
+from tpkernels.cli import timeline
 from tpkernels.cli.trace import CALL, lanes, merge, rank_of, times, union, without
 
 SCRIPT = """
@@ -257,11 +257,7 @@ def test_a_script_that_is_interrupted(tmp_path: Path) -> None:
 def test_bad_input_is_one_line_before_any_rank_starts(
     args: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(session, "Ranks")
-    result = invoke(*args.split())
-    assert result.exit_code == 2, result.output
-    assert message in result.output
-    assert result.output.startswith("Error: ") and result.output.count("\n") == 1
+    check_refused(args, message, monkeypatch)
 
 
 def test_without_matplotlib_there_is_a_trace(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RanksFixture
-from test_cli import invoke, one_element_off
+from test_cli import check_refused, invoke, one_element_off
 
 import tpkernels
 from tpkernels import groups, launch
@@ -171,11 +171,7 @@ def test_a_bad_cache_is_replaced(cache: Path) -> None:
 def test_bad_input_is_one_line_before_any_rank_starts(
     args: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(session, "Ranks")
-    result = invoke(*args.split())
-    assert result.exit_code == 2, result.output
-    assert message in result.output
-    assert result.output.startswith("Error: ") and result.output.count("\n") == 1
+    check_refused(args, message, monkeypatch)
 
 
 def test_a_cache_that_cannot_be_written_is_found_before_measuring(

@@ -21,10 +21,15 @@ def device_named(name: str | None) -> str:
     found = torch.cuda.is_available()
     if name is None:
         return "cuda" if found else "cpu"
+    if device_known(name) == "cuda" and not found:
+        raise UsageError("--device is cuda, but torch sees no GPU")
+    return name
+
+
+def device_known(name: str) -> str:
+    """``name``, if there are such devices, here or not."""
     if name not in DEVICES:
         raise UsageError(f"unknown device '{name}'; there are {', '.join(DEVICES)}")
-    if name == "cuda" and not found:
-        raise UsageError("--device is cuda, but torch sees no GPU")
     return name
 
 

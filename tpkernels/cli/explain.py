@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tpkernels.cli.cases import MATMUL_OPS, Spec
-from tpkernels.cli.device import DEVICES, missing_kernels
+from tpkernels.cli.device import device_known, missing_kernels
 from tpkernels.cli.options import (
     DTYPES,
     UsageError,
@@ -48,8 +48,7 @@ def explain(
     here. Starts no ranks."""
     with exit_codes():
         at_least(1, tp=world, hosts=hosts, threads=threads)
-        if device not in DEVICES:
-            raise UsageError(f"unknown device '{device}'; there are {', '.join(DEVICES)}")
+        device_known(device)
         spec = _spec(op, (m, n, k), nbytes, dtype, world)
         shared = hosts == 1
         problem = spec.problem(world, device)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tpkernels import groups
 from tpkernels.benchmarking import slowest
+from tpkernels.cli.bench.measuring import run_next
 from tpkernels.cli.cases import Case, Outputs, Spec, planned, random_case, run_tpkernels
 from tpkernels.cli.check import Verdict, verify
 from tpkernels.cli.device import own_device, synchronizer
@@ -52,7 +53,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     inputs = Inputs(case, cold=True)
     undo = inputs.restore if spec.op == "all_reduce" else None  # it works in place
     variants = {
-        name: Variant(functools.partial(_call, inputs, name), undo)
+        name: Variant(functools.partial(run_next, inputs, name), undo)
         for name, verdict in verdicts.items()
         if verdict.right
     }
@@ -85,10 +86,6 @@ def _results(case: Case, algorithms: list[str]) -> dict[str, Outputs]:
         with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
             found[name] = run_tpkernels(case.copy(), name)
     return found
-
-
-def _call(inputs: Inputs, algorithm: str) -> object:
-    return run_tpkernels(inputs.sharded(), algorithm)
 
 
 def best_config(

@@ -71,7 +71,7 @@ def run_case(
     ) as (runs, left_out):
         for name in names:
             if choices[name].verdict.right:
-                runs[name] = functools.partial(_call, inputs, name)
+                runs[name] = functools.partial(run_next, inputs, name)
         # An all_reduce works in place: each region starts from the same values.
         undo = inputs.restore if case.op == "all_reduce" else None
         variants = {name: Variant(run, undo) for name, run in runs.items()}
@@ -81,7 +81,8 @@ def run_case(
     return CaseReport(choices, samples, left_out)
 
 
-def _call(inputs: Inputs, algorithm: str) -> object:
+def run_next(inputs: Inputs, algorithm: str) -> object:
+    """The op on the next copy of a case's inputs."""
     return run_tpkernels(inputs.sharded(), algorithm)
 
 
