@@ -100,7 +100,8 @@ def _put_in(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: _
         whole = editor.item(fused, 0)
         for node in use.rest:
             order = moves[node].flat
-            kept[node] = editor.arrange(whole, use.layout.flat, order, shape_of(node))
+            new = editor.arrange(whole, use.layout.flat, order, shape_of(node))
+            kept[node] = editor.laid_out_like(node, new)
     outs = editor.item(fused, 1)
     results = [
         editor.reshape(editor.item(outs, i), shape_of(product.node))
@@ -126,7 +127,7 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
                 and product.left is node
                 and ranks in layout.dims[0]
                 and not {product.right, product.bias} & behind
-                and (not products or layout.flat == moves[products[0].left].flat)
+                and (not products or layout.dims == moves[products[0].left].dims)
             )
             if fits:
                 products.append(cast(Product, product))
