@@ -51,6 +51,11 @@ def _sum(x: Any, y: Any, a: Any, b: Any, world: int, group: str) -> Any:
     return scatter(x @ a + (y @ b) + (x.relu() @ a), 1, world, group)
 
 
+def _no_columns(x: Any, w: Any, b: Any, world: int, group: str) -> Any:
+    whole = gather(x, 1, world, group)
+    return whole @ w, torch.addmm(b, whole.flatten(0, 1), w)
+
+
 def _two_widths(x: Any, a: Any, b: Any, world: int, group: str) -> Any:
     whole = gather(x, 0, world, group)
     return whole @ a, whole.view(-1, 3) @ b
@@ -92,6 +97,12 @@ FUSED = {
         _kept_in_memory, ((3, 2, 6), (6, 5)), ((AG, 1),)
     ),
     "gather, one weight made of it": Graph(_weight_made_of_it, ((4, 6), (6, 5)), ((AG, 1),)),
+    "gather, no columns": Graph(
+        _no_columns, ((2, 3, 6), (6, 0), (0,)), ((AG, 2),)
+    ),
+    "scatter nothing": Graph(
+        lambda x, w, *g: scatter(x @ w, 1, *g), ((2, "3W", 0), (0, 5)), ((RS, 1),)
+    ),
     "scatter": Graph(lambda x, w, *g: scatter(x @ w, 0, *g), (("3W", 6), (6, 5)), ((RS, 1),)),
     "scatter dim 1": Graph(
         lambda x, w, *g: scatter(x @ w, 1, *g), ((2, "3W", 6), (6, 5)), ((RS, 1),)

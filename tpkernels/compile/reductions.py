@@ -21,7 +21,7 @@ from tpkernels.compile.graph import (
     describe,
     erase_unread,
 )
-from tpkernels.compile.layout import Layout, same_shape, size_of
+from tpkernels.compile.layout import Layout, same, same_shape, size_of
 from tpkernels.compile.moves import carriers, chain_to, shape_of, through
 from tpkernels.compile.products import Product
 
@@ -82,7 +82,11 @@ class _Reduced:
     def factors(self, editor: Editor) -> tuple[fx.Node, fx.Node]:
         """(x [M, K], w [K, N]) whose product is the sum."""
         if len(self.products) == 1:
-            return self.products[0].left, self.products[0].right
+            x, w = self.products[0].left, self.products[0].right
+            if same(shape_of(x)[1], 0):  # this rank adds nothing, but takes part
+                x = editor.call(aten.constant_pad_nd.default, x, [0, 1])
+                w = editor.call(aten.constant_pad_nd.default, w, [0, 0, 0, 1])
+            return x, w
         x = editor.call(aten.cat.default, [product.left for product in self.products], 1)
         w = editor.call(aten.cat.default, [product.right for product in self.products], 0)
         return x, w
