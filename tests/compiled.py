@@ -23,7 +23,8 @@ def graph_runner(seen: list[Counter[str]]) -> Callable[..., Any]:
         with V.set_fake_mode(detect_fake_mode(inputs)):
             post_grad_passes(module, options.get("is_inference", False))
         module.recompile()
-        names = [node.target for node in module.graph.nodes if node.op == "call_function"]
+        graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+        names = [n.target for graph in graphs for n in graph.nodes if n.op == "call_function"]
         overloads = [name for name in names if isinstance(name, torch._ops.OpOverload)]
         seen.append(Counter(each._schema.name for each in overloads))
         return make_boxed_func(module.forward)

@@ -51,6 +51,23 @@ def _sum(x: Any, y: Any, a: Any, b: Any, world: int, group: str) -> Any:
     return scatter(x @ a + (y @ b) + (x.relu() @ a), 1, world, group)
 
 
+def _no_columns(x: Any, w: Any, b: Any, world: int, group: str) -> Any:
+    whole = gather(x, 1, world, group)
+    return whole @ w, torch.addmm(b, whole.flatten(0, 1), w)
+
+
+def _two_widths(x: Any, a: Any, b: Any, world: int, group: str) -> Any:
+    whole = gather(x, 0, world, group)
+    return whole @ a, whole.view(-1, 3) @ b
+
+
+def _kept_in_memory(x: Any, w: Any, world: int, group: str) -> Any:
+    """Readers that want the gathered tensor as the collective lays it out."""
+    whole = gather(x, 0, world, group)
+    product = whole.transpose(0, 1).flatten(0, 1) @ w
+    return product, whole.as_strided((16,), (1,)).sin(), whole.view(3, -1).cos()
+
+
 def _moved(x: Any, w: Any, world: int, group: str) -> Any:
     return reduce((x @ w).transpose(0, 1), group), reduce((x @ w).unsqueeze(0), group)
 
@@ -73,7 +90,19 @@ FUSED = {
     "gather kept": Graph(_kept, ((2, 3, 6), (6, 5)), ((AG, 1),)),
     "gather returned": Graph(_returned, ((2, 3, 6), (6, 5)), ((AG, 1),)),
     "gather kept as it came": Graph(_kept_as_gathered, ((2, 3, 6), (6, 5)), ((AG, 1),)),
+    "gather, products of two widths": Graph(
+        _two_widths, ((4, 6), (6, 5), (3, 7)), ((AG, 1),)
+    ),
+    "gather kept, and read by strides": Graph(
+        _kept_in_memory, ((3, 2, 6), (6, 5)), ((AG, 1),)
+    ),
     "gather, one weight made of it": Graph(_weight_made_of_it, ((4, 6), (6, 5)), ((AG, 1),)),
+    "gather, no columns": Graph(
+        _no_columns, ((2, 3, 6), (6, 0), (0,)), ((AG, 2),)
+    ),
+    "scatter nothing": Graph(
+        lambda x, w, *g: scatter(x @ w, 1, *g), ((2, "3W", 0), (0, 5)), ((RS, 1),)
+    ),
     "scatter": Graph(lambda x, w, *g: scatter(x @ w, 0, *g), (("3W", 6), (6, 5)), ((RS, 1),)),
     "scatter dim 1": Graph(
         lambda x, w, *g: scatter(x @ w, 1, *g), ((2, "3W", 6), (6, 5)), ((RS, 1),)
@@ -97,6 +126,15 @@ FUSED = {
         reference=lambda x, w, world, g: reduce(x @ w, g) / world,
     ),
     "reduce, moved": Graph(_moved, ((4, 6), (6, 5)), ((AR, 1), (AR, 1))),
+    "scatter transposed, flattened": Graph(
+        lambda x, w, *g: scatter((x @ w).t(), 0, *g).view(-1), ((4, 6), (6, "3W")), ((RS, 1),)
+    ),
+    "reduce transposed, flattened": Graph(
+        lambda x, w, _, g: reduce((x @ w).t(), g).view(-1), ((4, 6), (6, 5)), ((AR, 1),)
+    ),
+    "reduce a column times a row": Graph(
+        lambda x, w, _, g: reduce(x * w, g), ((4, 1), (1, 5)), ((AR, 1),)
+    ),
     "reduce a sum": Graph(
         lambda x, w, _, g: reduce(x @ w + x.relu() @ w, g), ((2, 3, 6), (6, 5)), ((AR, 2),)
     ),

@@ -202,6 +202,12 @@ def test_it_goes_behind_a_pass_that_is_set_already() -> None:
     assert "no collectives" in str(told)
 
 
+def test_a_model_can_be_wrapped_within_the_context() -> None:
+    with tpkernels.compile.fuse_collectives() as told:
+        torch.compile(lambda x: x + 1)  # copies inductor's config
+    assert not told.graphs
+
+
 def test_there_is_room_for_one_pass_in_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._inductor.custom_graph_pass.get_custom_graph_passes")
     with (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cases import RanksFixture
 from ranked import fresh_group, report
 from torch import fx
-from traced import AG, AR, Graph, check, gather, reduce, rewritten, scatter
+from traced import AG, AR, Graph, called, check, gather, reduce, rewritten, scatter
 
 import tpkernels
 
@@ -120,6 +120,15 @@ LEFT_ALONE = {
         ((4, 6), (6, 5), (5, 6), (6, 4)),
         reasons=("what it reduces is a sum of products in different layouts",),
     ),
+    "a sum of unlike shapes": Graph(
+        lambda x, a, y, b, _, g: reduce((x @ a).view(-1) + (y @ b).view(-1), g),
+        ((4, 6), (6, 6), (6, 5), (5, 4)),
+        reasons=("what it reduces is a sum of products in different layouts",),
+    ),
+    "columns times columns": Graph(
+        lambda x, y, _, g: reduce(x * y, g), ((4, 1), (4, 5)),
+        reasons=("what it reduces is made by aten.mul.Tensor, and no plain matmul",),
+    ),
     "a view across rows": Graph(
         lambda x, w, _, g: reduce((x @ w).view(15, 4), g), ((6, 6), (6, 10)),
         reasons=("it is not known how the product is laid out in what it reduces",),
@@ -187,8 +196,7 @@ def unknown_size_job() -> list[str]:
         inputs = [torch.ones(3, 6), torch.ones(2, 5)]
         traced, said = rewritten(lambda *x: _size_of_data(*x, *where), inputs, symbolic=True)
         failures = [] if "cannot be had from the graph's inputs" in str(said) else [str(said)]
-        names = [str(node.target) for node in traced.graph.nodes]
-        failures += [f"{name} is left" for name in names if "tpkernels" in name]
+        failures += [f"{name} is left" for name in called(traced) if "tpkernels" in name]
         for got, want in zip(traced(*inputs), _size_of_data(*inputs, *where), strict=True):
             failures += [] if torch.equal(got, want) else [f"{got}, not {want}"]
         return failures

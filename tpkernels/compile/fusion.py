@@ -21,6 +21,7 @@ from tpkernels.compile import gathers, reductions
 from tpkernels.compile.graph import Change, Collective, Obstacle, read_sizes_of_inputs
 from tpkernels.compile.layout import same
 from tpkernels.compile.moves import shape_of, value
+from tpkernels.compile.order import keep_order
 from tpkernels.compile.report import LeftAlone, Report, Rewritten, Site
 
 _c10d = torch.ops._c10d_functional
@@ -47,6 +48,10 @@ class CollectiveFusion(CustomGraphPass):
         self.report = Report()
         self._only = None if only is None else frozenset(only)
         self._entered: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveFusion:
+        """Itself: ``torch.compile`` copies inductor's config, and the report is to stay one."""
+        return self
 
     @property
     def options(self) -> dict[str, Any]:
@@ -86,6 +91,7 @@ class CollectiveFusion(CustomGraphPass):
                 changed |= self._visit(node, name)
         if changed:
             stable_topological_sort(graph)
+            keep_order(graph)
             graph.lint()
 
     def _visit(self, node: fx.Node, graph: str) -> bool:

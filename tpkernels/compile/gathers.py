@@ -17,7 +17,7 @@ from tpkernels.compile.graph import (
     describe,
     erase_unread,
 )
-from tpkernels.compile.layout import Axes, Axis, Layout, size_of
+from tpkernels.compile.layout import Axes, Axis, Layout, same, size_of
 from tpkernels.compile.moves import carriers, follow, readers, shape_of
 from tpkernels.compile.products import Product
 
@@ -72,7 +72,7 @@ def fuse(gather: Collective) -> Change:
         fused = editor.call(
             torch.ops.tpkernels.all_gather_matmul.default,
             x,
-            [product.right for product in use.products],
+            [_weight(editor, product.right) for product in use.products],
             gather.group,
             len(lead),
             _biases(editor, shard, use.products),
@@ -83,6 +83,22 @@ def fuse(gather: Collective) -> Change:
     kept = "; the gathered tensor is kept" if use.rest else ""
     detail = f"x {shape} along dim {len(lead)}, {len(use.products)} products{kept}"
     return Change("all_gather_matmul", len(use.products), detail)
+
+
+def _weight(editor: Editor, weight: fx.Node) -> fx.Node:
+    """The op's argument: a rank that has no columns sends its shard all the same."""
+    if not same(shape_of(weight)[1], 0):
+        return weight
+    padded: fx.Node = editor.call(aten.constant_pad_nd.default, weight, [0, 1])
+    return padded
+
+
+def _result(editor: Editor, out: fx.Node, product: Product) -> fx.Node:
+    rows, columns = shape_of(product.node)
+    if not same(columns, 0):
+        return editor.reshape(out, [rows, columns])
+    none: fx.Node = editor.call(aten.slice.Tensor, editor.reshape(out, [rows, 1]), 1, 0, 0)
+    return none
 
 
 def _biases(editor: Editor, like: fx.Node, products: list[Product]) -> list[fx.Node] | None:
@@ -100,12 +116,10 @@ def _put_in(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: _
         whole = editor.item(fused, 0)
         for node in use.rest:
             order = moves[node].flat
-            kept[node] = editor.arrange(whole, use.layout.flat, order, shape_of(node))
+            new = editor.arrange(whole, use.layout.flat, order, shape_of(node))
+            kept[node] = editor.laid_out_like(node, new)
     outs = editor.item(fused, 1)
-    results = [
-        editor.reshape(editor.item(outs, i), shape_of(product.node))
-        for i, product in enumerate(use.products)
-    ]
+    results = [_result(editor, editor.item(outs, i), p) for i, p in enumerate(use.products)]
     for node, new in kept.items():
         for reader in use.rest[node]:
             reader.replace_input_with(node, new)
@@ -126,7 +140,7 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
                 and product.left is node
                 and ranks in layout.dims[0]
                 and not {product.right, product.bias} & behind
-                and (not products or layout.flat == moves[products[0].left].flat)
+                and (not products or layout.dims == moves[products[0].left].dims)
             )
             if fits:
                 products.append(cast(Product, product))

@@ -17,7 +17,7 @@ from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from tpkernels.compile.layout import Axis, Size, same
+from tpkernels.compile.layout import Axis, Size, same, same_shape
 from tpkernels.compile.moves import shape_of, value
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ class Editor:
         return node
 
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
-        if _same_shape(shape_of(node), shape):
+        if same_shape(shape_of(node), shape):
             return node
         result: fx.Node = self.call(aten.reshape.default, node, self._arguments(shape))
         return result
@@ -102,6 +102,14 @@ class Editor:
             node = self.reshape(node, [axis.size for axis in have])
             node = self.call(aten.permute.default, node, [have.index(axis) for axis in want])
         return self.reshape(node, shape)
+
+    def laid_out_like(self, old: fx.Node, new: fx.Node) -> fx.Node:
+        """``new``, without gaps where ``old`` has none, as views of that may need."""
+        if _is_contiguous(value(new)) or not _is_contiguous(value(old)):
+            return new
+        whole = torch.contiguous_format
+        result: fx.Node = self.call(aten.clone.default, new, memory_format=whole)
+        return result
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
         result: fx.Node = self.call(operator.getitem, node, index)
@@ -191,5 +199,12 @@ def describe(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
-    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether that is known, without a new guard."""
+    step: Size = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same(size, 1):
+            if not same(stride, step):
+                return False
+            step = step * size
+    return True

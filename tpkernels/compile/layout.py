@@ -34,6 +34,11 @@ def divides(divisor: Size, size: Size) -> bool:
     return statically_known_true(rest == 0)
 
 
+def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Whether two shapes are known to be equal, without a new guard."""
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
 @dataclass(eq=False)
 class Axis:
     """An axis, or the axes that a view has split it into."""

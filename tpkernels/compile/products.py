@@ -29,9 +29,21 @@ class Product:
         args: Any = node.args
         if node.target is aten.mm.default:
             return cls(node, args[0], args[1])
+        if node.target is aten.mul.Tensor and _is_outer(*args):
+            return cls(node, args[0], args[1])
         scaled = any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
         if node.target is not aten.addmm.default or scaled:
             return None
         bias, columns = shape_of(args[0]), shape_of(args[2])[1]
         fits = len(bias) == 1 and same(bias[0], columns)
         return cls(node, args[1], args[2], args[0]) if fits else None
+
+
+def _is_outer(left: Any, right: Any) -> bool:
+    """Whether a product by elements is that of a column and a row. Inductor makes some matmuls of
+    one column into that, perhaps on one rank, whose share is the smallest, and not on others."""
+    if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
+        return False
+    columns, rows = shape_of(left), shape_of(right)
+    alike = left.meta["val"].dtype == right.meta["val"].dtype
+    return alike and len(columns) == len(rows) == 2 and same(columns[1], 1) and same(rows[0], 1)

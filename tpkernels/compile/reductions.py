@@ -21,7 +21,7 @@ from tpkernels.compile.graph import (
     describe,
     erase_unread,
 )
-from tpkernels.compile.layout import Layout, size_of
+from tpkernels.compile.layout import Layout, same, same_shape, size_of
 from tpkernels.compile.moves import carriers, chain_to, shape_of, through
 from tpkernels.compile.products import Product
 
@@ -41,6 +41,9 @@ class _Reduced:
         self.total, self.moves = chain_to(given)
         self.made = [self.total, *_with_carriers(self.moves)]
         self.products = self._terms(self.total)
+        shapes = [shape_of(product.node) for product in self.products]
+        if not all(same_shape(shape, shapes[0]) for shape in shapes):
+            raise Obstacle("what it reduces is a sum of products in different layouts")
         for node in self.made:
             others = [user for user in node.users if user not in (collective, *self.made)]
             if others:
@@ -64,7 +67,7 @@ class _Reduced:
 
     def _term(self, node: fx.Node, total: fx.Node) -> list[Product]:
         """The products that an addend of ``total`` consists of: moved, but in their order."""
-        if tuple(shape_of(node)) != tuple(shape_of(total)):
+        if not same_shape(shape_of(node), shape_of(total)):
             raise Obstacle("what it reduces is a sum that broadcasts")
         source, moves = chain_to(node)
         layout: Layout | None = Layout.of(shape_of(source))
@@ -79,7 +82,11 @@ class _Reduced:
     def factors(self, editor: Editor) -> tuple[fx.Node, fx.Node]:
         """(x [M, K], w [K, N]) whose product is the sum."""
         if len(self.products) == 1:
-            return self.products[0].left, self.products[0].right
+            x, w = self.products[0].left, self.products[0].right
+            if same(shape_of(x)[1], 0):  # this rank adds nothing, but takes part
+                x = editor.call(aten.constant_pad_nd.default, x, [0, 1])
+                w = editor.call(aten.constant_pad_nd.default, w, [0, 0, 0, 1])
+            return x, w
         x = editor.call(aten.cat.default, [product.left for product in self.products], 1)
         w = editor.call(aten.cat.default, [product.right for product in self.products], 0)
         return x, w
@@ -141,6 +148,7 @@ def fuse_scatter(scatter: Collective) -> Change:
         mine = [axis for axis in product.flat if axis is not ranks]
         mean = _mean(editor, fused, scatter)
         result = editor.arrange(mean, mine, share.flat, shape_of(node))
+        result = editor.laid_out_like(node, result)
     reduced.replace(node, result)
     return reduced.change("matmul_reduce_scatter", f"{list(shape_of(x))} along dim {dim}")
 
@@ -162,6 +170,7 @@ def fuse_all_reduce(reduce: Collective) -> Change:
         )
         mean = _mean(editor, fused, reduce)
         result = editor.arrange(mean, product.flat, given.flat, shape_of(node))
+        result = editor.laid_out_like(node, result)
     reduced.replace(node, result)
     return reduced.change("matmul_all_reduce", str(list(shape_of(x))))
 

@@ -1,0 +1,94 @@
+"""All ranks run the ops in one order, also where their shares differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import RanksFixture
+from compiled import graph_runner
+from ranked import fresh_group, report
+from torch import fx
+from torch._inductor.utils import fresh_cache
+from traced import gather, reduce, rewritten
+
+import tpkernels
+
+
+def _ops(node: fx.Node) -> str:
+    """The op of a node that is to run behind another one."""
+    module: Any = node.graph.owning_module
+    wrapped = module.get_submodule(node.args[1].target)  # type: ignore[union-attr]
+    return str(next(n.target for n in wrapped.graph.nodes if n.op == "call_function"))
+
+
+def tied_job() -> list[str]:
+    with fresh_group() as group:
+        world, name = group.size(), group.group_name
+
+        def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+            whole = gather(x, 0, world, name) @ w
+            return whole, reduce(x.relu(), name), reduce(x.sin() @ w, name)
+
+        inputs = [torch.ones(4, 6), torch.ones(6, 5)]
+        traced, _ = rewritten(function, inputs)
+        tied = [node for node in traced.graph.nodes if str(node.target) == "control_deps"]
+        want = ["_c10d_functional.all_reduce.default", "tpkernels.matmul_all_reduce.default"]
+        failures = [] if [_ops(node) for node in tied] == want else [str(traced.graph)]
+        if tied[1].args[0] != (tied[0],):
+            failures.append(f"{tied[1]} runs behind {tied[1].args[0]}")
+        for got, expected in zip(traced(*inputs), function(*inputs), strict=True):
+            failures += [] if torch.equal(got, expected) else [f"{got}, not {expected}"]
+        return failures
+
+
+def test_each_op_is_tied_to_the_collective_before_it(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(tied_job, timeout=100) for f in rank)
+
+
+def _two_layers(group: str) -> Callable[..., Any]:
+    def function(x: Any, y: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        first, second = gather(x, 0, 2, group) @ a, gather(y, 0, 2, group) @ b
+        return reduce(first @ c, group), reduce(second @ d, group)
+
+    return function
+
+
+def uneven_job() -> list[str]:
+    """7 and 8 features in two shares, of which the last is the smaller one."""
+    with fresh_group() as group, fresh_cache():
+        n, m = ((4, 4), (3, 4))[group.rank()]
+        shapes = [(4, 6), (4, 6), (6, n), (6, m), (n, 8), (m, 8)]
+        fusion = tpkernels.compile.fuse_collectives(group)
+        compiled = torch.compile(_two_layers(group.group_name), options=fusion.options)
+        results = compiled(*(torch.ones(shape) for shape in shapes))
+        failures = [] if len(fusion.report.rewritten) == 4 else [str(fusion.report)]
+        for got, width in zip(results, (7, 8), strict=True):
+            if not torch.equal(got, torch.full((8, 8), 6.0 * width)):
+                failures.append(f"{got}, not {6 * width}")
+        return failures
+
+
+@pytest.mark.slow
+def test_inductor_runs_uneven_shares_in_one_order(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(uneven_job, timeout=280) for f in rank)
+
+
+def narrow_job(least: int) -> list[str]:
+    """Inductor makes no matmul of one column's products, on the rank with the smallest share."""
+    with fresh_group() as group:
+        k, name = (2, least)[group.rank()], group.group_name
+        with tpkernels.compile.fuse_collectives(group) as told:
+            compiled = torch.compile(lambda x, w: reduce(x @ w, name), backend=graph_runner([]))
+            got = compiled(torch.ones(4, k), torch.ones(k, 5))
+        failures = [str(told)] if told.left_alone else []
+        return (
+            failures if torch.equal(got, torch.full((4, 5), 2.0 + least)) else [*failures, str(got)]
+        )
+
+
+@pytest.mark.parametrize("least", [1, 0])
+def test_a_share_of_one_column_or_none(ranks: RanksFixture, least: int) -> None:
+    report(f for rank in ranks(2).run(narrow_job, least, timeout=100) for f in rank)
