@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from cases import RanksFixture
 from compiled import graph_runner
 from ranked import fresh_group, report
@@ -44,8 +45,26 @@ def tied_job() -> list[str]:
         return failures
 
 
-def test_each_op_is_tied_to_the_collective_before_it(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(tied_job, timeout=100) for f in rank)
+def by_hand_job() -> list[str]:
+    """Ops that the function calls itself, and a product that is local."""
+    with fresh_group() as group:
+        name = group.group_name
+
+        def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+            local = torch.ops.tpkernels._matmul(x, w)
+            return local, tpkernels.all_reduce(x, name), tpkernels.all_gather(w, name)
+
+        traced, _ = rewritten(function, [torch.ones(4, 6), torch.ones(6, 5)])
+        tied = [node for node in traced.graph.nodes if str(node.target) == "control_deps"]
+        alike = [_ops(node) for node in tied] == ["tpkernels.all_gather.default"]
+        return [] if alike else [str(traced.graph)]
+
+
+@pytest.mark.parametrize("job", [tied_job, by_hand_job])
+def test_each_op_is_tied_to_the_collective_before_it(
+    ranks: RanksFixture, job: Callable[[], list[str]]
+) -> None:
+    report(f for rank in ranks(2).run(job, timeout=100) for f in rank)
 
 
 def _two_layers(group: str) -> Callable[..., Any]:
@@ -92,3 +111,13 @@ def narrow_job(least: int) -> list[str]:
 @pytest.mark.parametrize("least", [1, 0])
 def test_a_share_of_one_column_or_none(ranks: RanksFixture, least: int) -> None:
     report(f for rank in ranks(2).run(narrow_job, least, timeout=100) for f in rank)
+
+
+def test_no_rank_pads_its_matmuls() -> None:
+    assert inductor_config.shape_padding
+    fusion = tpkernels.compile.fuse_collectives()
+    with fusion:
+        assert not inductor_config.shape_padding
+    assert inductor_config.shape_padding
+    function = torch.compile(torch.relu, options=fusion.options)
+    assert function.get_compiler_config()["shape_padding"] is False

@@ -43,7 +43,11 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
       with the sum of products, if nothing else reads that. Sums are those of the ops: in fp32, in
       the order of the ranks.
     - Views, transpositions and chunks between the two are understood, also with symbolic sizes.
-    - Each rank rewrites its own graph. All do so alike, as long as each has a part of every weight.
+    - Each rank rewrites its own graph, and all do so alike, also where some have less of a weight
+      than others, or none.
+    - The ops of a graph, also those that the model calls itself, run in the graph's order. Without
+      the pass inductor may move them, on ranks with uneven shares each in its own way, which is a
+      ``CollectiveMismatchError``.
 
     Raises:
         ValueError, TypeError: ``only`` names no group.

@@ -12,8 +12,9 @@ from torch.utils._ordered_set import OrderedSet
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def keep_order(graph: fx.Graph) -> None:
-    """Ties each op, and each functional collective right behind one, to the one before it.
+def keep_order(graph: fx.Graph) -> bool:
+    """Ties each op, and each functional collective right behind one, to the one before it; returns
+    whether there are any.
 
     Inductor moves what does not depend on each other, by the sizes of what is in memory. Those
     differ between ranks that have uneven shares, and so would the order of the ops. It does not
@@ -22,17 +23,30 @@ def keep_order(graph: fx.Graph) -> None:
     before: fx.Node | None = None
     after: dict[fx.Node, OrderedSet[fx.Node]] = {}
     for node in list(graph.nodes):
-        ours = _namespace(node) == "tpkernels"
-        if not ours and (_namespace(node) != "_c10d_functional" or node.target is _WAIT):
+        ours = _is_ours(node)
+        if not ours and not _is_collective(node):
             continue
-        if before is not None and (ours or _namespace(before) == "tpkernels"):
+        if before is not None and (ours or _is_ours(before)):
             after[node] = OrderedSet([_tensor_of(before)])
         before = node
-    preserve_node_ordering(graph, after)
+    if after:
+        preserve_node_ordering(graph, after)
+    return bool(after)
 
 
-def _namespace(node: fx.Node) -> str:
-    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+def _is_ours(node: fx.Node) -> bool:
+    """Whether it is an op that communicates; private ones are local."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "tpkernels":
+        return False
+    return not target._opname.startswith("_")
+
+
+def _is_collective(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target is _WAIT:
+        return False
+    return target.namespace == "_c10d_functional"
 
 
 def _tensor_of(node: fx.Node) -> fx.Node:
