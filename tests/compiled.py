@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ordered  # noqa: F401
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx

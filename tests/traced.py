@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ordered  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import fx
