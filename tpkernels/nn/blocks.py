@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,10 +72,12 @@ class ParallelMLP(nn.Module):
     ) -> torch.Tensor:
         """x [..., hidden_size] -> the same, plus ``residual``. ``shard_sizes``: rows of each rank
         along ``sequence_dim`` where they are not all equal."""
-        layers = [self.gate_proj, self.up_proj]
+        parts: Any = self._modules  # what self.gate_proj looks up, but not in a small block's time
+        layers = [parts["gate_proj"], parts["up_proj"]]
         gate, up = column_parallel(x, layers, shard_sizes=shard_sizes)
         inner = self.activation(gate) * up
-        return self.down_proj(inner, residual=residual, shard_sizes=shard_sizes)
+        y: torch.Tensor = parts["down_proj"](inner, residual=residual, shard_sizes=shard_sizes)
+        return y
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]

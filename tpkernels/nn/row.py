@@ -13,8 +13,6 @@ from tpkernels.groups import GroupLike
 from tpkernels.nn import check
 from tpkernels.nn.sharding import ShardedModule, draw_linear
 from tpkernels.nn.split import Split
-from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
-from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 Row = TypeVar("Row", bound="RowParallelLinear")
 
@@ -58,6 +56,7 @@ class RowParallelLinear(ShardedModule):
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         split = Split.of(1, in_features, in_sizes, self.rank, self.world, "in_features")
+        self.empty = split.size == 0  #: this rank has no features
         self.add_sharded("weight", (out_features, in_features), split, device, dtype)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
@@ -115,30 +114,29 @@ class RowParallelLinear(ShardedModule):
             shard_sizes: rows of each rank along ``sequence_dim`` where they are not all equal.
         """
         weight: torch.Tensor = self.weight
-        if not weight.shape[1]:  # a K of zero: see ColumnParallelLinear.operands
+        if self.empty:  # a K of zero: see ColumnParallelLinear.operands
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             weight = F.pad(weight, (0, x.shape[-1]))
-        # A residual stream in fp32, as under autocast, stays so.
+        # A residual stream in fp32, as under autocast, stays so. The ops are called themselves, for
+        # the reason that `column_parallel` gives.
         out_dtype = None if residual is None else residual.dtype
+        y: torch.Tensor
         if not self.sequence_parallel:
-            return matmul_all_reduce(
-                x,
-                weight.t(),
-                self.group,
-                bias=self.bias,
-                residual=residual,
-                out_dtype=out_dtype,
+            y = torch.ops.tpkernels.matmul_all_reduce.default(
+                x, weight.t(), self.group, self.bias, residual, out_dtype=out_dtype
             )
-        return matmul_reduce_scatter(
+            return y
+        y = torch.ops.tpkernels.matmul_reduce_scatter.default(
             x,
             weight.t(),
             self.group,
             self.sequence_dim,
-            bias=self.bias,
-            residual=residual,
-            shard_sizes=shard_sizes,
+            self.bias,
+            residual,
             out_dtype=out_dtype,
+            shard_sizes=shard_sizes,
         )
+        return y
 
     def extra_repr(self) -> str:
         return (

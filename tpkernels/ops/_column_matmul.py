@@ -20,7 +20,7 @@ from tpkernels.algorithms.product import product
 from tpkernels.groups import GroupLike
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, bias_grad
-from tpkernels.ops._library import define, define_autocast, define_backward
+from tpkernels.ops._library import bias_list, define, define_autocast, define_backward
 
 SCHEMA = "_column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
 
@@ -104,14 +104,11 @@ def column_matmul(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     group: GroupLike,
-    biases: Sequence[torch.Tensor | None],
+    biases: Sequence[torch.Tensor | None] | None,
 ) -> list[torch.Tensor]:
     """``x @ w_i + bias_i`` for weights [K, N_i] of this rank, x [..., K] being the same on all
     ranks of ``group``, over which the gradient of x is summed. Raises what the ops raise."""
-    each = None
-    if any(bias is not None for bias in biases):
-        each = [x.new_empty(0) if bias is None else bias for bias in biases]
     outs: list[torch.Tensor] = torch.ops.tpkernels._column_matmul.default(
-        x, list(weights), groups.name_of(group), each
+        x, list(weights), groups.name_of(group), bias_list(x, biases)
     )
     return outs

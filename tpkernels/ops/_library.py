@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -152,6 +152,15 @@ def _missing_kernels(group: Group, algorithm: str, device: str, on: torch.device
     if device == "cuda" and algorithm in ("direct", "pipelined", "fused"):
         return group.no_gpu_kernels(on, "Triton" if algorithm == "fused" else "CUDA", own)
     return own
+
+
+def bias_list(
+    x: torch.Tensor, biases: Sequence[torch.Tensor | None] | None
+) -> list[torch.Tensor] | None:
+    """Biases as the ops take them, whose lists hold tensors only: one of no elements is none."""
+    if biases is None:
+        return None
+    return [x.new_empty(0) if bias is None else bias for bias in biases]
 
 
 def forbid_grad(op: str, tensor: torch.Tensor, instead: str) -> None:

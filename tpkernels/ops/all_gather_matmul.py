@@ -15,7 +15,14 @@ from tpkernels.group import Group
 from tpkernels.groups import GroupLike
 from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
-from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember
+from tpkernels.ops._library import (
+    bias_list,
+    define,
+    define_autocast,
+    define_backward,
+    plan_call,
+    remember,
+)
 from tpkernels.plan import Problem
 
 SCHEMA = (
@@ -194,15 +201,13 @@ def all_gather_matmul(  # type: ignore[misc]
     single = isinstance(weights, torch.Tensor)
     each = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
-    if each_bias is not None:  # the op's lists hold tensors only
-        each_bias = [x.new_empty(0) if bias is None else bias for bias in each_bias]
     keep = save_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in each)
     gathered, outs = torch.ops.tpkernels.all_gather_matmul.default(
         x,
         each,
         groups.name_of(group),
         gather_dim,
-        biases=each_bias,
+        biases=bias_list(x, each_bias),
         out_dtype=out_dtype,
         return_gathered=return_gathered or keep,
         shard_sizes=shard_sizes,
