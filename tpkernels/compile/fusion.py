@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed import distributed_c10d
 
-from tpkernels import dtypes, groups
+from tpkernels import dtypes, groups, ops
 from tpkernels.compile import gathers, reductions
 from tpkernels.compile.graph import Change, Collective, Obstacle, read_sizes_of_inputs
 from tpkernels.compile.layout import same
@@ -78,9 +78,11 @@ class CollectiveFusion(CustomGraphPass):
         self._entered.pop().__exit__(kind, error, trace)
 
     def uuid(self) -> bytes:
-        """What inductor's cache has to know of the pass: its code, its groups, and their sizes,
-        which graphs do not tell, and by which a mean is divided."""
-        files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+        """What inductor's cache has to know of the pass: its code and that of the ops, which another
+        version may call otherwise; its groups, and their sizes, which graphs do not tell, and by
+        which a mean is divided."""
+        folders = Path(__file__).parent, Path(ops.__file__).parent
+        files = tuple(sorted(str(path) for each in folders for path in each.glob("*.py")))
         only = None if self._only is None else sorted(self._only)
         sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
         return get_hash_for_files(files, repr((only, sizes)))

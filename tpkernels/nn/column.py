@@ -122,13 +122,10 @@ class ColumnParallelLinear(ShardedModule):
         """
         return column_parallel(x, [self], shard_sizes=shard_sizes)[0]
 
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias to multiply by. The ops need a column on every rank: a rank without any
-        multiplies by zeros, which also keeps its backward in step with the others'."""
-        weight, bias = self.weight, self.bias
-        if not self.empty:
-            return weight, bias
-        width = max(self.stand_in, 1)
+    def zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of a rank without features: the ops need a column on every rank, which
+        also keeps its backward in step with the others'."""
+        weight, bias, width = self.weight, self.bias, max(self.stand_in, 1)
         return F.pad(weight, (0, 0, 0, width)), None if bias is None else F.pad(bias, (0, width))
 
     def drop_bias(self) -> None:
@@ -165,7 +162,7 @@ def column_parallel(
         ValueError: the layers differ in group or sequence parallelism.
     """
     # Written out, since each call of a function takes a small layer a per cent of its time: the ops
-    # themselves, `operands` and `finish` only where they do something.
+    # themselves, and `zeros` and `finish` only where they do something.
     first = layers[0]
     weights, biases, biased, finished = [], [], False, True
     for layer in layers:
@@ -175,7 +172,7 @@ def column_parallel(
             or layer.sequence_dim != first.sequence_dim
         ):
             raise ValueError(f"layers of one input differ: {first!r} and {layer!r}")
-        weight, bias = layer.operands() if layer.empty else (layer.weight, layer.bias)
+        weight, bias = layer.zeros() if layer.empty else (layer.weight, layer.bias)
         weights.append(weight.t())
         biases.append(bias)
         biased = biased or bias is not None

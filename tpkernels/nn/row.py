@@ -114,7 +114,7 @@ class RowParallelLinear(ShardedModule):
             shard_sizes: rows of each rank along ``sequence_dim`` where they are not all equal.
         """
         weight: torch.Tensor = self.weight
-        if self.empty:  # a K of zero: see ColumnParallelLinear.operands
+        if self.empty:  # a K of zero: see ColumnParallelLinear.zeros
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             weight = F.pad(weight, (0, x.shape[-1]))
         # A residual stream in fp32, as under autocast, stays so. The ops are called themselves, for
