@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed import distributed_c10d
 
-from tpkernels import dtypes, groups, ops
+from tpkernels import dtypes, groups
 from tpkernels.compile import gathers, reductions
 from tpkernels.compile.graph import Change, Collective, Obstacle, read_sizes_of_inputs
 from tpkernels.compile.layout import same
@@ -78,10 +78,11 @@ class CollectiveFusion(CustomGraphPass):
         self._entered.pop().__exit__(kind, error, trace)
 
     def uuid(self) -> bytes:
-        """What inductor's cache has to know of the pass: its code and that of the ops, which another
-        version may call otherwise; its groups, and their sizes, which graphs do not tell, and by
+        """What inductor's cache has to know of the pass: its code and that of the ops, which other
+        versions may call otherwise; its groups, and their sizes, which graphs do not tell, and by
         which a mean is divided."""
-        folders = Path(__file__).parent, Path(ops.__file__).parent
+        package = Path(__file__).parents[1]
+        folders = package / "compile", package / "ops"
         files = tuple(sorted(str(path) for each in folders for path in each.glob("*.py")))
         only = None if self._only is None else sorted(self._only)
         sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
