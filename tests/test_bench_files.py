@@ -35,6 +35,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
     """Then --resume measures the rest, and only that."""
     sizes = ",".join(f"{kib}K" for kib in range(4, 44, 4))

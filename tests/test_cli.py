@@ -219,6 +219,7 @@ def test_refused_json_path_leaves_no_file(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+@pytest.mark.slow
 def test_bench_runs_under_torchrun() -> None:
     result = run(*TORCHRUN, "-m", "--", "tpkernels", "bench", "--op", "reduce_scatter", *TINY_BENCH)
     assert result.returncode == 0, result.stdout + result.stderr

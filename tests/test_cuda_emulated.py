@@ -71,7 +71,7 @@ def sums_job(driver: str, way: str) -> list[str]:
     return wrong if failure is None else [*wrong, str(failure)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", EXACT_WAYS)
 def test_sums_are_the_hosts_bit_for_bit(
     ranks: RanksFixture, cuda_driver: str, way: str, world: int

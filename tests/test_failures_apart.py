@@ -82,10 +82,10 @@ def disturbed_job(
     return None if rank == VICTIM else (report, faults.disturbed_at())
 
 
-CASES = [(op, way, "before") for op in OPS for way in WAYS]
-CASES += [(op, way, "product") for op in MATMULS for way in WAYS]
+WITHIN = [(op, way, "product") for op in MATMULS for way in WAYS]
+CASES = [*((op, way, "before") for op in OPS for way in WAYS), *WITHIN]
 QUICK_CASES = [
-    pytest.param(*case, marks=[] if case[0] in MATMULS else [pytest.mark.slow]) for case in CASES
+    pytest.param(*case, marks=[] if case in WITHIN else [pytest.mark.slow]) for case in CASES
 ]
 
 

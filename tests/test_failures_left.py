@@ -242,8 +242,10 @@ _ENDS = {
 @pytest.mark.parametrize(
     ("end", "algorithm"),
     [
-        *((end, "direct") for end in _ENDS),
+        pytest.param("with all in use", "direct", marks=pytest.mark.slow),
+        ("after a peer was killed", "direct"),
         pytest.param("after a peer was killed", "unfused", marks=pytest.mark.slow),
+        ("with a thread in a call", "direct"),
     ],
 )
 def test_the_interpreter_ends_in_time(tmp_path: Path, end: str, algorithm: str) -> None:

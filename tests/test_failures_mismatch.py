@@ -192,8 +192,19 @@ def _require_mismatch(reports: list[Report], pids: list[int]) -> tuple[str, str]
     return both
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("pair", "late"),
+    [
+        pytest.param(
+            pair,
+            late,
+            id=f"{pair}-{'late' if late else 'early'}",
+            marks=[] if late == i % 2 else [pytest.mark.slow],
+        )
+        for i, pair in enumerate(PAIRS)
+        for late in (False, True)
+    ],
+)
 def test_a_mismatch_is_told_to_all(ranks: RanksFixture, pair: str, late: bool) -> None:
     pool = ranks(WORLD)
     _require_mismatch(pool.run(mismatch_job, pair, late), pool.pids)

@@ -180,7 +180,9 @@ def too_much_on_some_job(poor: tuple[int, ...], step: str) -> tuple[Ending, Endi
 
 
 @pytest.mark.parametrize("step", ["init", "empty"])
-@pytest.mark.parametrize("poor", [(0,), (2,), (1, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize(
+    "poor", [(0,), pytest.param((2,), marks=pytest.mark.slow), (1, 3), (0, 1, 2, 3)]
+)
 def test_memory_that_one_rank_lacks_is_an_error_on_all(
     ranks: RanksFixture, poor: tuple[int, ...], step: str
 ) -> None:

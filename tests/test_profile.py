@@ -196,7 +196,7 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     ("body", "message"),
     [
         ("raise ArithmeticError(f'rank {RANK} cannot')", "ArithmeticError: rank 1 cannot"),
-        ("sys.exit(3)", "SystemExit: 3"),
+        pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.slow),
         ("time.sleep(600) if RANK else os.kill(os.getpid(), 9)", "killed by SIGKILL"),
     ],
     ids=["raises", "exits", "dies while the other goes on"],
