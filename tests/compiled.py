@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ordered  # noqa: F401
 import torch
 from functorch.compile import make_boxed_func
+from ordered import called
 from torch import fx
 from torch._guards import detect_fake_mode
 
@@ -24,9 +24,7 @@ def graph_runner(seen: list[Counter[str]]) -> Callable[..., Any]:
         with V.set_fake_mode(detect_fake_mode(inputs)):
             post_grad_passes(module, options.get("is_inference", False))
         module.recompile()
-        graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-        names = [n.target for graph in graphs for n in graph.nodes if n.op == "call_function"]
-        overloads = [name for name in names if isinstance(name, torch._ops.OpOverload)]
+        overloads = [name for name in called(module) if isinstance(name, torch._ops.OpOverload)]
         seen.append(Counter(each._schema.name for each in overloads))
         return make_boxed_func(module.forward)
 

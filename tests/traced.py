@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ordered  # noqa: F401
 import torch
 import torch.distributed as dist
+from ordered import called
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -58,12 +58,6 @@ def rewritten(
     return traced, fusion.report
 
 
-def called(module: fx.GraphModule) -> list[str]:
-    """What a graph calls, also from within graphs of single ops, which keep their order."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    return [str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_function"]
-
-
 @dataclass(frozen=True)
 class Graph:
     """A function of inputs of the given shapes ("W" is the number of ranks, "2W" twice that), of
@@ -103,7 +97,7 @@ def check(
     reasons = tuple(each.reason for each in said.left_alone)
     if (ops, reasons) != (graph.ops, graph.reasons):
         failures.append(f"{said}, expected {graph.ops}, {graph.reasons}")
-    names = called(traced)
+    names = [str(target) for target in called(traced)]
     if sum("tpkernels" in name for name in names) != len(graph.ops):
         failures.append(f"the graph holds {names}")
     if graph.ops and any("c10d" in name for name in names):

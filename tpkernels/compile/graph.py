@@ -14,10 +14,11 @@ import sympy
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._prims_common import is_contiguous_or_false
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from tpkernels.compile.layout import Axis, Size, same, same_shape
+from tpkernels.compile.layout import Axis, Size, same_shape
 from tpkernels.compile.moves import shape_of, value
 
 aten = torch.ops.aten
@@ -105,7 +106,7 @@ class Editor:
 
     def laid_out_like(self, old: fx.Node, new: fx.Node) -> fx.Node:
         """``new``, without gaps where ``old`` has none, as views of that may need."""
-        if _is_contiguous(value(new)) or not _is_contiguous(value(old)):
+        if is_contiguous_or_false(value(new)) or not is_contiguous_or_false(value(old)):
             return new
         whole = torch.contiguous_format
         result: fx.Node = self.call(aten.clone.default, new, memory_format=whole)
@@ -197,14 +198,3 @@ def describe(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target).removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))
-
-
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether that is known, without a new guard."""
-    step: Size = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if not same(size, 1):
-            if not same(stride, step):
-                return False
-            step = step * size
-    return True

@@ -177,6 +177,7 @@ def column_parallel(
         biases.append(bias)
         biased = biased or bias is not None
         finished = finished and not (layer.empty or layer.gather_output)
+    each_bias = biases if biased else None
     products: list[torch.Tensor]
     if first.sequence_parallel:
         _, products = torch.ops.tpkernels.all_gather_matmul.default(
@@ -184,11 +185,11 @@ def column_parallel(
             weights,
             first.group,
             first.sequence_dim,
-            bias_list(x, biases) if biased else None,
+            bias_list(x, each_bias),
             shard_sizes=shard_sizes,
         )
     else:
-        products = column_matmul(x, weights, first.group, biases if biased else None)
+        products = column_matmul(x, weights, first.group, each_bias)
     if finished:
         return products
     return [layer.finish(y) for layer, y in zip(layers, products, strict=True)]
