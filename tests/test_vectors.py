@@ -94,6 +94,40 @@ def test_every_16_bit_value_is_widened_exactly(dtype: torch.dtype) -> None:
     assert_same_bits(total([values], F32), values.float())
 
 
+@pytest.fixture
+def flushing() -> Iterator[None]:
+    """This thread's arithmetic takes subnormal numbers for zero."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_flushing_subnormals_changes_no_fp16_value(flushing: None) -> None:
+    values = patterns(F16)
+    torch.set_flush_denormal(False)
+    want = values.float()
+    torch.set_flush_denormal(True)
+    for begin in range(17):  # every value in a vector, and in a tail
+        few = values[begin : begin + 17]
+        assert_same_bits(total([few], F32), want[begin : begin + 17])
+    assert_same_bits(total([values], F32), want)
+    assert_same_bits(total([values], F16), values)
+    assert_same_bits(total([want], F16), values)
+
+
+@pytest.mark.parametrize("dtype", (F32, *HALVES))
+def test_flushing_subnormals_is_the_same_in_vectors_and_tails(
+    flushing: None, dtype: torch.dtype
+) -> None:
+    tiny = torch.finfo(dtype).smallest_normal
+    steps = torch.arange(-64, 65, dtype=torch.float64) / 32
+    partials = [(steps * tiny).to(dtype), (steps.flip(0) * tiny / 8).to(dtype)]
+    whole = total(partials, dtype)
+    alone = [total([p[i : i + 1] for p in partials], dtype) for i in range(len(steps))]
+    assert_same_bits(whole, torch.cat(alone))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_16_bit_value_survives_the_way_there_and_back(dtype: torch.dtype) -> None:
     values = patterns(dtype)

@@ -34,8 +34,11 @@ inline float float_of_f16(std::uint16_t half) {
     const std::uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
     return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13) | quiet);
   }
-  // Shift into place and rescale by 2^112: exact for normal and subnormal halves alike.
-  return float_of(sign | bits_of(float_of(magnitude << 13) * float_of(0x77800000u)));
+  // A subnormal half is converted as an integer: no operand is ever a subnormal float, which a
+  // thread may have chosen to flush to zero (torch.set_flush_denormal).
+  const std::uint32_t normal = (magnitude << 13) + 0x38000000u;
+  const std::uint32_t subnormal = bits_of(static_cast<float>(magnitude) * 0x1p-24f);
+  return float_of(sign | (magnitude < 0x400u ? subnormal : normal));
 }
 
 inline std::uint16_t f16_of(float value) {
