@@ -6,10 +6,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -76,11 +78,14 @@ Source source(std::uintptr_t address, std::uint64_t segment, std::size_t offset)
 }
 
 void bind_memory(py::module_& m) {
+  m.def("open_memfd", &open_memfd, py::arg("name"));
+  m.def("open_pidfd", &open_pidfd, py::arg("pid"));
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init<int, std::size_t, int>(), py::arg("fd"), py::arg("region_bytes"),
            py::arg("world"))
       .def_static("create", &Arena::create, py::arg("region_bytes"), py::arg("world"))
-      .def("reserve", &Arena::reserve, py::arg("fd"), py::arg("rank"), ReleaseGil())
+      .def("commit", &Arena::commit, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
+           ReleaseGil())
       .def("region", &make_region, py::arg("rank"), py::arg("offset") = 0,
            py::arg("nbytes") = py::none())
       .def_property_readonly("region_bytes", &Arena::region_bytes)
@@ -106,16 +111,19 @@ void bind_channel(py::module_& m) {
   py::class_<Channel>(m, "Channel")
       .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds,
                        std::vector<int> pids, double timeout, double spin_us, double yield_us,
-                       std::uint32_t epoch) {
+                       std::size_t capacity) {
              auto channel = std::make_unique<Channel>(
                  std::move(arena), rank, std::move(pidfds), std::move(pids),
-                 ChannelOptions{timeout, spin_us, yield_us}, epoch);
+                 ChannelOptions{timeout, spin_us, yield_us}, capacity, /*epoch=*/0);
              channel->set_poll(&tpkernels::poll_signals);
              return channel;
            }),
            py::arg("arena"), py::arg("rank"), py::arg("pidfds"), py::arg("pids"),
-           py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("epoch") = 0)
-      .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("capacity"))
+           py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"))
+      .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("limit"))
+      .def_static("parts", &Channel::parts, py::arg("world"), py::arg("region_bytes"),
+                  py::arg("begin"), py::arg("end"))
+      .def("grow", &Channel::grow, py::arg("capacity"))
       .def_property_readonly("rank", &Channel::rank)
       .def_property_readonly("world", &Channel::world)
       .def_property_readonly("epoch", &Channel::epoch)
@@ -243,6 +251,14 @@ PYBIND11_MODULE(_C, m) {
       if (error) std::rethrow_exception(error);
     } catch (const Failure& failure) {
       tpkernels::raise_error(class_of(failure.kind), failure.what(), failure.peer);
+    }
+  });
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const std::system_error& failure) {
+      errno = failure.code().value();
+      PyErr_SetFromErrno(PyExc_OSError);
     }
   });
   bind_memory(m);

@@ -176,6 +176,6 @@ def options() -> Iterator[Refusal]:
         yield no(ValueError, said, tpkernels.init, workspace_bytes=nbytes)
     said = "is in use with timeout=20, workspace_bytes=1048576; it cannot change to 19, 1048576"
     yield no(ValueError, said, tpkernels.init, timeout=19.0, workspace_bytes=1 << 20)
-    yield no(ValueError, "it cannot change to 30, 33554432", tpkernels.init)
+    yield no(ValueError, "it cannot change to 30, 67108864", tpkernels.init)
     said = r"\[3, -4\] has a negative size"
     yield Refusal(ValueError, said, lambda group: tpkernels.empty(3, -4, group=group))

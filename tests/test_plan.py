@@ -15,11 +15,12 @@ from tpkernels.plan import (
     ALGORITHMS,
     PIPELINE_MIN_ROWS,
     RING_MIN_BYTES,
+    Means,
     Plan,
-    Problem,
     choose,
     obstacles,
 )
+from tpkernels.problem import Problem
 
 LARGE = 4 * PIPELINE_MIN_ROWS
 
@@ -54,14 +55,14 @@ COLLECTIVES = [op for op in OPS if "matmul" not in op]
 
 @pytest.mark.parametrize("op", MATMULS)
 def test_many_rows_are_pipelined(op: str) -> None:
-    plan = choose(problem(op), shared_memory=True)
+    plan = choose(problem(op), Means(shared_memory=True))
     assert plan.algorithm == "pipelined"
     assert f"{PIPELINE_MIN_ROWS} rows a rank" in plan.reason
 
 
 @pytest.mark.parametrize("op", MATMULS)
 def test_few_rows_are_one_matmul(op: str) -> None:
-    plan = choose(small(op), shared_memory=True)
+    plan = choose(small(op), Means(shared_memory=True))
     assert plan.algorithm == "direct"
     assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in plan.reason
 
@@ -70,39 +71,39 @@ def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> No
     """Blocks before the split dim are separate products."""
     behind = problem("all_gather_matmul", shape=(8, PIPELINE_MIN_ROWS // 2, 512), sizes=(2,) * 4)
     before = problem("all_gather_matmul", shape=(PIPELINE_MIN_ROWS, 8, 512), dim=1, sizes=(2,) * 4)
-    assert choose(behind, shared_memory=True).algorithm == "pipelined"
-    assert choose(before, shared_memory=True).algorithm == "direct"
+    assert choose(behind, Means(shared_memory=True)).algorithm == "pipelined"
+    assert choose(before, Means(shared_memory=True)).algorithm == "direct"
 
 
 def test_columns_are_split_if_there_are_many_rows() -> None:
     sizes = (128,) * 4
     for rows, algorithm in [(PIPELINE_MIN_ROWS, "pipelined"), (PIPELINE_MIN_ROWS - 1, "direct")]:
         columns = problem("matmul_reduce_scatter", shape=(rows, 512), dim=1, sizes=sizes)
-        assert choose(columns, shared_memory=True).algorithm == algorithm
+        assert choose(columns, Means(shared_memory=True)).algorithm == algorithm
 
 
 @pytest.mark.parametrize("way", ["ring", "pipelined"])
 def test_a_gather_of_k_is_never_split(way: str) -> None:
     along_k = problem("all_gather_matmul", shape=(LARGE, 8192), dim=1, sizes=(2048,) * 4)
     for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
-        assert choose(along_k, shared_memory=shared_memory).algorithm == algorithm
+        assert choose(along_k, Means(shared_memory=shared_memory)).algorithm == algorithm
     with pytest.raises(NotImplementedError, match=f"'{way}' of all_gather_matmul cannot gather"):
-        choose(along_k, shared_memory=True, requested=way)
+        choose(along_k, Means(shared_memory=True), requested=way)
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
 def test_a_collective_alone_is_direct(op: str) -> None:
-    plan = choose(problem(op), shared_memory=True)
+    plan = choose(problem(op), Means(shared_memory=True))
     assert plan.algorithm == "direct"
     assert "no matmul" in plan.reason
     with pytest.raises(NotImplementedError, match=f"'pipelined' of {op} overlaps a matmul"):
-        choose(problem(op), shared_memory=True, requested="pipelined")
+        choose(problem(op), Means(shared_memory=True), requested="pipelined")
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_one_rank_has_nothing_to_communicate(op: str) -> None:
     sizes = () if "all_reduce" in op else (LARGE,)
-    plan = choose(problem(op, world=1, sizes=sizes), shared_memory=True)
+    plan = choose(problem(op, world=1, sizes=sizes), Means(shared_memory=True))
     assert plan.algorithm == "unfused"
     assert "one rank" in plan.reason
 
@@ -111,7 +112,7 @@ def across_hosts(op: str, nbytes: int, rows: int = LARGE) -> Plan:
     """The plan for a tensor of ``nbytes`` whose parts have a quarter of ``rows`` each."""
     shape = (rows, nbytes // rows // 2)
     sizes = () if "all_reduce" in op else (rows // 4,) * 4
-    return choose(problem(op, shape=shape, sizes=sizes), shared_memory=False)
+    return choose(problem(op, shape=shape, sizes=sizes), Means(shared_memory=False))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -142,33 +143,33 @@ def test_without_shared_memory_few_rows_are_one_matmul(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_without_shared_memory_nothing_can_be_read_in_place(op: str) -> None:
     for algorithm in ("unfused", "ring"):
-        plan = choose(problem(op), shared_memory=False, requested=algorithm)
+        plan = choose(problem(op), Means(shared_memory=False), requested=algorithm)
         assert plan.algorithm == algorithm
     for algorithm in ("direct", "pipelined"):
-        need = f"'{algorithm}' of {op} needs memory shared by all ranks"
+        need = f"'{algorithm}' of {op} needs memory that all ranks share"
         with pytest.raises(NotImplementedError, match=need):
-            choose(problem(op), shared_memory=False, requested=algorithm)
+            choose(problem(op), Means(shared_memory=False), requested=algorithm)
 
 
 @pytest.mark.parametrize("requested", ["tree", "Direct", "", "auto "])
 def test_an_unknown_algorithm_is_refused(requested: str) -> None:
     with pytest.raises(ValueError, match=f"'{requested}'; there are auto, unfused, ring, direct"):
-        choose(problem("all_gather"), shared_memory=True, requested=requested)
+        choose(problem("all_gather"), Means(shared_memory=True), requested=requested)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_possible_can_be_asked_for_and_exists(op: str, shared_memory: bool) -> None:
-    found = obstacles(problem(op), shared_memory=shared_memory)
+    found = obstacles(problem(op), Means(shared_memory=shared_memory))
     assert list(found) == list(ALGORITHMS)
     for algorithm, obstacle in found.items():
         if obstacle is None:
-            plan = choose(problem(op), shared_memory=shared_memory, requested=algorithm)
+            plan = choose(problem(op), Means(shared_memory=shared_memory), requested=algorithm)
             assert plan.algorithm == algorithm
             assert (op, algorithm) in TABLES["cpu"]
         else:
             assert obstacle.strip()
-    assert choose(problem(op), shared_memory=shared_memory).algorithm in [
+    assert choose(problem(op), Means(shared_memory=shared_memory)).algorithm in [
         algorithm for algorithm, obstacle in found.items() if obstacle is None
     ]
 
@@ -198,9 +199,9 @@ def test_signatures_tell_calls_apart() -> None:
     plans: dict[tuple[Problem, str], Plan] = {}
     for op in OPS:
         for one in variants(op):
-            for algorithm, obstacle in obstacles(one, shared_memory=True).items():
+            for algorithm, obstacle in obstacles(one, Means(shared_memory=True)).items():
                 if obstacle is None:
-                    plan = choose(one, shared_memory=True, requested=algorithm)
+                    plan = choose(one, Means(shared_memory=True), requested=algorithm)
                     plans[one, algorithm] = plan
     for first, second in itertools.combinations(plans.values(), 2):
         assert first.signature != second.signature, (first.text, second.text)
@@ -214,11 +215,11 @@ def test_the_choice_is_pure() -> None:
     """Equal problems get equal plans, whatever was asked before; there is no process group to ask.
     How an algorithm came to be chosen is no part of the call's name: ranks may differ in that."""
     for op in OPS:
-        plan = choose(problem(op), shared_memory=True)
-        choose(small(op), shared_memory=True)
-        assert choose(problem(op), shared_memory=True) == plan
-        asked = choose(problem(op), shared_memory=True, requested=plan.algorithm)
+        plan = choose(problem(op), Means(shared_memory=True))
+        choose(small(op), Means(shared_memory=True))
+        assert choose(problem(op), Means(shared_memory=True)) == plan
+        asked = choose(problem(op), Means(shared_memory=True), requested=plan.algorithm)
         assert (asked.text, asked.signature) == (plan.text, plan.signature)
         assert asked.reason == "asked for"
         for one, shared in itertools.product([problem(op), small(op)], [True, False]):
-            assert choose(one, shared_memory=shared).reason.strip()
+            assert choose(one, Means(shared_memory=shared)).reason.strip()

@@ -20,28 +20,32 @@ MOST_LINES = 300
 
 # What the modules of a layer may import of the package. Imports point one way:
 # ops -> plan, backends -> algorithms -> symm -> _C.
-LEAVES = {"_C", "errors", "dtypes", "shards", "version", "cache"}
+LEAVES = {"_C", "errors", "dtypes", "shards", "version", "cache", "defaults"}
 ALLOWED = {
     "errors": set[str](),
     "dtypes": set[str](),
     "shards": set[str](),
     "version": set[str](),
     "cache": set[str](),
+    "defaults": set[str](),
     "tuning": LEAVES | {"tuning"},
     "numerics": {"dtypes", "shards", "numerics"},
-    "plan": LEAVES - {"_C"} | {"tuning"},
+    "problem": {"dtypes", "shards", "tuning"},
+    "steps": {"problem"},
+    "plan": LEAVES - {"_C"} | {"tuning", "problem", "steps"},
     "kernels": LEAVES | {"symm", "tuning", "kernels"},
     "cuda": LEAVES | {"symm", "cuda"},
     "symm": LEAVES | {"symm"},
-    "algorithms": LEAVES | {"plan", "symm", "algorithms", "kernels", "cuda"},
+    "algorithms": LEAVES | {"problem", "steps", "symm", "algorithms", "kernels", "cuda"},
     "group": LEAVES | {"symm", "tuning"},
     "groups": LEAVES | {"group"},
     "nccl": LEAVES | {"symm", "group", "groups", "nccl"},
     "benchmarking": {"groups"},
-    "backends": LEAVES | {"plan", "algorithms", "kernels", "cuda", "group", "symm"},
+    "backends": LEAVES | {"problem", "plan", "algorithms", "kernels", "cuda", "group", "symm"},
     "compile": {"dtypes", "groups", "compile"},
     "ops": LEAVES
-    | {"plan", "backends", "group", "groups", "algorithms", "kernels", "ops", "tuning"},
+    | {"problem", "steps", "plan", "backends", "group", "groups", "algorithms", "kernels"}
+    | {"cuda", "ops", "tuning"},
     "nn": LEAVES - {"_C"} | {"groups", "ops", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "ops", "nn", "parallel"},
 }

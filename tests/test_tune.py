@@ -22,7 +22,7 @@ from tpkernels.cli.cases import Spec, planned, random_case, run_tpkernels
 from tpkernels.cli.inputs import Inputs
 from tpkernels.cli.timing import Samples, Variant, measure
 from tpkernels.cli.tune_case import TuneReport, best_config, measurement, tune_case
-from tpkernels.plan import NOTHING_TUNED, candidates, choose
+from tpkernels.plan import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.tuning import store
 from tpkernels.tuning.machine import this_machine
 from tpkernels.tuning.table import Config
@@ -60,7 +60,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     times = written[0]["ms"]
     spec = Spec("all_gather_matmul", (9, 64, 32), torch.bfloat16)
     table = NOTHING_TUNED.with_measurement(measurement(spec, 2, times))
-    best = choose(spec.problem(2), shared_memory=True, tuned=table).algorithm
+    best = choose(spec.problem(2), Means(shared_memory=True), tuned=table).algorithm
     assert f"auto takes {best}: tuned: {times[best]:.3g} ms, " in after.output
     assert "Measured here with 2 ranks x 1 threads: 3 cases" in after.output
     between = invoke(*EXPLAIN, "--m", "20")
@@ -205,7 +205,7 @@ def all_by_turns(spec: Spec) -> tuple[str, dict[str, Samples]]:
     assert dist.group.WORLD is not None
     group = groups.get(dist.group.WORLD.group_name)
     _, plan = planned(case.copy(), "auto")
-    names = ["auto", *candidates(spec.problem(2), shared_memory=group.shared_memory)]
+    names = ["auto", *candidates(spec.problem(2), Means(shared_memory=group.shared_memory))]
     inputs = Inputs(case, cold=True)
     undo = inputs.restore if spec.op == "all_reduce" else None
     variants = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpkernels.cli.cases import Spec
-from tpkernels.plan import Plan, choose
+from tpkernels.plan import Means, Plan, choose
 from tpkernels.tuning.table import Config, Measurement, Table
 
 
@@ -24,12 +24,12 @@ def measured(spec: Spec, **ms: float) -> Measurement:
 
 def plan(spec: Spec, *found: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
     problem = replace(spec.problem(2), **changes)
-    return choose(problem, shared_memory=shared_memory, tuned=Table(found))
+    return choose(problem, Means(shared_memory=shared_memory), tuned=Table(found))
 
 
 def test_the_fastest_is_taken_and_the_reason_says_so() -> None:
     one = measured(spec(64), unfused=1.52, direct=1.6, pipelined=1.31)
-    assert choose(spec(64).problem(2), shared_memory=True).algorithm == "direct"
+    assert choose(spec(64).problem(2), Means(shared_memory=True)).algorithm == "direct"
     found = plan(spec(64), one)
     assert found.algorithm == "pipelined"
     assert found.reason == "tuned: 1.31 ms, unfused 1.52 ms, 2026-11-21"
@@ -88,7 +88,7 @@ def test_kernels_are_cut_as_was_measured_best() -> None:
     def config(m: int, *found: Measurement, requested: str = "fused") -> Config:
         problem = spec(m).problem(2)
         table = Table(found)
-        return choose(problem, shared_memory=True, requested=requested, tuned=table).config
+        return choose(problem, Means(shared_memory=True), requested=requested, tuned=table).config
 
     assert config(64, few) == config(100, few, many) == cut
     assert config(64, few, wide) == other  # the larger case
@@ -97,7 +97,7 @@ def test_kernels_are_cut_as_was_measured_best() -> None:
     on_gpu = replace(spec(64).problem(2), device="cuda")
     place = on_gpu.place
     assert place is not None
-    taken = choose(on_gpu, shared_memory=True, tuned=Table((replace(few, series=place[0]),)))
+    taken = choose(on_gpu, Means(shared_memory=True), tuned=Table((replace(few, series=place[0]),)))
     assert (taken.algorithm, taken.config) == ("fused", cut)
 
 
@@ -126,5 +126,5 @@ def test_only_the_same_kind_of_problem_counts() -> None:
 def test_an_algorithm_asked_for_is_what_runs() -> None:
     one = Table((measured(spec(64), unfused=1.0, direct=2.0),))
     problem = spec(64).problem(2)
-    asked = choose(problem, shared_memory=True, requested="pipelined", tuned=one)
+    asked = choose(problem, Means(shared_memory=True), requested="pipelined", tuned=one)
     assert (asked.algorithm, asked.reason) == ("pipelined", "asked for")

@@ -23,7 +23,8 @@ from tpkernels.algorithms import (
 from tpkernels.algorithms.links import hang_up
 from tpkernels.algorithms.ranges import profiling, recorded_waits
 from tpkernels.group import Group
-from tpkernels.plan import Plan, Problem
+from tpkernels.plan import Plan
+from tpkernels.problem import Problem
 from tpkernels.symm.host import HostWorkspace
 
 OPS = (
@@ -86,18 +87,22 @@ class Call:
         return _C.Layout(self.problem.outer, self.problem.inner, self.problem.sizes)
 
 
-def run(call: Call, *args: Any) -> Any:
-    """Runs the call; calls on one group run one after the other. An error on the way breaks the
-    group, and peers that wait for this rank are told."""
+def run(call: Call, execute: Callable[..., Any], *args: Any) -> Any:
+    """Runs ``execute(call, *args)``; calls on one group run one after the other. All that an op
+    does once its arguments have been checked belongs in there: an error on the way, such as no
+    memory for a result, breaks the group, and peers that wait for this rank are told."""
     group = call.group
     with group.lock:
         group.check_usable()
         try:
+            group.in_call = True
             if profiling():
                 with recorded_waits(group.workspace):
-                    return call.function(call, *args)
-            return call.function(call, *args)
+                    return execute(call, *args)
+            return execute(call, *args)
         except BaseException as error:
             group.leave(error)
             hang_up(call, error)
             raise
+        finally:
+            group.in_call = False

@@ -5,27 +5,46 @@ The registry below is the package's only mutable module state.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
-from typing import Any, TypeAlias, cast
+import weakref
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from tpkernels.group import DEFAULT_TIMEOUT, DEFAULT_WORKSPACE_BYTES, Group
+from tpkernels import defaults
+from tpkernels.group import Group
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 _groups: dict[str, Group] = {}
 _registry_lock = threading.Lock()
+# Process groups that were made before this process was forked off, and the process that made them.
+_inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def _forget(group: Group) -> None:
-    """Its process group is gone."""
+def _forget(group: Group, registry: dict[str, Group] = _groups) -> None:
+    """Its process group is gone. That may be when this module's names have gone, too."""
     group.close()
-    if _groups.get(group.name) is group:
-        del _groups[group.name]
+    if registry.get(group.name) is group:
+        del registry[group.name]
+
+
+def _after_fork() -> None:
+    """In the child: the parent's groups are not its own."""
+    # As the standard library's modules do: a thread that was not copied may hold it.
+    _registry_lock._at_fork_reinit()  # type: ignore[attr-defined]
+    for pg in list(distributed_c10d._world.pg_map):
+        _inherited.setdefault(pg, os.getppid())
+    for group in list(_groups.values()):
+        group.disown(os.getppid())
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def name_of(group: GroupLike) -> str:
@@ -63,8 +82,9 @@ def get(name: str) -> Group:
     Raises:
         ValueError: there is none on this rank.
     """
+    given: Any = name  # a NewType of str in newer torch
     try:
-        pg = _resolve_process_group(cast(Any, name))  # a NewType of str in newer torch
+        pg = distributed_c10d._resolve_process_group(given)
     except Exception as error:
         raise ValueError(
             f"no process group '{name}' on this rank; it was not made, was destroyed, or this rank "
@@ -77,13 +97,16 @@ def get(name: str) -> Group:
             if group is None or group.pg is not pg:
                 if group is not None:
                     group.close()
-                group = _groups[name] = Group(pg, _forget)
+                group = Group(pg, _forget)
+                if pg in _inherited:
+                    group.disown(_inherited[pg])
+                _groups[name] = group
     return group
 
 
 def init(
     group: GroupLike | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = defaults.TIMEOUT,
     workspace_bytes: int | None = None,
 ) -> None:
     """Sets a group up for the ops. Optional: the first op does it with the defaults. Collective.
@@ -101,7 +124,7 @@ def init(
     """
     if not 0 < timeout <= 86400:
         raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
-    nbytes = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    nbytes = defaults.WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     if nbytes < 1 << 16:
         raise ValueError(f"workspace_bytes must be at least 65536, not {nbytes}")
     if nbytes > 1 << 56:  # sizes of whole arenas must fit 64 bits
@@ -130,8 +153,20 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> 
 
 
 def finalize() -> None:
-    """Gives back the workspaces of all groups. Also happens when the process ends."""
+    """Gives back the workspaces of all groups. Also happens when the process ends.
+
+    Raises:
+        RuntimeError: it is called within a call, by a signal handler.
+    """
     with _registry_lock:
         for group in _groups.values():
-            group.close()
+            group.close(wait=True)
         _groups.clear()
+
+
+@atexit.register
+def _close_all() -> None:
+    """While all modules are whole; what other threads are in goes with the process."""
+    for group in list(_groups.values()):
+        group.close()
+    _groups.clear()

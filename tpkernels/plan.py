@@ -1,9 +1,7 @@
 """Which algorithm a call runs: Problem -> Plan. Pure: no device, no communication.
 
-A problem holds only what all ranks share, so that all choose alike; what may differ by rank (the
-columns of a column-parallel weight, the K of a row-parallel one) is not part of it. The table of
-measured times that a choice may rest on is one that all ranks share, too: rank 0's
-(`group.Group.tuned`).
+All that a choice rests on is shared by the ranks, so that all choose alike: the problem, the means
+of the group, and the table of measured times, which is rank 0's (`group.Group.tuned`).
 """
 
 from __future__ import annotations
@@ -13,89 +11,15 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from types import MappingProxyType
-from typing import TypeAlias
 
 import torch
 
-from tpkernels import dtypes
-from tpkernels.shards import shard_sizes
+from tpkernels import defaults
+from tpkernels.problem import Problem
+from tpkernels.steps import step_bytes, step_rows
 from tpkernels.tuning.table import Config, Series, Table
 
-NoKernels: TypeAlias = Mapping[str, str]
-_ALL_KERNELS: NoKernels = MappingProxyType({})
-
 ALGORITHMS = ("unfused", "ring", "direct", "pipelined", "fused")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One call as all ranks see it.
-
-    ``shape`` is the global shape of what travels: the gathered ``x`` of an all-gather, the
-    unreduced sum of a reduction. ``dim`` is gathered or scattered (None for an all-reduce), rank
-    ``r`` holding ``sizes[r]`` rows of it. ``dtype`` is what travels; ``options`` is the rest that
-    ranks must share.
-    """
-
-    op: str
-    device: str
-    world: int
-    shape: tuple[int, ...]
-    dim: int | None
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    options: tuple[str, ...] = ()
-
-    @property
-    def outer(self) -> int:
-        """Elements before ``dim``: how many blocks one rank's share consists of."""
-        return prod(self.shape[: self.dim]) if self.dim is not None else 1
-
-    @property
-    def inner(self) -> int:
-        """Elements after ``dim``."""
-        return prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
-
-    @property
-    def rows(self) -> int:
-        """Rows of the matrix product: all dims but the last."""
-        return prod(self.shape[:-1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor that travels."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def place(self) -> tuple[Series, int] | None:
-        """Among which measured problems this one stands, and its extent; None: among none, because
-        it is not split evenly along its rows, or along its elements where there is no matmul.
-
-        A bias and a residual change nothing: all algorithms add them where they sum anyway.
-        """
-        matmul = _has_matmul(self)
-        width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
-        if not total:
-            return None
-        extent = total // width
-        if self.dim is not None:
-            if self.outer != 1 or (matmul and self.dim == len(self.shape) - 1):
-                return None
-            each = self.inner // width
-            if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
-                return None
-        options = tuple(one for one in self.options if one not in ("bias", "residual"))
-        dtype = dtypes.name(self.dtype)
-        return Series(self.op, self.device, self.world, width, dtype, options), extent
-
-    def __str__(self) -> str:
-        parts = [f"{list(self.shape)} {dtypes.name(self.dtype)}"]
-        if self.dim is not None:
-            even = len(set(self.sizes)) == 1
-            split = f"{self.sizes[0]} a rank" if even else str(list(self.sizes))
-            parts.append(f"dim {self.dim} by {split}")
-        return f"{self.op}({', '.join([*parts, *self.options])})"
 
 
 @dataclass(frozen=True)
@@ -125,19 +49,27 @@ RING_MIN_BYTES = 8 << 20
 NOTHING_TUNED = Table()
 
 
+@dataclass(frozen=True)
+class Means:
+    """What a group has for its calls, the same on all ranks.
+
+    Attributes:
+        shared_memory: whether all ranks of the group can map each other's memory.
+        workspace_bytes: what each of the two data buffers of a rank may take, where there are any.
+        no_kernels: the algorithms whose kernels cannot run, and why.
+    """
+
+    shared_memory: bool
+    workspace_bytes: int = defaults.WORKSPACE_BYTES
+    no_kernels: Mapping[str, str] = field(default_factory=dict)
+
+
 def choose(
-    problem: Problem,
-    *,
-    shared_memory: bool,
-    no_kernels: NoKernels = _ALL_KERNELS,
-    requested: str = "auto",
-    tuned: Table = NOTHING_TUNED,
+    problem: Problem, means: Means, *, requested: str = "auto", tuned: Table = NOTHING_TUNED
 ) -> Plan:
     """The plan for ``problem``.
 
     Args:
-        shared_memory: whether all ranks of the group can map each other's memory.
-        no_kernels: the algorithms whose kernels cannot run, and why.
         requested: an algorithm's name, or "auto".
         tuned: measured times, the same on all ranks. Where they tell that another algorithm is
             clearly faster than the one of the thresholds, "auto" is the fastest.
@@ -150,14 +82,13 @@ def choose(
     place = problem.place if tuned.measurements and problem.world > 1 else None
     if requested != "auto":
         check_algorithm(requested)
-        obstacle = _obstacle(problem, requested, shared_memory, no_kernels)
+        obstacle = _obstacle(problem, requested, means)
         if obstacle is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {obstacle}")
         return _cut(_plan(problem, requested, "asked for"), tuned, place)
-    ruled = _by_rule(problem, shared_memory, no_kernels)
+    ruled = _by_rule(problem, means)
     if place is not None:
-        possible = candidates(problem, shared_memory=shared_memory, no_kernels=no_kernels)
-        measured = tuned.choice(*place, possible, unless=ruled[0])
+        measured = tuned.choice(*place, candidates(problem, means), unless=ruled[0])
         if measured is not None:
             return _cut(_plan(problem, *measured), tuned, place)
     return _plan(problem, *ruled)
@@ -170,45 +101,45 @@ def _cut(plan: Plan, tuned: Table, place: tuple[Series, int] | None) -> Plan:
     return replace(plan, config=tuned.config(*place))
 
 
-def _by_rule(problem: Problem, shared_memory: bool, no_kernels: NoKernels) -> tuple[str, str]:
+def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     """The algorithm where nothing is known but the thresholds, and why."""
     if problem.world == 1:
         return "unfused", "one rank: nothing to communicate"
-    if not shared_memory:
-        return _across_hosts(problem)
+    if not means.shared_memory:
+        return _across_hosts(problem, means)
     if problem.device == "cuda":
         return "unfused", "on this GPU nothing is known to be faster"
-    rows = _rows_per_part(problem)
-    if (
-        _obstacle(problem, "pipelined", shared_memory, no_kernels) is None
-        and rows >= PIPELINE_MIN_ROWS
-    ):
-        return "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}"
-    if not _has_matmul(problem):
+    if not problem.has_matmul:
         return "direct", "no matmul to overlap with"
-    return "direct", f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
+    rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
+    obstacle = _obstacle(problem, "pipelined", means)
+    if obstacle is not None:
+        return "direct", f"pipelined {obstacle}"
+    if rows < PIPELINE_MIN_ROWS:
+        return "direct", f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
+    if most < PIPELINE_MIN_ROWS:
+        return "direct", f"the workspace holds {most} rows a rank < {PIPELINE_MIN_ROWS}"
+    return "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}"
 
 
-def candidates(
-    problem: Problem, *, shared_memory: bool, no_kernels: NoKernels = _ALL_KERNELS
-) -> list[str]:
+def candidates(problem: Problem, means: Means) -> list[str]:
     """What "auto" may take: all that can run, but for the kernels under Triton's interpreter."""
-    found = obstacles(problem, shared_memory=shared_memory, no_kernels=no_kernels)
+    found = obstacles(problem, means)
     tests_only = {"fused"} if problem.device == "cpu" else set()
     return [name for name, why in found.items() if why is None and name not in tests_only]
 
 
-def _across_hosts(problem: Problem) -> tuple[str, str]:
+def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
     reason, rows = "the ranks share no memory", _rows_per_part(problem)
     if problem.device == "cuda":
         return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
     if problem.nbytes < RING_MIN_BYTES:
         return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
-    if _has_matmul(problem) and rows < PIPELINE_MIN_ROWS:
+    if problem.has_matmul and rows < PIPELINE_MIN_ROWS:
         return "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
         return "unfused", f"{reason}; ring has measured no faster"
-    if _obstacle(problem, "ring", False, _ALL_KERNELS) is not None:
+    if _obstacle(problem, "ring", means) is not None:
         return "unfused", f"{reason}; a gather of K is not split"
     return "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
 
@@ -219,15 +150,9 @@ def check_algorithm(name: str) -> None:
         raise ValueError(f"unknown algorithm '{name}'; there are auto, {', '.join(ALGORITHMS)}")
 
 
-def obstacles(
-    problem: Problem, *, shared_memory: bool, no_kernels: NoKernels = _ALL_KERNELS
-) -> dict[str, str | None]:
+def obstacles(problem: Problem, means: Means) -> dict[str, str | None]:
     """For each algorithm, why it cannot run ``problem`` (None: it can)."""
-    return {name: _obstacle(problem, name, shared_memory, no_kernels) for name in ALGORITHMS}
-
-
-def _has_matmul(problem: Problem) -> bool:
-    return "matmul" in problem.op
+    return {name: _obstacle(problem, name, means) for name in ALGORITHMS}
 
 
 def _rows_per_part(problem: Problem) -> int:
@@ -241,25 +166,28 @@ def _rows_per_part(problem: Problem) -> int:
     )
 
 
-def _obstacle(
-    problem: Problem, algorithm: str, shared_memory: bool, no_kernels: NoKernels
-) -> str | None:
+def _obstacle(problem: Problem, algorithm: str, means: Means) -> str | None:
     last = problem.dim == len(problem.shape) - 1
     if algorithm in ("ring", "pipelined") and problem.op == "all_gather_matmul" and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm in ("unfused", "ring"):
         return None
-    if not shared_memory:
-        return "needs memory shared by all ranks, and this group's ranks are on several hosts"
-    if algorithm in ("pipelined", "fused") and not _has_matmul(problem):
+    if not means.shared_memory:
+        return "needs memory that all ranks share, which this group's ranks do not"
+    if algorithm in ("pipelined", "fused") and not problem.has_matmul:
         return "overlaps a matmul, and this op has none"
     if algorithm == "fused" or problem.device == "cuda":
-        vector = problem.dim == 0 and not _has_matmul(problem)
+        vector = problem.dim == 0 and not problem.has_matmul
         if problem.dim is not None and (problem.outer != 1 or (last and not vector)):
             return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"
         if problem.dtype == torch.float64:
             return "accumulates in float32 and takes no float64"
-    return no_kernels.get(algorithm)
+    elif algorithm == "pipelined" and step_rows(problem, means.workspace_bytes) < 1:
+        return (
+            f"needs {step_bytes(problem)} bytes for a row of each rank, and the workspace has "
+            f"{means.workspace_bytes}; give tpkernels.init a larger workspace_bytes"
+        )
+    return means.no_kernels.get(algorithm)
 
 
 @functools.lru_cache(maxsize=4096)

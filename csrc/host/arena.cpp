@@ -3,15 +3,39 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #ifndef MADV_POPULATE_WRITE  // Linux 5.14
 #define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MFD_CLOEXEC
+#define MFD_CLOEXEC 1U
+#define MFD_ALLOW_SEALING 2U
+#endif
+#ifndef SYS_memfd_create  // Linux 3.17
+#if defined(__x86_64__)
+#define SYS_memfd_create 319
+#else
+#define SYS_memfd_create 279
+#endif
+#endif
+#ifndef SYS_pidfd_open  // Linux 5.3; one number on all architectures
+#define SYS_pidfd_open 434
+#endif
+#ifndef F_ADD_SEALS  // in <linux/fcntl.h>, which does not go with <fcntl.h>
+#define F_ADD_SEALS 1033
+#define F_GET_SEALS 1034
+#define F_SEAL_SEAL 1
+#define F_SEAL_SHRINK 2
+#define F_SEAL_GROW 4
 #endif
 
 namespace tpkernels::host {
@@ -23,14 +47,27 @@ namespace {
 
 std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
+constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
 }  // namespace
 
+int open_memfd(const char* name) {
+  const long fd = syscall(SYS_memfd_create, name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
+  return static_cast<int>(fd);
+}
+
+int open_pidfd(int pid) {
+  const long fd = syscall(SYS_pidfd_open, pid, 0);
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), "pidfd_open");
+  return static_cast<int>(fd);
+}
+
 int Arena::create(std::size_t region_bytes, int world) {
-  const int fd = memfd_create("tpkernels", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) fail("memfd_create", errno);
+  const int fd = open_memfd("tpkernels");
   const auto total = static_cast<off_t>(region_bytes * static_cast<unsigned>(world));
   const bool ok = total > 0 && fchmod(fd, 0600) == 0 && ftruncate(fd, total) == 0 &&
-                  fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
+                  fcntl(fd, F_ADD_SEALS, kSizeSeals) == 0;
   if (!ok) {
     const int error = total > 0 ? errno : EOVERFLOW;
     close(fd);
@@ -43,33 +80,48 @@ int Arena::create(std::size_t region_bytes, int world) {
 
 Arena::Arena(int fd, std::size_t region_bytes, int world)
     : region_bytes_(region_bytes), world_(world) {
-  const std::size_t total = region_bytes * static_cast<unsigned>(world);
   struct stat info{};
   if (fstat(fd, &info) != 0) fail("fstat of shared memory", errno);
-  if (static_cast<std::size_t>(info.st_size) != total) {
+  if (static_cast<std::size_t>(info.st_size) != total()) {
     throw std::runtime_error("shared memory holds " + std::to_string(info.st_size) +
-                             " bytes, expected " + std::to_string(total));
+                             " bytes, expected " + std::to_string(total()));
   }
-  void* base = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) fail("cannot map " + mebibytes(total) + " of shared memory", errno);
+  const int seals = fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kSizeSeals) != kSizeSeals) {
+    throw std::runtime_error("the size of shared memory is not sealed: another process may cut it");
+  }
+  void* base = mmap(nullptr, total(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED) fail("cannot map " + mebibytes(total()) + " of shared memory", errno);
   base_ = static_cast<std::byte*>(base);
-  madvise(base, total, MADV_HUGEPAGE);  // a hint: fewer TLB misses where the kernel grants it
+  madvise(base, total(), MADV_HUGEPAGE);  // a hint: fewer TLB misses where the kernel grants it
+  if (madvise(base, 0, MADV_POPULATE_WRITE) != 0) fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
 
-Arena::~Arena() { munmap(base_, region_bytes_ * static_cast<unsigned>(world_)); }
+Arena::~Arena() {
+  munmap(base_, total());
+  if (fd_ >= 0) close(fd_);
+}
 
-void Arena::reserve(int fd, int rank) {
+void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
+  if (rank < 0 || rank >= world_ || offset > region_bytes_ || bytes > region_bytes_ - offset) {
+    throw std::out_of_range("bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) +
+                            ") of region " + std::to_string(rank));
+  }
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t first = region_bytes_ * static_cast<unsigned>(rank) + offset;
+  const std::size_t begin = first / page * page;
+  const std::size_t end = std::min(total(), (first + bytes + page - 1) / page * page);
+  if (begin >= end) return;
   // Through the mapping, so that the huge-page hint and first-touch NUMA placement apply. Where a
   // later store would raise SIGBUS, this reports EFAULT or ENOMEM instead.
-  if (madvise(region(rank), region_bytes_, MADV_POPULATE_WRITE) == 0) return;
-  int error = errno;
-  if (error == EINVAL) {  // a kernel before 5.14
-    const auto offset = static_cast<off_t>(region_bytes_ * static_cast<unsigned>(rank));
-    error = posix_fallocate(fd, offset, static_cast<off_t>(region_bytes_));
-    if (error == 0) return;
+  int error = 0;
+  if (fd_ >= 0) {  // a kernel before 5.14
+    error = posix_fallocate(fd_, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
+  } else if (madvise(base_ + begin, end - begin, MADV_POPULATE_WRITE) != 0) {
+    error = errno;
   }
-  fail("cannot commit " + mebibytes(region_bytes_) + " of shared memory for rank " +
-           std::to_string(rank),
+  if (error == 0) return;
+  fail("cannot commit " + mebibytes(bytes) + " of shared memory for rank " + std::to_string(rank),
        error == EFAULT ? ENOMEM : error);
 }
 

@@ -72,9 +72,10 @@ struct Header;
 class Channel {
  public:
   // `pidfds[r]` becomes readable when rank r's process ends; the descriptors now belong to the
-  // channel. Epochs go on from `epoch`, which must be the same on all ranks.
+  // channel. Buffers of `capacity` bytes have been committed. Epochs go on from `epoch`. Both must
+  // be the same on all ranks.
   Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds, std::vector<int> pids,
-          ChannelOptions options, std::uint32_t epoch);
+          ChannelOptions options, std::size_t capacity, std::uint32_t epoch);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
@@ -84,16 +85,23 @@ class Channel {
   std::uint32_t epoch() const { return epoch_; }
   int parity() const { return static_cast<int>(epoch_ & 1u); }
 
-  // Bytes of one data buffer, and where rank's buffer of this epoch is.
+  // Bytes of one data buffer that may be used, and where rank's buffer of this epoch is.
   std::size_t capacity() const { return capacity_; }
   std::byte* buffer(int rank) const;
   // Offset of a data buffer within a region.
   std::size_t buffer_offset(int parity) const;
-  // The smallest region whose data buffers hold `capacity` bytes each.
-  static std::size_t region_bytes(int world, std::size_t capacity);
+  // The smallest region whose data buffers can grow to `limit` bytes each.
+  static std::size_t region_bytes(int world, std::size_t limit);
+  // The parts (offset, bytes) of a region that must be committed for its buffers to grow from
+  // `from` to `to` bytes each; from nothing: the words, too.
+  static std::vector<std::pair<std::size_t, std::size_t>> parts(int world, std::size_t region_bytes,
+                                                                std::size_t from, std::size_t to);
+  // All ranks, between the same two calls, when all have committed their parts.
+  void grow(std::size_t capacity);
 
   // Starts the next call. `text` describes it to peers that find themselves in another.
-  // Throws Failure(kBroken) on a channel that has failed before.
+  // Throws Failure(kBroken) on a channel that has failed before, and in a process that was forked
+  // from the rank.
   void begin(std::uint32_t signature, std::string_view text);
   // Announces that all written before is complete. Release.
   void publish(Phase phase, int index = 0);
@@ -132,6 +140,9 @@ class Channel {
   bool arrived(int peer, const Signal& signal) const;
   bool spin(int peer, Phase phase, int index);
   void sleep(Signal& signal, double seconds);
+  void sleep_any(const std::vector<int>& peers, Phase phase, int index, double blind_seconds);
+  bool forked() const;
+  [[noreturn]] void fail_forked() const;
   void check(int peer, const Signal& awaited, double waited_s) const;
   [[noreturn]] void fail(FailureKind kind, int peer, int culprit, const std::string& what) const;
   void check_mismatch(int peer) const;
@@ -150,7 +161,9 @@ class Channel {
   std::uint32_t epoch_;
   std::uint32_t signature_ = 0;
   std::uint32_t recorded_[2] = {0, 0};  // signature whose text stands in the record of a parity
+  std::size_t limit_;
   std::size_t capacity_;
+  std::uint32_t fork_generation_;
   mutable bool broken_ = false;
   mutable std::string broken_by_;
   std::map<std::uint64_t, std::weak_ptr<Arena>> segments_;

@@ -1,9 +1,11 @@
 // How a channel finds out that a call cannot complete, says so, and stays broken.
 #include <poll.h>
+#include <unistd.h>
 
 #include <cstdio>
 
 #include "host/channel.h"
+#include "host/fork.h"
 #include "host/region.h"
 
 namespace tpkernels::host {
@@ -11,6 +13,7 @@ namespace tpkernels::host {
 // What a waiter that has not been served looks at: is the peer in the same call, has it failed,
 // does it live, is there time left.
 void Channel::check(int peer, const Signal& awaited, double waited_s) const {
+  if (forked()) fail_forked();
   check_mismatch(peer);
   const Header& theirs = header(peer);
   if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
@@ -70,6 +73,7 @@ void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& w
 void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) const {
   broken_ = true;
   broken_by_ = what;
+  if (forked()) return;  // the region is the parent's
   Header& own = header(rank_);
   own.fault_text.write(what);
   own.culprit.store(culprit, std::memory_order_relaxed);
@@ -79,6 +83,14 @@ void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) 
 void Channel::abandon(const std::string& why, FailureKind kind, int culprit) {
   if (broken_) return;
   set_fault(kind, culprit < 0 ? rank_ : culprit, "it left the call with " + why);
+}
+
+bool Channel::forked() const { return fork_generation() != fork_generation_; }
+
+void Channel::fail_forked() const {
+  throw Failure(FailureKind::kBroken, -1,
+                "process " + std::to_string(getpid()) + " is a fork of " + peer_name(rank_) +
+                    " and cannot take its place in a call; make a process group of its own");
 }
 
 std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }

@@ -5,8 +5,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <climits>
+#include <cstddef>
 #include <cstdint>
 #include <ctime>
 
@@ -26,12 +29,52 @@ inline std::uint32_t* futex_half(std::atomic<std::uint64_t>* word) {
   return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
 }
 
+inline timespec as_timespec(double seconds) {
+  timespec time{};
+  time.tv_sec = static_cast<time_t>(seconds);
+  time.tv_nsec = static_cast<long>((seconds - static_cast<double>(time.tv_sec)) * 1e9);
+  return time;
+}
+
 // Sleeps until woken, for `seconds` at most, unless the low half no longer is `seen`.
 inline void futex_wait(std::atomic<std::uint64_t>* word, std::uint32_t seen, double seconds) {
-  timespec limit{};
-  limit.tv_sec = static_cast<time_t>(seconds);
-  limit.tv_nsec = static_cast<long>((seconds - static_cast<double>(limit.tv_sec)) * 1e9);
+  const timespec limit = as_timespec(seconds);
   syscall(SYS_futex, futex_half(word), FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+// One of the words that `futex_wait_any` sleeps on: the kernel's struct futex_waitv.
+struct FutexWaiter {
+  std::uint64_t seen = 0;
+  std::uint64_t address = 0;
+  std::uint32_t flags = 2;  // FUTEX2_SIZE_U32, shared between processes
+  std::uint32_t reserved = 0;
+
+  FutexWaiter(std::atomic<std::uint64_t>* word, std::uint32_t seen_low)
+      : seen(seen_low), address(reinterpret_cast<std::uint64_t>(futex_half(word))) {}
+};
+
+// Whether the kernel has FUTEX_WAITV (Linux 5.16) and lets this process call it. Tests clear it.
+inline std::atomic<bool> futex_waitv_works{true};
+
+// Sleeps until one of the words is woken, for `seconds` at most, unless the low half of one no
+// longer is what was seen of it. Where the kernel cannot wait for so many, it sleeps on the first
+// one, and for `blind_seconds` at most: another may change meanwhile.
+inline void futex_wait_any(FutexWaiter* waiters, std::size_t count, double seconds,
+                           double blind_seconds) {
+  constexpr long kWaitv = 449;  // on all architectures
+  constexpr std::size_t kMostWaiters = 128;
+  if (count <= kMostWaiters && futex_waitv_works.load(std::memory_order_relaxed)) {
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    timespec until = as_timespec(seconds + static_cast<double>(now.tv_nsec) * 1e-9);
+    until.tv_sec += now.tv_sec;
+    if (syscall(kWaitv, waiters, count, 0, &until, CLOCK_MONOTONIC) >= 0) return;
+    if (errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT) return;
+    futex_waitv_works.store(false, std::memory_order_relaxed);  // ENOSYS, or a filter's EPERM
+  }
+  const timespec limit = as_timespec(std::min(seconds, blind_seconds));
+  syscall(SYS_futex, waiters[0].address, FUTEX_WAIT, static_cast<std::uint32_t>(waiters[0].seen),
+          &limit, nullptr, 0);
 }
 
 inline void futex_wake_all(std::atomic<std::uint64_t>* word) {

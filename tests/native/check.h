@@ -68,6 +68,7 @@ Options& options();
 struct Setup {
   int world = 2;
   std::size_t capacity = 1 << 16;
+  std::size_t limit = 1 << 16;  // what buffers can grow to
   host::ChannelOptions channel{20.0, 20.0};
   std::uint32_t epoch = 0;
   unsigned max_delay_us = 0;

@@ -42,6 +42,57 @@ TEST_CASE(the_arena_is_sealed_and_private, kThreads) {
   close(fd);
 }
 
+TEST_CASE(an_arena_that_is_not_sealed_is_refused, kThreads) {
+  const int fd = host::open_memfd("unsealed");
+  CHECK(ftruncate(fd, 8192) == 0);
+  const std::string what = error_of<std::runtime_error>([&] { Arena(fd, 4096, 2); });
+  CHECK(contains(what, "is not sealed"), what);
+  close(fd);
+}
+
+// What is not committed takes no memory, and what is stays within its region.
+TEST_CASE(parts_are_committed_by_themselves, kThreads) {
+  const std::size_t region = std::size_t{4} << 20;
+  const int fd = Arena::create(region, 2);
+  Arena arena(fd, region, 2);
+  const auto allocated = [&] {
+    struct stat info{};
+    CHECK(fstat(fd, &info) == 0);
+    return static_cast<std::size_t>(info.st_blocks) * 512;
+  };
+  const std::size_t before = allocated();
+  arena.commit(1, 0, 100);
+  const std::size_t one = allocated();
+  CHECK(one > before && one < 2 * region, std::to_string(one));
+  arena.commit(1, 0, region);
+  CHECK(allocated() >= region);
+  error_of<std::out_of_range>([&] { arena.commit(1, 1, region); });
+  error_of<std::out_of_range>([&] { arena.commit(2, 0, 1); });
+  close(fd);
+}
+
+TEST_CASE(parts_of_buffers_cover_them, kThreads) {
+  for (const int world : {1, 3, 64}) {
+    const std::size_t limit = std::size_t{1} << 20;
+    const std::size_t bytes = Channel::region_bytes(world, limit);
+    std::vector<char> committed(bytes, 0);
+    std::size_t from = 0;
+    for (const std::size_t to : {std::size_t{5000}, std::size_t{70000}, limit}) {
+      for (const auto& [offset, size] : Channel::parts(world, bytes, from, to)) {
+        CHECK(offset + size <= bytes);
+        std::memset(committed.data() + offset, 1, size);
+      }
+      Setup setup;
+      setup.world = world;
+      setup.capacity = to;
+      const auto channel = make_channel(setup, make_arena(world, bytes), 0);
+      for (std::size_t i = 0; i < channel->buffer_offset(0) + to; ++i) CHECK(committed[i]);
+      for (std::size_t i = 0; i < to; ++i) CHECK(committed[channel->buffer_offset(1) + i]);
+      from = to;
+    }
+  }
+}
+
 TEST_CASE(regions_lie_one_after_the_other, kThreads) {
   const auto arena = make_arena(3, 8192);
   CHECK(arena->world() == 3 && arena->region_bytes() == 8192);
@@ -85,10 +136,11 @@ TEST_CASE(memory_that_cannot_be_mapped_is_an_error, kThreads) {
 TEST_CASE(a_channel_of_other_ranks_is_refused, kThreads) {
   const auto arena = make_arena(2, Channel::region_bytes(2, 4096));
   const std::vector<int> two(2, -1), three(3, -1);
-  error_of<std::invalid_argument>([&] { Channel(arena, 2, two, two, {}, 0); });
-  error_of<std::invalid_argument>([&] { Channel(arena, -1, two, two, {}, 0); });
-  error_of<std::invalid_argument>([&] { Channel(arena, 0, three, two, {}, 0); });
-  error_of<std::invalid_argument>([&] { Channel(arena, 0, two, three, {}, 0); });
+  error_of<std::invalid_argument>([&] { Channel(arena, 2, two, two, {}, 4096, 0); });
+  error_of<std::invalid_argument>([&] { Channel(arena, -1, two, two, {}, 4096, 0); });
+  error_of<std::invalid_argument>([&] { Channel(arena, 0, three, two, {}, 4096, 0); });
+  error_of<std::invalid_argument>([&] { Channel(arena, 0, two, three, {}, 4096, 0); });
+  error_of<std::invalid_argument>([&] { Channel(arena, 0, two, two, {}, 4097, 0); });
 }
 
 TEST_CASE(buffers_do_not_overlap, kThreads) {
@@ -98,9 +150,10 @@ TEST_CASE(buffers_do_not_overlap, kThreads) {
       const auto arena = make_arena(world, bytes);
       Setup setup;
       setup.world = world;
+      setup.capacity = capacity;
       const auto channel = make_channel(setup, arena, 0);
-      CHECK(channel->capacity() >= capacity);
-      CHECK(channel->buffer_offset(0) + channel->capacity() == channel->buffer_offset(1));
+      CHECK(channel->capacity() == capacity);
+      CHECK(channel->buffer_offset(0) + channel->capacity() <= channel->buffer_offset(1));
       CHECK(channel->buffer_offset(1) + channel->capacity() <= bytes);
       CHECK(channel->buffer_offset(0) % 4096 == 0);
       channel->begin(1, "first()");

@@ -1,5 +1,9 @@
 // The channel between threads: order of data and words, every kind of failure, and what it says.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -39,28 +43,6 @@ void exchange_values(Channel& channel, std::size_t count) {
                                              number(theirs[k]));
     }
   }
-}
-
-void timeout_of(double spin_us) {
-  Setup setup;
-  setup.channel = {0.15, spin_us};
-  on_threads(setup, [](Channel& channel) {
-    if (channel.rank() == 1) return;
-    channel.begin(kCall, "lonely()");
-    const double start = now_ms();
-    const Failure failure =
-        failure_of(FailureKind::kTimeout, [&] { channel.wait(1, Phase::kData); });
-    const double waited = now_ms() - start;
-    CHECK(waited >= 150 && waited < 900, std::to_string(waited) + " ms");
-    CHECK(failure.peer == 1);
-    const std::string what = failure.what();
-    CHECK(contains(what, "lonely(): rank 0 waited 0."), what);
-    CHECK(contains(what, "for rank 1 (pid "), what);
-    CHECK(contains(what, "which lives; expected call #1, seen #0"), what);
-    const Failure again =
-        failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "again()"); });
-    CHECK(contains(again.what(), "It broke with: lonely(): rank 0 waited"), again.what());
-  });
 }
 
 }  // namespace
@@ -108,78 +90,49 @@ TEST_CASE(epoch_zero_is_no_arrival, kThreads) {
   });
 }
 
-TEST_CASE(growth_keeps_the_epoch, kThreads) {
-  Setup small;
-  small.world = 3;
-  small.max_delay_us = 200;
-  small.epoch = 0xfffffffdu;  // the growth itself is the wrap
-  Setup large = small;
-  large.capacity = 1 << 20;
-  const auto arena = make_arena(3, Channel::region_bytes(3, large.capacity));
-  on_threads(small, [&](Channel& channel) {
-    exchange_values(channel, 33);
-    channel.begin(kOther, "growing()");
-    channel.barrier();
-    Setup grown = large;
-    grown.epoch = channel.epoch();
-    const auto next = make_channel(grown, arena, channel.rank());
-    CHECK(next->capacity() == large.capacity);
-    for (int i = 0; i < 5; ++i) exchange_values(*next, (large.capacity / 4) >> i);
-    CHECK(next->epoch() == 4, number(next->epoch()));
-  });
-}
-
-TEST_CASE(wait_any_takes_peers_in_order_of_arrival, kThreads) {
-  Setup setup;
-  setup.world = 4;
-  for (const double spin_us : {0.0, 50.0}) {
-    setup.channel.spin_us = spin_us;
-    on_threads(setup, [](Channel& channel) {
-      for (int call = 0; call < 8; ++call) {
-        channel.begin(kCall, "relay()");
-        if (channel.rank() == 0) {  // 3, 2, 1: each peer is let go when the one before has come
-          std::vector<int> waiting{1, 2, 3};
-          for (int next = 3; next >= 1; --next) {
-            channel.publish(Phase::kResult, next);
-            CHECK(channel.wait_any(waiting, Phase::kData) == next);
-            waiting.erase(waiting.begin() + next - 1);
-          }
-        } else {
-          channel.wait(0, Phase::kResult, channel.rank());
-          channel.publish(Phase::kData);
-        }
-      }
-    });
-  }
-}
-
-TEST_CASE(a_sleeper_is_woken, kThreads) {
-  Setup setup;
-  setup.channel.spin_us = 0;
-  on_threads(setup, [](Channel& channel) {
-    for (int i = 0; i < 3; ++i) {
-      if (channel.rank() == i % 2) sleep_ms(30);  // the other one is asleep by then
-      exchange_values(channel, 8);
-    }
-  });
-}
-
-TEST_CASE(timeout, kThreads) { timeout_of(20); }
-TEST_CASE(timeout_without_spinning, kThreads) { timeout_of(0); }
-
-TEST_CASE(timeout_of_wait_any, kThreads) {
+TEST_CASE(buffers_grow_between_calls, kThreads) {
   Setup setup;
   setup.world = 3;
-  setup.channel.timeout_s = 0.15;
-  on_threads(setup, [](Channel& channel) {
-    if (channel.rank() == 2) return;
-    channel.begin(kCall, "any()");
-    channel.publish(Phase::kData);
-    std::vector<int> waiting{1 - channel.rank(), 2};
-    CHECK(channel.wait_any(waiting, Phase::kData) == waiting[0]);
-    const Failure failure =
-        failure_of(FailureKind::kTimeout, [&] { channel.wait_any({2}, Phase::kData); });
-    CHECK(failure.peer == 2);
+  setup.max_delay_us = 200;
+  setup.capacity = 4096;
+  setup.limit = 1 << 20;
+  on_threads(setup, [&](Channel& channel) {
+    for (std::size_t bytes = setup.capacity; bytes <= setup.limit; bytes *= 4) {
+      if (bytes > channel.capacity()) {
+        channel.begin(kOther, "growing()");
+        channel.barrier();
+        channel.grow(bytes);
+      }
+      for (int i = 0; i < 3; ++i) exchange_values(channel, bytes / 4 - static_cast<unsigned>(i));
+    }
+    bool refused = false;
+    try {
+      channel.grow(setup.limit * 2);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    CHECK(refused);
+  });
+}
+
+// A fork has the rank's memory, and must not take its place in a call nor tell the peers anything.
+TEST_CASE(a_fork_of_a_rank_is_no_rank, kFork) {
+  Setup setup;
+  on_processes_that_succeed(setup, [](Channel& channel) {
+    exchange_values(channel, 5);
+    const int pid = static_cast<int>(fork());
+    CHECK(pid >= 0);
+    if (pid == 0) {
+      const Failure failure =
+          failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "forked()"); });
+      const bool clear =
+          contains(failure.what(), "is a fork of rank " + std::to_string(channel.rank()));
+      channel.abandon("the end of a child");
+      _exit(clear ? 0 : 1);
+    }
+    int status = 0;
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+    for (int i = 0; i < 3; ++i) exchange_values(channel, 5);
   });
 }
 

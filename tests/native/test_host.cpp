@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -38,7 +39,7 @@ Options& options() {
 std::shared_ptr<Arena> make_arena(int world, std::size_t bytes) {
   const int fd = Arena::create(bytes, world);
   auto arena = std::make_shared<Arena>(fd, bytes, world);
-  for (int rank = 0; rank < world; ++rank) arena->reserve(fd, rank);
+  for (int rank = 0; rank < world; ++rank) arena->commit(rank, 0, bytes);
   close(fd);
   return arena;
 }
@@ -47,8 +48,9 @@ namespace {
 
 std::unique_ptr<Channel> channel_of(const Setup& setup, std::shared_ptr<Arena> arena, int rank,
                                     std::vector<int> pidfds, std::vector<int> pids) {
-  auto channel = std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds),
-                                           std::move(pids), setup.channel, setup.epoch);
+  auto channel =
+      std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds), std::move(pids),
+                                setup.channel, setup.capacity, setup.epoch);
   const Options& given = options();
   if (setup.max_delay_us != 0 || given.single_buffer || given.skip_waits) {
     const std::uint64_t seed = given.seed * 1000003 + static_cast<unsigned>(rank) * 2 + 1;
@@ -83,7 +85,8 @@ std::unique_ptr<Channel> make_channel(const Setup& setup, std::shared_ptr<Arena>
 }
 
 void on_threads(const Setup& setup, const Body& body) {
-  const auto arena = make_arena(setup.world, Channel::region_bytes(setup.world, setup.capacity));
+  const auto arena = make_arena(
+      setup.world, Channel::region_bytes(setup.world, std::max(setup.limit, setup.capacity)));
   std::mutex mutex;
   std::exception_ptr first;
   std::vector<std::thread> threads;
@@ -105,7 +108,8 @@ void on_threads(const Setup& setup, const Body& body) {
 
 std::vector<int> on_processes(const Setup& setup, const Body& body,
                               const std::function<void(const std::vector<int>&)>& parent) {
-  const auto arena = make_arena(setup.world, Channel::region_bytes(setup.world, setup.capacity));
+  const auto arena = make_arena(
+      setup.world, Channel::region_bytes(setup.world, std::max(setup.limit, setup.capacity)));
   std::vector<int> pids;
   std::vector<int> gates;
   for (int rank = 0; rank < setup.world; ++rank) {

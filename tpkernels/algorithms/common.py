@@ -13,7 +13,7 @@ from tpkernels import _C, dtypes
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 from tpkernels.algorithms.ranges import COPY, recorded
-from tpkernels.plan import Problem
+from tpkernels.problem import Problem
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call

@@ -22,7 +22,7 @@ from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 from tpkernels.algorithms.queued import queued
 from tpkernels.cuda import shares
-from tpkernels.plan import Problem
+from tpkernels.problem import Problem
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call

@@ -9,7 +9,7 @@ matmul_all_reduce      the same, and each rank publishes its sum, which the othe
 
 Sync: every step of `rows` rows is one call of the channel, so its proof holds
 (csrc/host/channel.h); each rank waits for a word of every peer in every step, also for parts
-without rows. Steps bound the workspace; they are so large that splitting the matmul costs nothing.
+without rows. A step takes as many rows as the workspace holds (steps.py).
 """
 
 from __future__ import annotations
@@ -33,26 +33,22 @@ from tpkernels.algorithms.common import (
 from tpkernels.algorithms.memory import empty
 from tpkernels.algorithms.product import product
 from tpkernels.algorithms.ranges import COPY, TRANSFER, recorded
+from tpkernels.steps import LINE_BYTES, step_rows
 
 if TYPE_CHECKING:
     from tpkernels.backends import Call
 
-# A step has at least this many rows for each rank, if need be in a larger workspace.
-_MIN_STEP_ROWS = 256
-_LINE = 64
 
-
-def _steps(call: Call, rows: int, row_bytes: int) -> tuple[int, Iterator[int]]:
-    """Rows of one step, the same on all ranks and in every call, and where the steps begin.
-    ``row_bytes``: what one row of a step takes in the workspace."""
-    fitting = call.workspace.workspace_bytes // max(row_bytes, 1)
-    step = max(1, min(rows, max(fitting, _MIN_STEP_ROWS)))
-    call.workspace.require(step * row_bytes + 2 * call.group.world * _LINE, call.plan.text)
+def _steps(call: Call, rows: int, per_rank: int = 1) -> tuple[int, Iterator[int]]:
+    """Rows of one step, the same on all ranks, and where the steps begin. Each rank has one row in
+    ``per_rank`` of them."""
+    fitting = per_rank * step_rows(call.problem, call.workspace.usable_bytes)
+    step = max(1, min(rows, fitting))
     return step, iter(range(0, max(rows, 1), step))
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _LINE) * _LINE
+    return -(-nbytes // LINE_BYTES) * LINE_BYTES
 
 
 def all_gather_matmul(
@@ -75,7 +71,7 @@ def all_gather_matmul(
     def multiply(share: torch.Tensor, owner: int, begin: int) -> None:
         multiply_share(problem, owner, begin, share, factors, whole)
 
-    step, begins = _steps(call, max(rows), row_bytes)
+    step, begins = _steps(call, max(rows))
     channel = workspace.channel
     for begin in begins:
         mine = flat[begin : begin + step]
@@ -115,9 +111,8 @@ def matmul_reduce_scatter(
         rows, columns = [share_rows(problem, r) for r in world], [w.shape[1] for _ in world]
     out = empty(share_shape(problem, rank), reduction.out_dtype, x.device)
     result = as_rows(out)
-    row_bytes = max(columns) * wire.itemsize
-    step, begins = _steps(call, max(rows), row_bytes * problem.world)
-    slot = _aligned(step * row_bytes)
+    step, begins = _steps(call, max(rows))
+    slot = _aligned(step * max(columns) * wire.itemsize)
     channel = workspace.channel
     for begin in begins:
         counts = [max(0, min(step, rows[r] - begin)) for r in world]
@@ -142,8 +137,7 @@ def matmul_all_reduce(
     flat, wire, columns = as_rows(x), problem.dtype, w.shape[1]
     out = empty(problem.shape, reduction.out_dtype, x.device)
     result = as_rows(out)
-    row_bytes = columns * (wire.itemsize + reduction.out_dtype.itemsize)
-    step, begins = _steps(call, problem.rows, row_bytes)
+    step, begins = _steps(call, problem.rows, per_rank=problem.world)
     results_at = _aligned(step * columns * wire.itemsize)
     channel = workspace.channel
     for begin in begins:

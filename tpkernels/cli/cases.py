@@ -19,7 +19,8 @@ from tpkernels import dtypes, groups
 from tpkernels.algorithms.product import product
 from tpkernels.cli.output import byte_size
 from tpkernels.ops._reduction import describe
-from tpkernels.plan import Plan, Problem
+from tpkernels.plan import Plan
+from tpkernels.problem import Problem
 
 MATMUL_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 

@@ -20,7 +20,8 @@ from tpkernels.cli.options import (
 )
 from tpkernels.cli.output import console, milliseconds, table
 from tpkernels.cli.specs import check_split, spec_of
-from tpkernels.plan import ALGORITHMS, Plan, Problem, choose, obstacles
+from tpkernels.plan import ALGORITHMS, Means, Plan, choose, obstacles
+from tpkernels.problem import Problem
 from tpkernels.tuning import store
 from tpkernels.tuning.machine import Machine, this_machine
 from tpkernels.tuning.table import Measurement, Table
@@ -57,8 +58,9 @@ def explain(
             machine = this_machine(device, world, hosts, shared, threads=threads)
             measured = store.load_or_warn(machine)
         missing = missing_kernels(device)
-        found = obstacles(problem, shared_memory=shared, no_kernels=missing)
-        plan = choose(problem, shared_memory=shared, no_kernels=missing, tuned=measured)
+        means = Means(shared_memory=shared, no_kernels=missing)
+        found = obstacles(problem, means)
+        plan = choose(problem, means, tuned=measured)
         _show(spec, problem, found, plan, measured, machine, console())
 
 

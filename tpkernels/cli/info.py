@@ -18,7 +18,7 @@ from tpkernels.cli import environment
 from tpkernels.cli.cases import MATMUL_OPS, Spec
 from tpkernels.cli.options import DTYPES
 from tpkernels.cli.output import byte_size, console, table
-from tpkernels.plan import ALGORITHMS, obstacles
+from tpkernels.plan import ALGORITHMS, Means, obstacles
 
 _NATIVE = "native: torch multiplies it at full speed"
 _CONVERTED = "converted to float32 by panels: no instructions for it on this processor"
@@ -69,7 +69,7 @@ def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | 
     problem = replace(Spec(op, shape, torch.float32).problem(world=2), device=device)
     kernels_of = {name: lacking(name, device, torch.device(device)) for name in ALGORITHMS}
     missing = {name: why for name, why in kernels_of.items() if why is not None}
-    found = obstacles(problem, shared_memory=shared_memory, no_kernels=missing)
+    found = obstacles(problem, Means(shared_memory=shared_memory, no_kernels=missing))
     for name in ALGORITHMS:
         if found[name] is None and (op, name) not in TABLES[device]:
             found[name] = f"is not built for {device}"

@@ -10,7 +10,7 @@ from tpkernels import dtypes
 from tpkernels.cli.cases import MATMUL_OPS, Spec
 from tpkernels.cli.device import missing_kernels
 from tpkernels.cli.options import UsageError, shape_of, sizes_of
-from tpkernels.plan import choose
+from tpkernels.plan import Means, choose
 
 
 def specs_of(op: str, shapes: Iterable[str], sizes: str, dtype: torch.dtype) -> list[Spec]:
@@ -38,7 +38,7 @@ def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu")
     """``UsageError`` where an algorithm cannot run a case, as far as this process can tell."""
     problem, missing = spec.problem(world, device), missing_kernels(device)
     try:
-        choose(problem, shared_memory=True, no_kernels=missing, requested=algorithm)
+        choose(problem, Means(shared_memory=True, no_kernels=missing), requested=algorithm)
     except NotImplementedError as error:
         raise UsageError(str(error)) from error
 

@@ -28,7 +28,7 @@ from tpkernels.cli.session import is_leader, open_session, ranks_share_gpus, wor
 from tpkernels.cli.specs import check_split, specs_of
 from tpkernels.cli.timing import summary
 from tpkernels.cli.tune_case import TuneReport, measurement, tune_case
-from tpkernels.plan import ALGORITHMS, Plan, choose
+from tpkernels.plan import ALGORITHMS, Means, Plan, choose
 from tpkernels.tuning import store
 
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
@@ -144,7 +144,7 @@ def _keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
     except OSError as error:
         raise UsageError(f"cannot write the tuning cache: {error}") from error
     problem = spec.problem(machine.ranks, machine.kind)
-    return path, choose(problem, shared_memory=machine.shared_memory, tuned=tuned)
+    return path, choose(problem, Means(shared_memory=machine.shared_memory), tuned=tuned)
 
 
 def _cells(spec: Spec, reports: list[TuneReport], after: Plan) -> list[str]:

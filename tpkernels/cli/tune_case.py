@@ -21,7 +21,7 @@ from tpkernels.cli.inputs import Inputs
 from tpkernels.cli.session import gather_objects
 from tpkernels.cli.timing import Samples, Variant, measure
 from tpkernels.group import Group
-from tpkernels.plan import Plan, candidates
+from tpkernels.plan import Means, Plan, candidates
 from tpkernels.tuning.machine import Machine, this_machine
 from tpkernels.tuning.table import Config, Measurement, Table
 
@@ -46,10 +46,10 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     case = random_case(spec, own_device(device))
     assert dist.group.WORLD is not None  # cases run on ranks
     group = groups.get(dist.group.WORLD.group_name).ready()
-    shared = group.shared_memory
+    means = Means(shared_memory=group.shared_memory, workspace_bytes=group.workspace_bytes)
     problem = spec.problem(group.world, device)
     _, before = planned(case.copy(), "auto")
-    verdicts = verify(case, None, _results(case, candidates(problem, shared_memory=shared)))
+    verdicts = verify(case, None, _results(case, candidates(problem, means)))
     inputs = Inputs(case, cold=True)
     undo = inputs.restore if spec.op == "all_reduce" else None  # it works in place
     variants = {
@@ -65,7 +65,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
         samples = measure(variants, repeat=repeat, budget=budget, synchronize=finish)
     finally:
         group.use_times(device, known)
-    machine = this_machine(device, group.world, group.hosts, shared)
+    machine = this_machine(device, group.world, group.hosts, group.shared_memory)
     return TuneReport(machine, before, verdicts, samples, config)
 
 

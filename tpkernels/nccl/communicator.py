@@ -14,14 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels import _C, dtypes, groups
+from tpkernels import _C, defaults, dtypes, groups
 from tpkernels._C import NcclOperation, NcclOperationKind
 from tpkernels.errors import CollectiveTimeoutError
-from tpkernels.group import DEFAULT_TIMEOUT
 from tpkernels.groups import GroupLike
 from tpkernels.nccl import checks, memory
 from tpkernels.nccl.meeting import meet
-from tpkernels.symm.rendezvous import Member
 
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _PAUSE = 1e-3  # between looks at the device, s
@@ -67,7 +65,7 @@ class Communicator:
         self,
         group: GroupLike,
         *,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = defaults.TIMEOUT,
         library: str | None = None,
         name: str | None = None,
         cta_policy: str | None = None,
@@ -78,8 +76,8 @@ class Communicator:
         own = groups.get(groups.name_of(group))
         name = own.name if name is None else name
         with own.lock:
-            member = Member(own.pg.get_group_store(), own.name, own.rank, own.world, timeout)
-            met = meet(member, library, options)
+            own.check_usable()
+            met = meet(own.member(timeout), library, options)
             native = _C.NcclCommunicator(
                 met.library,
                 met.unique_id,

@@ -11,7 +11,7 @@ import torch
 from tpkernels import _C
 from tpkernels.errors import TpkernelsError
 from tpkernels.nccl.library import facts, load
-from tpkernels.symm.rendezvous import Member, exchange
+from tpkernels.symm.exchange import Member, exchange
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import torch
 from tpkernels import dtypes
 from tpkernels.shards import check_sizes
 
+_OVERLAPS = 1  # of torch: 0, no; 2, too hard to tell
+
 
 def dim(value: int, ndim: int, what: str) -> int:
     """A dim of a tensor of ``ndim`` dims; negative ones are refused."""
@@ -22,6 +24,15 @@ def device(x: torch.Tensor) -> str:
     if x.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"x is on {x.device}; the ops run on cpu and cuda")
     return x.device.type
+
+
+def written_once(x: torch.Tensor) -> None:
+    """An x to be overwritten, no two elements of which lie in one place."""
+    if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == _OVERLAPS:
+        raise ValueError(
+            f"x of shape {list(x.shape)} and strides {list(x.stride())} has elements that share "
+            "memory and cannot be overwritten; pass x.contiguous()"
+        )
 
 
 def matrix_input(x: torch.Tensor) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
+from tpkernels import cuda, groups
 from tpkernels.backends import Call, lacking
+from tpkernels.errors import TpkernelsError
 from tpkernels.group import Group
-from tpkernels.plan import NOTHING_TUNED, Problem, check_algorithm, choose
+from tpkernels.plan import NOTHING_TUNED, Means, check_algorithm, choose
+from tpkernels.problem import Problem
+from tpkernels.steps import wanted_bytes
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _MOST_CALLS = 4096  # remembered per group
@@ -52,7 +58,7 @@ def define_backward(
             )
         given = ctx.needs_input_grad  # without the defaults at the end
         needs = (*given, *(False,) * (count - len(given)))
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), _told_of_errors(getattr(ctx, "group", None)):
             return backward(ctx, needs, *grads)[: len(given)]
 
     # What torch.library.register_autograd registers. By itself it would go through the dispatcher
@@ -62,6 +68,8 @@ def define_backward(
     any_requires_grad = torch._C._any_requires_grad
 
     def dispatch(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, args)
         rest = keys & below
         plain = rest == _CPU or rest == _CUDA  # nothing that traces or wraps is below autograd
         if plain and not (grad_enabled() and any_requires_grad(*args)):
@@ -69,6 +77,67 @@ def define_backward(
         return recorded(keys, *args, **options)
 
     _LIBRARY.impl(op, dispatch, "Autograd", with_keyset=True)
+
+
+def define_in_place(op: str, *, run: Callable[..., Any], instead: str) -> None:
+    """Has an op that overwrites its first argument say so to autograd, and refuse what has a
+    gradient or cannot be overwritten; ``instead`` is what to call then."""
+    overload = getattr(torch.ops.tpkernels, op).default
+    below = torch._C._after_ADInplaceOrView_keyset
+
+    def refuse_negative(x: torch.Tensor, *args: Any, **options: Any) -> None:
+        raise NotImplementedError(
+            f"tpkernels.{op} cannot overwrite a negative view, such as z.conj().imag; pass "
+            "x.resolve_neg()"
+        )
+
+    def dispatch(
+        keys: torch._C.DispatchKeySet, x: torch.Tensor, *args: Any, **options: Any
+    ) -> None:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, [x])
+        torch.autograd.graph.increment_version(x)  # what was saved of it is no longer valid
+        rest = keys & below
+        if rest in (_CPU, _CUDA):
+            run(x, *args, **options)
+        else:
+            overload.redispatch(rest, x, *args, **options)
+
+    _LIBRARY.impl(op, dispatch, "Autograd", with_keyset=True)
+    _LIBRARY.impl(op, dispatch, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
+    _LIBRARY.impl(op, refuse_negative, "Negative")
+
+
+def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
+    """``NotImplementedError`` where forward-mode differentiation would take a tangent for zero."""
+    for value in args:
+        if isinstance(value, (list, tuple)):
+            _forbid_tangents(op, value)
+        elif isinstance(value, torch.Tensor) and _has_tangent(value):
+            raise NotImplementedError(
+                f"tpkernels.{op} has no forward-mode derivative; use reverse mode (backward)"
+            )
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+@contextlib.contextmanager
+def _told_of_errors(group: str | None) -> Iterator[None]:
+    """An error on the way to a call, or between two, leaves this rank out of step with its peers:
+    they are told, and the group is broken."""
+    try:
+        yield
+    except TpkernelsError:  # of a call, which has seen to that
+        raise
+    except BaseException as error:
+        if group is not None:
+            with groups.get(group).lock:
+                groups.get(group).leave(error)
+        raise
 
 
 def define_autocast(op: str) -> None:
@@ -83,8 +152,10 @@ def define_autocast(op: str) -> None:
         dtype, out_dtype = torch.get_autocast_dtype(device), options.get("out_dtype")
         off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         with torch._C._ExcludeDispatchKeyGuard(off):
-            given = zip(names, args, strict=False)  # without the defaults at the end
-            return overload(*(_lowered(n, a, dtype, out_dtype) for n, a in given), **options)
+            given = dict(zip(names, args, strict=False))  # without the defaults at the end
+            with _told_of_errors(given.get("group")):  # no memory for the copies
+                lowered = [_lowered(n, a, dtype, out_dtype) for n, a in given.items()]
+            return overload(*lowered, **options)
 
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _LIBRARY.impl(op, functools.partial(cast_and_call, device, key), key)
@@ -118,40 +189,52 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
         check_algorithm(algorithm)
     if group.world > 1 or algorithm not in ("auto", "unfused"):
         group.ready()
-    shared = group.shared_memory or group.world == 1
     if algorithm == "ring" and problem.device == "cuda" and group.by_gloo("cuda"):
         raise NotImplementedError(
             f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
             "group with NCCL"
         )
     if algorithm != "auto":  # what cannot run is refused before anything is sent
-        choose(problem, shared_memory=shared, requested=algorithm)
+        choose(problem, _means(group), requested=algorithm)
     tuned = NOTHING_TUNED
     if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are taken with NCCL
         tuned = group.tuned(problem.device)
     missing: dict[str, str] = {}
     while True:
-        plan = choose(
-            problem,
-            shared_memory=shared,
-            no_kernels=missing,
-            requested=algorithm,
-            tuned=tuned,
-        )
-        why = _missing_kernels(group, plan.algorithm, problem.device, on)
-        if why is None:
+        means = _means(group, missing)
+        plan = choose(problem, means, requested=algorithm, tuned=tuned)
+        why = _missing_kernels(group, plan.algorithm, problem, on)
+        if why is not None:
+            missing[plan.algorithm] = why
+            continue
+        if problem.device == "cpu":
+            nbytes = wanted_bytes(problem, plan.algorithm, means.workspace_bytes)
+            group.make_room(nbytes, plan.text)
+        if _means(group, missing) == means:
             return Call(group, problem, plan)
-        missing[plan.algorithm] = why
 
 
-def _missing_kernels(group: Group, algorithm: str, device: str, on: torch.device) -> str | None:
-    """Why the kernels of an algorithm cannot run on tensors of a device type, this rank's being
-    ``on``; None: they can, or there are none. GPUs' are found out together, all ranks having come
-    to the same plan: collective."""
-    own = lacking(algorithm, device, on)
-    if device == "cuda" and algorithm in ("direct", "pipelined", "fused"):
-        return group.no_gpu_kernels(on, "Triton" if algorithm == "fused" else "CUDA", own)
-    return own
+def _means(group: Group, no_kernels: Mapping[str, str] | None = None) -> Means:
+    """What the group has, as far as it is set up."""
+    workspace = group.workspace
+    usable = group.workspace_bytes if workspace is None else workspace.usable_bytes
+    return Means(workspace is not None or group.world == 1, usable, dict(no_kernels or {}))
+
+
+def _missing_kernels(
+    group: Group, algorithm: str, problem: Problem, on: torch.device
+) -> str | None:
+    """Why the kernels of an algorithm cannot run on tensors of the problem's device type, this
+    rank's being ``on``; None: they can, or there are none. GPUs' are found out together, all ranks
+    having come to the same plan: collective."""
+    own = lacking(algorithm, problem.device, on)
+    if problem.device != "cuda" or algorithm not in ("direct", "pipelined", "fused"):
+        return own
+    if algorithm != "fused":
+        return group.no_gpu_kernels(on, "CUDA", own)
+    if problem.op == "all_gather_matmul" and problem.world > 1:  # copy engines may bring the rows
+        group.no_gpu_kernels(on, "CUDA", cuda.obstacle(on))
+    return group.no_gpu_kernels(on, "Triton", own)
 
 
 def bias_list(
@@ -161,9 +244,3 @@ def bias_list(
     if biases is None:
         return None
     return [x.new_empty(0) if bias is None else bias for bias in biases]
-
-
-def forbid_grad(op: str, tensor: torch.Tensor, instead: str) -> None:
-    """Raises where a gradient would silently be wrong."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")

@@ -13,7 +13,7 @@ from tpkernels.group import Group
 from tpkernels.groups import GroupLike
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward, plan_call, remember
-from tpkernels.plan import Problem
+from tpkernels.problem import Problem
 
 SCHEMA = (
     "all_gather(Tensor x, str group, int gather_dim=0, *, SymInt[]? shard_sizes=None, "
@@ -59,8 +59,12 @@ def _run(
     call = own.calls.get(key)
     if call is None:
         call = remember(own, key, _prepare(own, x, gather_dim, shard_sizes, algorithm))
-    result: torch.Tensor = run(call, x)
+    result: torch.Tensor = run(call, _execute, x)
     return result
+
+
+def _execute(call: Call, x: torch.Tensor) -> Any:
+    return call.function(call, x)
 
 
 def _fake(

@@ -23,7 +23,7 @@ from tpkernels.ops._library import (
     plan_call,
     remember,
 )
-from tpkernels.plan import Problem
+from tpkernels.problem import Problem
 
 SCHEMA = (
     "all_gather_matmul(Tensor x, Tensor[] weights, str group, int gather_dim=0, "
@@ -91,9 +91,9 @@ def _run(
         x.shape,
         x.dtype,
         x.device,
-        tuple((w.shape, w.dtype) for w in weights),
+        tuple((w.shape, w.dtype, w.device) for w in weights),
         gather_dim,
-        biases is not None and tuple((b.shape, b.dtype) for b in biases),
+        biases is not None and tuple((b.shape, b.dtype, b.device) for b in biases),
         out_dtype,
         return_gathered,
         None if shard_sizes is None else tuple(shard_sizes),
@@ -105,12 +105,27 @@ def _run(
             own, x, weights, gather_dim, biases, out_dtype, return_gathered, shard_sizes, algorithm
         )
         remember(own, key, call)
+    result: tuple[torch.Tensor, list[torch.Tensor]] = run(
+        call, _execute, x, weights, biases, out_dtype or x.dtype, return_gathered
+    )
+    return result
+
+
+def _execute(
+    call: Call,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None,
+    out_dtype: torch.dtype,
+    return_gathered: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     lead = call.problem.shape[:-1]
-    outs = [empty((*lead, w.shape[1]), out_dtype or x.dtype, x.device) for w in weights]
-    gathered = empty(call.problem.shape, x.dtype, x.device) if return_gathered else None
+    outs = [empty((*lead, w.shape[1]), out_dtype, x.device) for w in weights]
+    shape = call.problem.shape if return_gathered else (0,)
+    gathered = empty(shape, x.dtype, x.device)
     each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
-    run(call, x, weights, each_bias, outs, gathered)
-    return (x.new_empty(0) if gathered is None else gathered), outs
+    call.function(call, x, weights, each_bias, outs, gathered if return_gathered else None)
+    return gathered, outs
 
 
 def _fake(

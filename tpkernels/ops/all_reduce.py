@@ -15,12 +15,12 @@ from tpkernels.ops import _check
 from tpkernels.ops._library import (
     define,
     define_backward,
-    forbid_grad,
+    define_in_place,
     plan_call,
     remember,
 )
 from tpkernels.ops._reduction import describe, reduction_of
-from tpkernels.plan import Problem
+from tpkernels.problem import Problem
 
 SCHEMA = (
     "all_reduce(Tensor x, str group, *, ScalarType? out_dtype=None, str algorithm='auto') -> Tensor"
@@ -60,16 +60,25 @@ def _run(
     algorithm: str = "auto",
 ) -> torch.Tensor:
     call = _call(x, group, out_dtype, algorithm)
+    result: torch.Tensor = run(call, _execute, x, out_dtype)
+    return result
+
+
+def _execute(call: Call, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
     out = empty(x.shape, out_dtype or x.dtype, x.device)
-    run(call, x, out, reduction_of(x, out_dtype))
+    call.function(call, x, out, reduction_of(x, out_dtype))
     return out
 
 
 def _run_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
-    forbid_grad("all_reduce_", x, "it overwrites its input: use tpkernels.all_reduce")
+    _check.written_once(x)
     call = _call(x, group, None, algorithm)
-    out = x if x.is_contiguous() else x.new_empty(x.shape)
-    run(call, x, out, reduction_of(x, None))
+    run(call, _execute_in_place, x)
+
+
+def _execute_in_place(call: Call, x: torch.Tensor) -> None:
+    out = x if x.is_contiguous() else empty(x.shape, x.dtype, x.device)
+    call.function(call, x, out, reduction_of(x, None))
     if out is not x:
         x.copy_(out)
 
@@ -86,7 +95,6 @@ def _fake(
 
 
 def _fake_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
-    forbid_grad("all_reduce_", x, "it overwrites its input: use tpkernels.all_reduce")
     groups.get(group)
 
 
@@ -101,6 +109,11 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
 define(SCHEMA, run=_run, fake=_fake)
 define_backward("all_reduce", run=_run, save=_save, backward=_backward)
 define(SCHEMA_IN_PLACE, run=_run_in_place, fake=_fake_in_place)
+define_in_place(
+    "all_reduce_",
+    run=_run_in_place,
+    instead="it overwrites its input: use tpkernels.all_reduce",
+)
 
 
 def all_reduce(
@@ -139,7 +152,8 @@ def all_reduce(
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:
-    """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does, and
-    ``NotImplementedError`` where a gradient of ``x`` is recorded."""
+    """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does,
+    ``NotImplementedError`` where a gradient of ``x`` is recorded, and ``ValueError`` where elements
+    of ``x`` share memory, as in an expanded tensor."""
     torch.ops.tpkernels.all_reduce_.default(x, groups.name_of(group), algorithm=algorithm)
     return x

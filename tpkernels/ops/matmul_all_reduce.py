@@ -14,7 +14,7 @@ from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, bias_grad, matmul
 from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember
 from tpkernels.ops._reduction import describe, reduction_of
-from tpkernels.plan import Problem
+from tpkernels.problem import Problem
 
 SCHEMA = (
     "matmul_all_reduce(Tensor x, Tensor w, str group, Tensor? bias=None, Tensor? residual=None, *, "
@@ -71,8 +71,9 @@ def _run(
         x.device,
         w.shape,
         w.dtype,
-        bias is not None and (bias.shape, bias.dtype),
-        residual is not None and (residual.shape, residual.dtype),
+        w.device,
+        bias is not None and (bias.shape, bias.dtype, bias.device),
+        residual is not None and (residual.shape, residual.dtype, residual.device),
         out_dtype,
         wire_dtype,
         algorithm,
@@ -81,8 +82,19 @@ def _run(
     if call is None:
         call = _prepare(own, x, w, bias, residual, out_dtype, wire_dtype, algorithm)
         remember(own, key, call)
-    result: torch.Tensor = run(call, x, w, reduction_of(x, out_dtype, bias, residual))
+    result: torch.Tensor = run(call, _execute, x, w, out_dtype, bias, residual)
     return result
+
+
+def _execute(
+    call: Call,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> Any:
+    return call.function(call, x, w, reduction_of(x, out_dtype, bias, residual))
 
 
 def _fake(

@@ -16,7 +16,7 @@ from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, algorithm_like, bias_grad
 from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember
 from tpkernels.ops._reduction import describe, reduction_of
-from tpkernels.plan import Problem
+from tpkernels.problem import Problem
 
 SCHEMA = (
     "matmul_reduce_scatter(Tensor x, Tensor w, str group, int scatter_dim=0, "
@@ -81,9 +81,10 @@ def _run(
         x.device,
         w.shape,
         w.dtype,
+        w.device,
         scatter_dim,
-        bias is not None and (bias.shape, bias.dtype),
-        residual is not None and (residual.shape, residual.dtype),
+        bias is not None and (bias.shape, bias.dtype, bias.device),
+        residual is not None and (residual.shape, residual.dtype, residual.device),
         out_dtype,
         wire_dtype,
         None if shard_sizes is None else tuple(shard_sizes),
@@ -104,11 +105,22 @@ def _run(
             algorithm,
         )
         remember(own, key, call)
-    if bias is not None and scatter_dim == x.dim() - 1:
-        sizes = call.problem.sizes
-        bias = bias.narrow(0, sum(sizes[: own.rank]), sizes[own.rank])
-    result: torch.Tensor = run(call, x, w, reduction_of(x, out_dtype, bias, residual))
+    result: torch.Tensor = run(call, _execute, x, w, out_dtype, bias, residual)
     return result
+
+
+def _execute(
+    call: Call,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> Any:
+    if bias is not None and call.problem.dim == x.dim() - 1:
+        sizes, rank = call.problem.sizes, call.group.rank
+        bias = bias.narrow(0, sum(sizes[:rank]), sizes[rank])
+    return call.function(call, x, w, reduction_of(x, out_dtype, bias, residual))
 
 
 def _fake(

@@ -14,7 +14,7 @@ from tpkernels.groups import GroupLike
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward, plan_call, remember
 from tpkernels.ops._reduction import describe, reduction_of
-from tpkernels.plan import Problem
+from tpkernels.problem import Problem
 
 SCHEMA = (
     "reduce_scatter(Tensor x, str group, int scatter_dim=0, *, ScalarType? out_dtype=None, "
@@ -62,8 +62,12 @@ def _run(
     if call is None:
         call = _prepare(own, x, scatter_dim, out_dtype, shard_sizes, algorithm)
         remember(own, key, call)
-    result: torch.Tensor = run(call, x, reduction_of(x, out_dtype))
+    result: torch.Tensor = run(call, _execute, x, out_dtype)
     return result
+
+
+def _execute(call: Call, x: torch.Tensor, out_dtype: torch.dtype | None) -> Any:
+    return call.function(call, x, reduction_of(x, out_dtype))
 
 
 def _fake(

@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 from tpkernels import _C
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.rendezvous import Member, exchange
+from tpkernels.symm.exchange import Member, exchange
 from tpkernels.symm.side import Side
 from tpkernels.symm.watch import Watch
 

@@ -7,7 +7,7 @@ protocol and its proof). Symmetric tensors that users make are arenas of their o
 from __future__ import annotations
 
 import os
-import weakref
+import warnings
 import zlib
 from dataclasses import replace
 from math import prod
@@ -19,25 +19,19 @@ from tpkernels import _C
 from tpkernels._C import Phase
 from tpkernels.symm.cuda import CudaSpace, agree_on_gpus
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.rendezvous import Link, Member, exchange, make_arena
+from tpkernels.symm.exchange import Member, exchange
+from tpkernels.symm.limits import lacks_memory
+from tpkernels.symm.rendezvous import Link, make_arena
+from tpkernels.symm.segments import Segments
 
 _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
+_FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
 # Of a GPU's first workspace; it grows when a call needs more.
 _FIRST_WORDS, _FIRST_BYTES = 1 << 10, 1 << 20
 # How long a waiter polls before it sleeps, and from when on it offers its core to others between
 # polls: at once where ranks outnumber cores.
 _SPIN_US = 200.0
 _YIELD_US = 5.0
-
-
-class _Segment:
-    """A user's symmetric tensor: this rank's region while it lives, and views of the peers'."""
-
-    def __init__(self, identity: int, own: _C.Region) -> None:
-        self.identity = identity
-        self.region = weakref.ref(own)
-        self.address = own.address
-        self.nbytes = own.nbytes
 
 
 class HostWorkspace:
@@ -49,39 +43,74 @@ class HostWorkspace:
     def __init__(self, member: Member, workspace_bytes: int) -> None:
         self.member = member
         self.workspace_bytes = workspace_bytes
-        self._segments: dict[int, _Segment] = {}
-        self._segments_made = 0
+        self._may_grow = True
+        self._segments = Segments()
+        self.locate = self._segments.locate  #: see there
         self._chaos: dict[str, Any] | None = None
         self._device: DeviceWorkspace | None = None
         self._cuda: dict[torch.device, CudaSpace] = {}
-        self._attach(member, workspace_bytes, epoch=0)
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        region = _C.Channel.region_bytes(member.world, workspace_bytes)
+        self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
+        first = min(workspace_bytes, _FIRST_BUFFER)
+        try:
+            link = make_arena(member, "workspace", self._region_bytes, self._parts(0, first))
+        except MemoryError as error:
+            hint = f"give tpkernels.init a smaller workspace_bytes than {workspace_bytes}"
+            raise MemoryError(f"{error}; {hint}") from None
+        self.channel = _channel(link, member, first)
+        self._arena = link.arena
 
     @property
     def epoch(self) -> int:
         """The number of the last call; the ranks count alike."""
         return self.channel.epoch
 
-    def _attach(self, member: Member, capacity: int, epoch: int) -> None:
-        region = _C.Channel.region_bytes(member.world, capacity)
-        region = -(-region // _HUGE_PAGE) * _HUGE_PAGE
-        link = make_arena(member, "workspace", region)
-        self.channel = _channel(link, member, epoch)
-        self._arena = link.arena
-        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        for segment in tuple(self._segments.values()):
-            own = segment.region()
-            if own is not None:
-                self.channel.add_segment(segment.identity, own.arena)
-        if self._chaos is not None:
-            self.channel.set_chaos(**self._chaos)
+    @property
+    def usable_bytes(self) -> int:
+        """What each data buffer may grow to."""
+        return self.workspace_bytes if self._may_grow else self.channel.capacity
 
-    def require(self, nbytes: int, text: str) -> None:
-        """Makes the data buffers hold ``nbytes`` each. All ranks ask for the same, so they grow
-        together, after a call that finds out whether they do."""
-        if nbytes <= self.channel.capacity:
+    def wants(self, nbytes: int) -> bool:
+        """Whether the data buffers are to grow for a call that would use ``nbytes`` of each."""
+        return self._may_grow and min(nbytes, self.workspace_bytes) > self.channel.capacity
+
+    def grow(self, nbytes: int, text: str) -> None:
+        """Has the data buffers hold ``nbytes`` each, but no more than ``workspace_bytes``.
+        Collective. Where a rank has no memory for that all stay as they are: calls then take more
+        and smaller steps."""
+        if not self.wants(nbytes):  # another thread was first
             return
-        self._agree(f"growing the workspace to {nbytes} bytes for {text}")
-        self._attach(self._watched(), nbytes, self.channel.epoch)
+        wanted = min(1 << (nbytes - 1).bit_length(), self.workspace_bytes)
+        self._agree(f"growing the workspace to {wanted} bytes for {text}")
+        own = self._commit(wanted)
+        errors = [one["error"] for one in exchange(self._watched(), "growth", {"error": own})]
+        self._may_grow = not any(errors)
+        if self._may_grow:
+            self.channel.grow(wanted)
+        elif self.member.rank == 0:
+            warnings.warn(
+                f"the workspace of group '{self.member.group}' stays at {self.channel.capacity} "
+                f"bytes a buffer, and large calls take more steps: {next(filter(None, errors))}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _commit(self, capacity: int) -> str | None:
+        """Commits what this rank's buffers lack of ``capacity``; what went wrong."""
+        parts, rank = self._parts(self.channel.capacity, capacity), self.member.rank
+        error = lacks_memory(sum(size for _, size in parts), self.member.world)
+        if error is None:
+            try:
+                for offset, size in parts:
+                    self._arena.commit(rank, offset, size)
+            except RuntimeError as failure:
+                error = str(failure)
+        return None if error is None else f"rank {rank}: {error}"
+
+    def _parts(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """What of a region must be committed for buffers to grow from ``begin`` to ``end``."""
+        return _C.Channel.parts(self.member.world, self._region_bytes, begin, end)
 
     def device(self, words: int, buffer_bytes: int, text: str) -> DeviceWorkspace:
         """The workspace of the Triton kernels under their interpreter, with at least that many
@@ -112,7 +141,7 @@ class HostWorkspace:
             agree_on_gpus(self._watched(), obstacle)
             return
         link = self._link("watch", _C.Channel.region_bytes(self.member.world, _PAGE))
-        channel = _channel(link, self.member, epoch=0)
+        channel = _channel(link, self.member, _PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
         space = CudaSpace(self.member, channel, device)
@@ -148,7 +177,8 @@ class HostWorkspace:
 
     def _link(self, purpose: str, nbytes: int) -> Link:
         """A new arena, in the call that has just begun. Collective."""
-        return make_arena(self._watched(), purpose, -(-nbytes // _PAGE) * _PAGE)
+        region = -(-nbytes // _PAGE) * _PAGE
+        return make_arena(self._watched(), purpose, region, [(0, region)])
 
     def _watched(self) -> Member:
         """The member, for a rendezvous in the call that has just begun: it finds a lost peer."""
@@ -182,7 +212,8 @@ class HostWorkspace:
     ) -> torch.Tensor:
         base = self._bases.get((rank, dtype))
         if base is None:
-            base = torch.frombuffer(self._arena.region(rank), dtype=dtype)
+            with torch.inference_mode(False):  # it outlives the mode of this call
+                base = torch.frombuffer(self._arena.region(rank), dtype=dtype)
             self._bases[rank, dtype] = base
         strides = [1] * len(shape)
         for i in range(len(shape) - 1, 0, -1):
@@ -203,28 +234,12 @@ class HostWorkspace:
         """This rank's part of a new segment, as a tensor. Collective."""
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
-        self._segments_made += 1
         arena = self._further_arena("empty", nbytes)
         region = arena.region(self.member.rank, 0, nbytes)
-        segment = _Segment(self._segments_made, region)
-        self._segments[segment.identity] = segment
-        self.channel.add_segment(segment.identity, arena)
-        weakref.finalize(region, self._segments.pop, segment.identity, None).atexit = False
+        self.channel.add_segment(self._segments.add(region), arena)
         if prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(region, dtype=dtype, count=prod(shape)).view(shape)
-
-    def locate(self, x: torch.Tensor) -> tuple[int, int]:
-        """(segment, offset in bytes) of a contiguous tensor that lies in symmetric memory; segment
-        0 where it does not."""
-        if not self._segments or not x.is_contiguous():
-            return 0, 0
-        address, nbytes = x.data_ptr(), x.numel() * x.element_size()
-        for segment in tuple(self._segments.values()):
-            offset = address - segment.address
-            if offset >= 0 and offset + nbytes <= segment.nbytes:
-                return segment.identity, offset
-        return 0, 0
 
     def set_chaos(self, **switches: Any) -> None:
         """For tests: random delays at every publish and wait, and negative controls."""
@@ -251,7 +266,7 @@ class HostWorkspace:
         self._device = None
 
 
-def _channel(link: Link, member: Member, epoch: int) -> _C.Channel:
+def _channel(link: Link, member: Member, capacity: int) -> _C.Channel:
     crowded = member.world > len(os.sched_getaffinity(0))
     return _C.Channel(
         link.arena,
@@ -261,5 +276,5 @@ def _channel(link: Link, member: Member, epoch: int) -> _C.Channel:
         timeout=member.timeout,
         spin_us=_SPIN_US,
         yield_us=0.0 if crowded else _YIELD_US,
-        epoch=epoch,
+        capacity=capacity,
     )

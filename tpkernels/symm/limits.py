@@ -3,34 +3,89 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class _Controller:
+    """Where a version of control groups keeps its numbers, all in bytes. Page cache counts as used
+    there, though the kernel gives most of it up before it refuses or kills: ``reclaimable`` are the
+    lines of memory.stat that tell how much."""
+
+    root: Path
+    limit: str
+    usage: str
+    reclaimable: tuple[str, ...]
+
+    def room(self, folder: Path) -> int | None:
+        """Bytes that processes of a group may still take; None: it has no limit."""
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
+            limit = int((folder / self.limit).read_text())
+            used = int((folder / self.usage).read_text())
+            with contextlib.suppress(OSError):
+                used -= sum(_numbers(folder / "memory.stat", self.reclaimable))
+            return limit - max(used, 0)
+        return None
 
 
 def available_bytes() -> int:
-    """Free memory of the host, or of the control group where that has less. A commit of more would
-    have the kernel kill a process instead of returning an error."""
-    room = _host_available()
-    for limit, usage in _cgroup_files():
-        with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
-            room = min(room, int(limit.read_text()) - int(usage.read_text()))
-    return max(room, 0)
+    """Memory that this process may still take: of the host, or of the control group where that has
+    less. A commit of more would have the kernel kill a process instead of returning an error."""
+    rooms = [controller.room(folder) for controller, folder in _own_cgroups()]
+    return max(0, min(_host_available(), *(room for room in rooms if room is not None)))
+
+
+def lacks_memory(nbytes: int, world: int) -> str | None:
+    """What is wrong with committing ``nbytes`` on each of ``world`` ranks; None: nothing."""
+    free = available_bytes()
+    if nbytes * world <= free:
+        return None
+    return (
+        f"the ranks' shared memory takes {world} x {nbytes >> 20} MiB, and only {free >> 20} MiB "
+        "are free"
+    )
 
 
 def _host_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
+    return next(_numbers(_MEMINFO, ("MemAvailable:",)), 1 << 52) * 1024  # KiB in that file
 
 
-def _cgroup_files() -> list[tuple[Path, Path]]:
-    root = Path("/sys/fs/cgroup")
-    folders = [root]
+def _numbers(path: Path, names: tuple[str, ...]) -> Iterator[int]:
+    """The values of the lines that begin with one of ``names``."""
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name in names:
+            yield int(value.split()[0])
+
+
+def _own_cgroups() -> Iterator[tuple[_Controller, Path]]:
+    """The control groups that limit this process's memory: its own and those around it. Within a
+    container they may be mounted as the root."""
+    unified = _Controller(
+        _CGROUPS, "memory.max", "memory.current", ("active_file", "inactive_file")
+    )
+    legacy = _Controller(
+        _CGROUPS / "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    )
+    yield unified, unified.root
+    yield legacy, legacy.root
+    lines: list[str] = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                own = root / line[3:].lstrip("/")
-                folders += [own, *(p for p in own.parents if root in p.parents)]
-    files = [(folder / "memory.max", folder / "memory.current") for folder in folders]
-    v1 = root / "memory"
-    return [*files, (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes")]
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        controller = unified if number == "0" else legacy
+        own = controller.root / path.lstrip("/")
+        yield controller, own
+        yield from ((controller, each) for each in own.parents if controller.root in each.parents)

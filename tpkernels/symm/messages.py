@@ -1,15 +1,70 @@
-"""Messages between the ranks of a rendezvous: JSON, with descriptors, over a Unix socket."""
+"""Connections between the ranks of a rendezvous over abstract Unix sockets, and the messages on
+them: JSON, with descriptors."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import secrets
 import socket
 import struct
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
+
+MOST_DESCRIPTORS = 253  # that the kernel puts into one message
+_BACKLOG = 512  # connections that may wait to be accepted, those of strangers among them
+_CONNECT_SLICE = 0.1  # s
+
+
+@contextlib.contextmanager
+def listening(purpose: str) -> Iterator[tuple[socket.socket, str]]:
+    """A Unix socket under a name that no other has, which goes with it. Every user of the machine
+    can see the name, and connect."""
+    name = f"tpkernels-{purpose}-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(_BACKLOG)
+        yield listener, name
+
+
+@contextlib.contextmanager
+def connected(name: str, seconds: float) -> Iterator[socket.socket]:
+    """A connection to who listens under ``name``. Where strangers have filled the queue it waits
+    in the kernel, for ``seconds`` at the most, for its turn.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there.
+        TimeoutError: the listener did not get to it.
+    """
+    deadline = time.monotonic() + seconds
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        # Not settimeout: with it Python never waits for room in a Unix socket's queue.
+        _set_send_timeout(connection, _CONNECT_SLICE)
+        while True:
+            try:
+                connection.connect(f"\0{name}")
+                connection.getpeername()  # a signal may end connect() before its time
+                break
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if error.errno != errno.ENOTCONN:
+                    raise
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no room in the queue of {name} within {seconds:g} s")
+        _set_send_timeout(connection, 0.0)
+        yield connection
+
+
+def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
+    whole = int(seconds)
+    time_value = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, time_value)
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -18,7 +73,8 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: list[i
 
 
 def receive(connection: socket.socket, most_descriptors: int) -> tuple[dict[str, Any], list[int]]:
-    """The next message and the descriptors that came with it, which are the caller's.
+    """The next message and the descriptors that came with it, which are the caller's. They are
+    fewer than were sent where this process may open no more.
 
     Raises:
         EOFError, OSError: there is none, and why.

@@ -1,38 +1,105 @@
 """Which groups can share memory: those whose ranks all reach a Unix socket of rank 0.
 
-It is tried, not read off names: machines cloned from one image may have one boot_id, and containers
-on one machine may have it and share nothing else. Descriptors of memory travel over such a socket,
-so who reaches it can be given them. All ranks come to the same answer.
+It is probed, not read off names: machines cloned from one image may have one boot ID, and
+containers on one machine may have it and share nothing else. Descriptors of memory travel over such
+a socket, so a rank that reaches it can be given them. All ranks come to the same answer.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from tpkernels.symm.messages import user_of
-from tpkernels.symm.rendezvous import Member, exchange, listening
+from tpkernels import _C
+from tpkernels.symm.exchange import Member, exchange
+from tpkernels.symm.messages import MOST_DESCRIPTORS, connected, listening, user_of
+
+_MOST_RANKS = MOST_DESCRIPTORS - 1  # a pidfd of each, and the memory
+_ACCEPT_SLICE = 0.05  # s
 
 
-def share_a_host(member: Member, say: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether all ranks can share memory. Also returns what every rank says, as `exchange` does."""
+def share_a_host(member: Member, say: dict[str, Any]) -> tuple[str | None, list[dict[str, Any]]]:
+    """Why the ranks cannot share memory; None: they can. Also returns what every rank says, as
+    `exchange` does, and each one's "boot_id"."""
+    say = {**say, "lacks": lacks(member.world), "boot_id": _boot_id()}
+    if member.world == 1:
+        return say["lacks"], [say]
     if member.rank == 0:
-        with listening("reach", member.world) as (_, name):
+        with listening("reach") as (listener, name), _accepting(listener):
             said = exchange(member, "init", {"socket": name, **say})
-            found = exchange(member, "reach", {"reached": True})  # it listens until all have tried
+            answers = exchange(member, "reach", {"why_not": None})
     else:
         said = exchange(member, "init", say)
-        found = exchange(member, "reach", {"reached": _reaches(said[0]["socket"])})
-    return all(rank["reached"] for rank in found), said
+        why_not = _why_not_reached(said[0]["socket"], member.timeout)
+        answers = exchange(member, "reach", {"why_not": why_not})
+    missing = [one["lacks"] or answer["why_not"] for one, answer in zip(said, answers, strict=True)]
+    reasons = [f"rank {rank} {why}" for rank, why in enumerate(missing) if why is not None]
+    return (reasons[0] if reasons else None), said
 
 
-def _reaches(name: str) -> bool:
-    """Whether a process of the same user listens there. It need not accept: the kernel tells."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.setblocking(False)
+def lacks(world: int = 1) -> str | None:
+    """What this process lacks for sharing memory with ``world`` ranks; None: nothing."""
+    if world > _MOST_RANKS:
+        return f"is one of {world} ranks; at most {_MOST_RANKS} can share memory"
+    for name, probe in (
+        ("memfd_create", lambda: _C.open_memfd("tpkernels-probe")),
+        ("pidfd_open", lambda: _C.open_pidfd(os.getpid())),
+    ):
         try:
-            connection.connect(f"\0{name}")
-        except OSError:
-            return False
-        return user_of(connection) == os.getuid()
+            os.close(probe())
+        except OSError as error:
+            return (
+                f"cannot share memory: {name}: {error.strerror}; it takes Linux 5.3 or newer, and "
+                "no seccomp filter that forbids the call"
+            )
+    return None
+
+
+def _why_not_reached(name: str, seconds: float) -> str | None:
+    """Why rank 0's socket is out of reach; None: a process of this user listens there."""
+    try:
+        with connected(name, seconds) as connection:
+            user = user_of(connection)
+    except OSError as error:
+        return (
+            f"does not reach rank 0's Unix socket ({error.strerror or error}): another host, or "
+            "containers that share no network namespace"
+        )
+    return None if user == os.getuid() else f"is user {os.getuid()}, rank 0 is user {user}"
+
+
+@contextmanager
+def _accepting(listener: socket.socket) -> Iterator[None]:
+    """Takes connections, of members and of strangers, out of the queue meanwhile."""
+    over = threading.Event()
+    listener.settimeout(_ACCEPT_SLICE)
+
+    def accept() -> None:
+        while not over.is_set():
+            try:
+                listener.accept()[0].close()
+            except TimeoutError:
+                pass
+            except OSError:  # no descriptor to be had, or a guest that has left
+                time.sleep(1e-3)
+
+    thread = threading.Thread(target=accept, name="tpkernels-reach", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

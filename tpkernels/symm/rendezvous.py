@@ -3,8 +3,9 @@
 Algorithm: that they can is known (reach.py). Rank 0 makes the memory and listens on an abstract
 Unix socket, whose name goes with the socket; the others connect, prove that they are of the group
 (a token from the store) and of the same user, and hand over a pidfd of themselves. Rank 0 sends
-everybody the memory's descriptor and all pidfds. Every rank maps the memory and commits its own
-region; rank 0 collects how that went, and all succeed or all fail alike.
+everybody the memory's descriptor and all pidfds. Every rank checks that rank 0 is of its user, maps
+the memory, whose size must be sealed, and commits its parts of it; rank 0 collects how that went,
+and all succeed or all fail alike.
 
 Every step is bounded by one deadline. Descriptors received are closed on every path.
 """
@@ -12,36 +13,27 @@ Every step is bounded by one deadline. Descriptors received are closed on every 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import resource
 import secrets
+import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import Store
-
 from tpkernels import _C
-from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
-from tpkernels.symm.limits import available_bytes
-from tpkernels.symm.messages import close_all, receive, send, user_of
+from tpkernels.errors import CollectiveTimeoutError, PeerLostError
+from tpkernels.symm.exchange import Member, exchange
+from tpkernels.symm.limits import lacks_memory
+from tpkernels.symm.messages import close_all, connected, listening, receive, send, user_of
 
 # Rank 0 gives up at the deadline; the others leave it this long (s) to tell them on whom.
 _GRACE = 1.0
+_LOOK = 0.05  # s between looks at the peers while a socket has nothing to tell
 
-
-@dataclass(frozen=True)
-class Member:
-    """This rank's place in a group, and the means to reach the others before there is memory."""
-
-    store: Store
-    group: str
-    rank: int
-    world: int
-    timeout: float
-    watch: Callable[[], None] | None = None  #: raises if a peer is lost, once that can be told
+Parts = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 
 
 @dataclass(frozen=True)
@@ -53,134 +45,142 @@ class Link:
     pids: list[int]
 
 
-def exchange(member: Member, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank says, in rank order. Waits for all, ``member.timeout`` at the most."""
-    store = member.store
-    prefix = f"tpkernels/{member.group}/{purpose}"
-    arrival = store.add(f"{prefix}/arrivals", 1) - 1
-    prefix += f"/{arrival // member.world}"
-    store.set(f"{prefix}/{member.rank}", json.dumps(say))
-    deadline = time.monotonic() + member.timeout
-    said = []
-    for rank in range(member.world):
-        key = f"{prefix}/{rank}"
-        try:
-            _await(member, key, deadline)
-        except TpkernelsError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            raise CollectiveTimeoutError(
-                f"{purpose} of group '{member.group}': rank {member.rank} waited "
-                f"{member.timeout:g} s for rank {rank}, which did not come. All ranks of the group "
-                "must make their first call, call tpkernels.init or make a communicator together.",
-                peer=rank,
-            ) from error
-        said.append(json.loads(store.get(key)))
-    return said
-
-
-def _await(member: Member, key: str, deadline: float) -> None:
-    """Polls. ``Store.wait`` would hold the client's lock, and what is waited for may hang on what
-    another thread of this process has to say, of another group."""
-    pause = 1e-4
-    while not member.store.check([key]):
-        if member.watch is not None:
-            member.watch()
-        if time.monotonic() >= deadline:
-            raise TimeoutError
-        time.sleep(pause)
-        pause = min(2 * pause, 0.01)
-
-
-@contextlib.contextmanager
-def listening(purpose: str, backlog: int) -> Iterator[tuple[socket.socket, str]]:
-    """A Unix socket under a name that no other has, which goes with it."""
-    name = f"tpkernels-{purpose}-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen(backlog)
-        yield listener, name
-
-
-def make_arena(member: Member, purpose: str, region_bytes: int) -> Link:
-    """Maps a new arena of ``member.world`` regions on every rank. Collective.
+def make_arena(member: Member, purpose: str, region_bytes: int, parts: Parts) -> Link:
+    """Maps a new arena of ``member.world`` regions on every rank, each of which commits ``parts``
+    of its own. Collective.
 
     Raises:
-        MemoryError: on every rank, when one of them cannot commit its region.
+        MemoryError: on every rank, when one of them cannot map it or commit its parts.
         CollectiveTimeoutError, PeerLostError: a rank did not come, or left.
     """
     if member.world == 1:
-        return _lone_arena(region_bytes)
+        return _lone_arena(region_bytes, parts)
     deadline = time.monotonic() + member.timeout
     if member.rank == 0:
         token = secrets.token_hex(16)
-        with listening(purpose, member.world) as (listener, name):
+        with listening(purpose) as (listener, name):
             exchange(member, purpose, {"socket": name, "token": token})
-            return _host(member, listener, token, region_bytes, deadline)
+            return _host(member, listener, token, region_bytes, parts, deadline)
     root = exchange(member, purpose, {})[0]
     with (
         _bounded(member, 0, deadline) as remaining,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+        connected(root["socket"], remaining) as connection,
     ):
         connection.settimeout(remaining + _GRACE)
-        connection.connect(f"\0{root['socket']}")
-        return _join(member, connection, root["token"], region_bytes)
+        return _join(member, connection, root["token"], region_bytes, parts)
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A rank that has connected to rank 0."""
+
+    connection: socket.socket
+    pid: int
+    pidfds: list[int]  #: one, or none where rank 0 could not open one more
 
 
 def _host(
-    member: Member, listener: socket.socket, token: str, region_bytes: int, deadline: float
+    member: Member,
+    listener: socket.socket,
+    token: str,
+    region_bytes: int,
+    parts: Parts,
+    deadline: float,
 ) -> Link:
-    ranks = range(member.world)
-    peers: dict[int, socket.socket] = {}
-    pidfds, pids, memory = {0: _own_pidfd()}, {0: os.getpid()}, -1
+    others = range(1, member.world)
+    peers: dict[int, _Peer] = {}
+    own, memory, arena = _C.open_pidfd(os.getpid()), -1, None
     with contextlib.ExitStack() as open_files:
         try:
-            while len(peers) < member.world - 1:
-                missing = min(set(ranks[1:]) - set(peers))
-                with _bounded(member, missing, deadline) as remaining:
-                    listener.settimeout(remaining)
-                    connection = open_files.enter_context(listener.accept()[0])
-                    if user_of(connection) != os.getuid():  # a stranger; our members still come
-                        connection.close()
-                        continue
-                    connection.settimeout(remaining)
-                    hello, descriptors = receive(connection, 1)
-                if hello.get("token") != token:
-                    close_all(descriptors)
-                    connection.close()
-                    continue
-                peers[hello["rank"]] = connection
-                pidfds[hello["rank"]], pids[hello["rank"]] = descriptors[0], hello["pid"]
-            memory, error = _create(region_bytes, member.world)
-            shared = [pidfds[r] for r in ranks] + ([memory] if memory >= 0 else [])
-            offer = {"pids": [pids[r] for r in ranks], "error": error}
-            for rank, connection in peers.items():
-                with _bounded(member, rank, deadline):
-                    send(connection, offer, shared)
-            arena = None
+            _welcome(member, listener, token, deadline, peers, open_files)
+            pids = [os.getpid(), *(peers[rank].pid for rank in others)]
+            pidfds = [own, *(fd for rank in others for fd in peers[rank].pidfds)]
+            error = _too_few(pidfds, member.world, 0)
             if error is None:
-                arena, error = _map(memory, region_bytes, member.world, 0)
-            for rank, connection in peers.items():
-                with _bounded(member, rank, deadline):  # all are heard, or a close would reset them
-                    error = receive(connection, 0)[0]["error"] or error
-            for rank, connection in peers.items():
+                memory, error = _create(region_bytes, member.world, parts)
+            shared = [] if error is not None else [*pidfds, memory]
+            for rank in others:
                 with _bounded(member, rank, deadline):
-                    send(connection, {"error": error}, [])
+                    send(peers[rank].connection, {"pids": pids, "error": error}, shared)
+            if error is None:
+                arena, error = _map(memory, region_bytes, member.world, 0, parts)
+            for rank in others:
+                with _bounded(member, rank, deadline):  # all are heard, or a close would reset them
+                    error = receive(peers[rank].connection, 0)[0]["error"] or error
+            for rank in others:
+                with _bounded(member, rank, deadline):
+                    send(peers[rank].connection, {"error": error}, [])
         except BaseException as failure:
-            close_all(pidfds.values())
+            close_all([own, *(fd for peer in peers.values() for fd in peer.pidfds)])
             late = isinstance(failure, CollectiveTimeoutError)
-            told = {"failed": str(failure), "late": late, "peer": getattr(failure, "peer", None)}
-            for connection in peers.values():
+            note = {"failed": str(failure), "late": late, "peer": getattr(failure, "peer", None)}
+            for peer in peers.values():
                 with contextlib.suppress(OSError):
-                    send(connection, told, [])
+                    send(peer.connection, note, [])
             raise
         finally:
             close_all([memory] if memory >= 0 else [])
-    return _verdict(arena, error, [pidfds[r] for r in ranks], [pids[r] for r in ranks])
+    return _verdict(arena, error, pidfds, pids)
 
 
-def _join(member: Member, connection: socket.socket, token: str, region_bytes: int) -> Link:
-    own = _own_pidfd()
+def _welcome(
+    member: Member,
+    listener: socket.socket,
+    token: str,
+    deadline: float,
+    peers: dict[int, _Peer],
+    open_files: contextlib.ExitStack,
+) -> None:
+    """Accepts connections until all ``peers`` have said hello. Strangers, who may be many and may
+    stay silent, hold nobody up."""
+    looked = 0.0
+    with selectors.PollSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(peers) < member.world - 1:
+            missing = min(set(range(1, member.world)) - set(peers))
+            with _bounded(member, missing, deadline) as remaining:
+                ready = selector.select(min(remaining, _LOOK))
+                if time.monotonic() - looked > _LOOK:
+                    member.look("set-up")
+                    looked = time.monotonic()
+            for connection in (key.fileobj for key, _ in ready):
+                assert isinstance(connection, socket.socket)  # for the type checker
+                if connection is listener:
+                    guest = open_files.enter_context(listener.accept()[0])
+                    if user_of(guest) == os.getuid():
+                        selector.register(guest, selectors.EVENT_READ)
+                    else:
+                        guest.close()
+                    continue
+                selector.unregister(connection)
+                hello, descriptors = _hello(connection)
+                rank = int(hello.get("rank", 0))
+                if hello.get("token") != token or rank not in range(1, member.world):
+                    close_all(descriptors)
+                    connection.close()
+                    continue
+                connection.settimeout(max(0.0, deadline - time.monotonic()))
+                peers[rank] = _Peer(connection, hello["pid"], descriptors)
+
+
+def _hello(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The first message of a connection that has one, or has been closed."""
+    try:
+        return receive(connection, 1)
+    except (OSError, EOFError, ValueError):
+        return {}, []
+
+
+def _join(
+    member: Member, connection: socket.socket, token: str, region_bytes: int, parts: Parts
+) -> Link:
+    if user_of(connection) != os.getuid():
+        raise PeerLostError(
+            f"set-up of group '{member.group}': user {user_of(connection)} listens in rank 0's "
+            f"place, not this user, {os.getuid()}",
+            peer=0,
+        )
+    own = _C.open_pidfd(os.getpid())
     try:
         hello = {"token": token, "rank": member.rank, "pid": os.getpid()}
         send(connection, hello, [own])
@@ -191,7 +191,9 @@ def _join(member: Member, connection: socket.socket, token: str, region_bytes: i
     try:
         arena, error = None, offer["error"]
         if error is None:
-            arena, error = _map(memory[0], region_bytes, member.world, member.rank)
+            error = _too_few(descriptors, member.world + 1, member.rank)
+        if error is None:
+            arena, error = _map(memory[0], region_bytes, member.world, member.rank, parts)
         with contextlib.suppress(BrokenPipeError):  # then rank 0 has said why
             send(connection, {"error": error}, [])
         verdict = receive(connection, 0)[0]["error"]
@@ -203,37 +205,47 @@ def _join(member: Member, connection: socket.socket, token: str, region_bytes: i
     return _verdict(arena, verdict, pidfds, offer["pids"])
 
 
-def _lone_arena(region_bytes: int) -> Link:
-    memory, error = _create(region_bytes, 1)
+def _lone_arena(region_bytes: int, parts: Parts) -> Link:
+    memory, error = _create(region_bytes, 1, parts)
     arena = None
     if error is None:
-        arena, error = _map(memory, region_bytes, 1, 0)
+        arena, error = _map(memory, region_bytes, 1, 0, parts)
         os.close(memory)
-    return _verdict(arena, error, [_own_pidfd()], [os.getpid()])
+    return _verdict(arena, error, [_C.open_pidfd(os.getpid())], [os.getpid()])
 
 
-def _create(region_bytes: int, world: int) -> tuple[int, str | None]:
-    total, free = region_bytes * world, available_bytes()
-    if total > free:
-        return -1, (
-            f"the ranks' shared memory takes {world} x {region_bytes >> 20} MiB, and only "
-            f"{free >> 20} MiB are free; give tpkernels.init a smaller workspace_bytes"
-        )
+def _create(region_bytes: int, world: int, parts: Parts) -> tuple[int, str | None]:
+    error = lacks_memory(sum(size for _, size in parts), world)
+    if error is not None:
+        return -1, error
     try:
         return _C.Arena.create(region_bytes, world), None
-    except RuntimeError as error:
-        return -1, str(error)
+    except (OSError, RuntimeError, OverflowError) as failure:
+        return -1, str(failure)
 
 
 def _map(
-    memory: int, region_bytes: int, world: int, rank: int
+    memory: int, region_bytes: int, world: int, rank: int, parts: Parts
 ) -> tuple[_C.Arena | None, str | None]:
     try:
         arena = _C.Arena(memory, region_bytes, world)
-        arena.reserve(memory, rank)
+        for offset, size in parts:
+            arena.commit(rank, offset, size)
     except RuntimeError as error:
         return None, f"rank {rank}: {error}"
     return arena, None
+
+
+def _too_few(descriptors: list[int], expected: int, rank: int) -> str | None:
+    """What is wrong where not all descriptors have come, which is how the kernel tells that a
+    process has as many as it may."""
+    if len(descriptors) == expected:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"rank {rank} can open {len(descriptors)} of {expected} more descriptors, its limit being "
+        f"{limit}; raise it (ulimit -n)"
+    )
 
 
 def _verdict(arena: _C.Arena | None, error: str | None, pidfds: list[int], pids: list[int]) -> Link:
@@ -241,15 +253,6 @@ def _verdict(arena: _C.Arena | None, error: str | None, pidfds: list[int], pids:
         close_all(pidfds)
         raise MemoryError(f"no shared memory for the group: {error}")
     return Link(arena, pidfds, pids)
-
-
-def _own_pidfd() -> int:
-    try:
-        return os.pidfd_open(os.getpid())
-    except OSError as error:
-        raise TpkernelsError(
-            f"cannot watch processes (pidfd_open: {error.strerror}); needs Linux 5.3 or newer"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -1,0 +1,145 @@
+// How a rank waits for its peers: it polls, offers its core to others, then sleeps.
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+
+#include "host/channel.h"
+#include "host/futex.h"
+#include "host/region.h"
+
+namespace tpkernels::host {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kSlice = 0.02;  // s between looks at peers, while asleep
+// s between looks at words that a waiter cannot sleep on: at first, and when none came for long.
+constexpr double kBlindSlice = 5e-4, kLongestBlindSlice = 5e-3;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// A wait that somebody wants to know of: see set_on_wait.
+class Noted {
+ public:
+  explicit Noted(const std::function<void(bool)>& on_wait) : on_wait_(on_wait) {
+    if (on_wait_) on_wait_(true);
+  }
+  ~Noted() {
+    if (on_wait_) on_wait_(false);
+  }
+  Noted(const Noted&) = delete;
+  Noted& operator=(const Noted&) = delete;
+
+ private:
+  const std::function<void(bool)>& on_wait_;
+};
+
+}  // namespace
+
+bool Channel::arrived(int peer, const Signal& signal) const {
+  const std::uint64_t word = signal.word.load(std::memory_order_acquire);
+  if (word == word_of(signature_, epoch_)) return true;
+  if (epoch_of(word) == epoch_ && word != 0) check_mismatch(peer);
+  return false;
+}
+
+bool Channel::spin(int peer, Phase phase, int index) {
+  const Signal& theirs = signal(peer, phase, index);
+  if (arrived(peer, theirs)) return true;
+  const auto start = Clock::now();
+  while (true) {
+    for (int i = 0; i < 32; ++i) {
+      cpu_relax();
+      if (arrived(peer, theirs)) return true;
+    }
+    const double waited_us = seconds_since(start) * 1e6;
+    if (waited_us >= options_.spin_us) return false;
+    // The peer may be waiting for this very core.
+    if (waited_us >= options_.yield_us) sched_yield();
+  }
+}
+
+void Channel::sleep(Signal& signal, double seconds) {
+  signal.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const std::uint64_t seen = signal.word.load(std::memory_order_seq_cst);
+  if (seen != word_of(signature_, epoch_)) futex_wait(&signal.word, epoch_of(seen), seconds);
+  signal.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Channel::sleep_any(const std::vector<int>& peers, Phase phase, int index,
+                        double blind_seconds) {
+  std::vector<FutexWaiter> waiters;
+  waiters.reserve(peers.size());
+  for (const int peer : peers) {
+    signal(peer, phase, index).sleepers.fetch_add(1, std::memory_order_seq_cst);
+  }
+  bool one_is_here = false;
+  for (const int peer : peers) {
+    Signal& theirs = signal(peer, phase, index);
+    const std::uint64_t seen = theirs.word.load(std::memory_order_seq_cst);
+    one_is_here = one_is_here || seen == word_of(signature_, epoch_);
+    waiters.emplace_back(&theirs.word, epoch_of(seen));
+  }
+  if (!one_is_here) futex_wait_any(waiters.data(), waiters.size(), kSlice, blind_seconds);
+  for (const int peer : peers) {
+    signal(peer, phase, index).sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  }
+}
+
+void Channel::wait(int peer, Phase phase, int index) {
+  if (chaos_) {
+    delay();
+    if (chaos_->skip_waits) return;
+  }
+  Signal& theirs = signal(peer, phase, index);
+  if (peer == rank_ || arrived(peer, theirs)) return;
+  const Noted noted(on_wait_);
+  if (spin(peer, phase, index)) return;
+  const auto start = Clock::now();
+  while (true) {
+    sleep(theirs, std::min(kSlice, options_.timeout_s));
+    if (arrived(peer, theirs)) return;
+    check(peer, theirs, seconds_since(start));
+    if (poll_) poll_();
+  }
+}
+
+int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
+  if (peers.empty()) throw std::invalid_argument("wait_any needs a peer to wait for");
+  if (chaos_) {
+    delay();
+    if (chaos_->skip_waits) return peers.front();
+  }
+  const auto start = Clock::now();
+  std::optional<Noted> noted;
+  double blind_s = kBlindSlice;
+  while (true) {
+    for (const int peer : peers) {
+      if (peer == rank_ || arrived(peer, signal(peer, phase, index))) return peer;
+    }
+    if (!noted) noted.emplace(on_wait_);
+    const double waited = seconds_since(start);
+    if (waited * 1e6 < options_.spin_us) {
+      waited * 1e6 < options_.yield_us ? cpu_relax() : static_cast<void>(sched_yield());
+      continue;
+    }
+    sleep_any(peers, phase, index, peers.size() == 1 ? kSlice : blind_s);
+    blind_s = std::min(2 * blind_s, kLongestBlindSlice);
+    for (const int peer : peers) {
+      const Signal& theirs = signal(peer, phase, index);
+      if (!arrived(peer, theirs)) check(peer, theirs, waited);
+    }
+    if (poll_) poll_();
+  }
+}
+
+void Channel::barrier() {
+  publish(Phase::kData);
+  for (int peer = 0; peer < world(); ++peer) wait(peer, Phase::kData);
+}
+
+}  // namespace tpkernels::host

@@ -1,0 +1,160 @@
+// How ranks wait: whom they take first, what wakes them, when they give up, and what waiting costs.
+#include <atomic>
+#include <ctime>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "host/futex.h"
+
+namespace tpkernels::test {
+namespace {
+
+using host::Channel;
+using host::Failure;
+using host::FailureKind;
+using host::Phase;
+
+constexpr std::uint32_t kCall = 0x1234567;
+
+// Kernels before 5.16, and filters of system calls, leave only waits for one word.
+class WithoutWaitv {
+ public:
+  WithoutWaitv() { host::futex_waitv_works = false; }
+  ~WithoutWaitv() { host::futex_waitv_works = before_; }
+  WithoutWaitv(const WithoutWaitv&) = delete;
+  WithoutWaitv& operator=(const WithoutWaitv&) = delete;
+
+ private:
+  bool before_ = host::futex_waitv_works;
+};
+
+double thread_ms() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
+}
+
+void relay(double spin_us) {
+  Setup setup;
+  setup.world = 4;
+  setup.channel.spin_us = spin_us;
+  on_threads(setup, [](Channel& channel) {
+    for (int call = 0; call < 8; ++call) {
+      channel.begin(kCall, "relay()");
+      if (channel.rank() == 0) {  // 3, 2, 1: each peer is let go when the one before has come
+        std::vector<int> waiting{1, 2, 3};
+        for (int next = 3; next >= 1; --next) {
+          channel.publish(Phase::kResult, next);
+          CHECK(channel.wait_any(waiting, Phase::kData) == next);
+          waiting.erase(waiting.begin() + next - 1);
+        }
+      } else {
+        channel.wait(0, Phase::kResult, channel.rank());
+        channel.publish(Phase::kData);
+      }
+    }
+  });
+}
+
+// CPU time of a thread that waits for one of many peers that all come late, per second.
+double cost_of_waiting(int peers) {
+  Setup setup;
+  setup.world = peers + 1;
+  setup.channel.spin_us = 50;
+  std::atomic<double> cost{0};
+  on_threads(setup, [&](Channel& channel) {
+    channel.begin(kCall, "late()");
+    if (channel.rank() != 0) {
+      sleep_ms(400 + 2 * channel.rank());
+      channel.publish(Phase::kData);
+      channel.wait(0, Phase::kData);
+      return;
+    }
+    std::vector<int> waiting;
+    for (int peer = 1; peer <= peers; ++peer) waiting.push_back(peer);
+    const double start = now_ms(), before = thread_ms();
+    while (!waiting.empty()) {
+      const int next = channel.wait_any(waiting, Phase::kData);
+      for (std::size_t i = 0; i < waiting.size(); ++i) {
+        if (waiting[i] == next) waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(i--));
+      }
+    }
+    cost = (thread_ms() - before) / (now_ms() - start);
+    channel.publish(Phase::kData);
+  });
+  return cost;
+}
+
+void timeout_of(double spin_us) {
+  Setup setup;
+  setup.channel = {0.15, spin_us};
+  on_threads(setup, [](Channel& channel) {
+    if (channel.rank() == 1) return;
+    channel.begin(kCall, "lonely()");
+    const double start = now_ms();
+    const Failure failure =
+        failure_of(FailureKind::kTimeout, [&] { channel.wait(1, Phase::kData); });
+    const double waited = now_ms() - start;
+    CHECK(waited >= 150 && waited < 900, std::to_string(waited) + " ms");
+    CHECK(failure.peer == 1);
+    const std::string what = failure.what();
+    CHECK(contains(what, "lonely(): rank 0 waited 0."), what);
+    CHECK(contains(what, "for rank 1 (pid "), what);
+    CHECK(contains(what, "which lives; expected call #1, seen #0"), what);
+    const Failure again =
+        failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "again()"); });
+    CHECK(contains(again.what(), "It broke with: lonely(): rank 0 waited"), again.what());
+  });
+}
+
+}  // namespace
+
+TEST_CASE(wait_any_takes_peers_in_order_of_arrival, kThreads) {
+  const double start = now_ms();
+  for (const double spin_us : {0.0, 50.0}) relay(spin_us);
+  // 48 waits. A sleeper that nobody wakes looks every 20 ms.
+  const double took = now_ms() - start;
+  CHECK(took < 200, std::to_string(took) + " ms");
+  const WithoutWaitv blind;
+  for (const double spin_us : {0.0, 50.0}) relay(spin_us);
+}
+
+// A core that waits is a core that a peer may need.
+TEST_CASE(waiting_for_many_is_cheap, kThreads) {
+  const double cost = cost_of_waiting(14);
+  CHECK(cost < 0.02, std::to_string(cost) + " of a core");
+}
+
+TEST_CASE(a_sleeper_is_woken, kThreads) {
+  Setup setup;
+  setup.channel.spin_us = 0;
+  on_threads(setup, [](Channel& channel) {
+    for (int i = 0; i < 3; ++i) {
+      if (channel.rank() == i % 2) sleep_ms(30);  // the other one is asleep by then
+      channel.begin(kCall, "woken()");
+      channel.barrier();
+    }
+  });
+}
+
+TEST_CASE(timeout, kThreads) { timeout_of(20); }
+TEST_CASE(timeout_without_spinning, kThreads) { timeout_of(0); }
+
+TEST_CASE(timeout_of_wait_any, kThreads) {
+  Setup setup;
+  setup.world = 3;
+  setup.channel.timeout_s = 0.15;
+  on_threads(setup, [](Channel& channel) {
+    if (channel.rank() == 2) return;
+    channel.begin(kCall, "any()");
+    channel.publish(Phase::kData);
+    std::vector<int> waiting{1 - channel.rank(), 2};
+    CHECK(channel.wait_any(waiting, Phase::kData) == waiting[0]);
+    const Failure failure =
+        failure_of(FailureKind::kTimeout, [&] { channel.wait_any({2}, Phase::kData); });
+    CHECK(failure.peer == 2);
+  });
+}
+
+}  // namespace tpkernels::test
