@@ -18,12 +18,29 @@ inline void raise_error(const char* name, const char* text, int peer) {
 // thread by an unwinding that C++ answers with std::terminate; so it stays, and goes with the
 // process.
 inline void stay_if_python_ends() {
+  if (gettid() == getpid()) return;  // the thread that ends it
 #if PY_VERSION_HEX >= 0x030D0000
   while (Py_IsFinalizing()) pause();
 #else
   while (_Py_IsFinalizing()) pause();
 #endif
 }
+
+// Gives up the GIL for as long as it lives; as call_guard, for a function. Unlike pybind11's it
+// does not take the GIL back once the interpreter ends.
+class GilReleased {
+ public:
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  ~GilReleased() {
+    stay_if_python_ends();
+    PyEval_RestoreThread(state_);
+  }
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 // Lets Ctrl-C interrupt a wait that has released the GIL: throws error_already_set.
 inline void poll_signals() {

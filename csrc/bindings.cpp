@@ -27,7 +27,7 @@ using namespace tpkernels::host;
 
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using ReleaseGil = py::call_guard<tpkernels::GilReleased>;
 
 // A rank's region as a Python buffer. It keeps the mapping alive, and so does every tensor made of
 // it.

@@ -128,6 +128,15 @@ def collectives() -> Iterator[Refusal]:
         yield no(NotImplementedError, said, op, x, algorithm="pipelined")
     said = r"all_reduce_ has no gradient; it overwrites its input: use tpkernels.all_reduce$"
     yield no(NotImplementedError, said, tpkernels.all_reduce_, ones(4, 6).requires_grad_())
+    overlapping = [ones(4, 1).expand(4, 6), ones(1).expand(5), ones(3, 4).expand(2, 3, 4)]
+    for shared in overlapping:
+        said = r"x of shape .* and strides .* has elements that share memory.*x.contiguous\(\)"
+        yield no(ValueError, said, tpkernels.all_reduce_, shared)
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            negative = torch.ones(4, dtype=torch.complex64).conj().imag
+        said = r"cannot overwrite a negative view.*x.resolve_neg\(\)"
+        yield no(NotImplementedError, said, tpkernels.all_reduce_, negative)
     for op in (tpkernels.reduce_scatter, tpkernels.all_reduce):
         said = "out_dtype float32 of float64 input"
         yield no(NotImplementedError, said, op, x.double(), out_dtype=F32)

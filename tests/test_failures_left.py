@@ -216,6 +216,23 @@ tpkernels.all_reduce(x, dist.group.WORLD)
 
 _ENDS = {
     "with all in use": "symmetric = tpkernels.empty(4, 4, group=dist.group.WORLD)",
+    "when names have gone": """
+        # What the interpreter does to modules before it frees what they held.
+        callback = tpkernels.groups.get("0")._pg.__callback__
+        for name in list(vars(tpkernels.groups)):
+            setattr(tpkernels.groups, name, None)
+        callback(None)
+    """,
+    "after a fork has ended": """
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            os.waitpid(child, 0)
+        time.sleep(0.1)
+        for _ in range(3):
+            tpkernels.all_reduce(x, dist.group.WORLD)
+    """,
     "after a peer was killed": """
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -243,6 +260,8 @@ _ENDS = {
     ("end", "algorithm"),
     [
         pytest.param("with all in use", "direct", marks=pytest.mark.slow),
+        ("when names have gone", "direct"),
+        ("after a fork has ended", "direct"),
         ("after a peer was killed", "direct"),
         pytest.param("after a peer was killed", "unfused", marks=pytest.mark.slow),
         ("with a thread in a call", "direct"),

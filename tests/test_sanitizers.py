@@ -136,7 +136,8 @@ def build(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
         weaker = [f"-DWITHOUT_{without}", "-include", str(NATIVE / "relaxed.h")]
 
         def compile_one(source: Path) -> Path:
-            options = weaker if without and source.stem == "channel" else []
+            protocol = source.stem in ("channel", "channel_wait")
+            options = weaker if without and protocol else []
             return _compile(toolchain, source, folder, options)
 
         with ThreadPoolExecutor(COMPILE_JOBS) as pool:

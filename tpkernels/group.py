@@ -231,7 +231,9 @@ class Group:
     def disown(self, owner: int) -> None:
         """This process is a fork of the rank, process ``owner``: it can neither take its place nor
         end its calls."""
-        self._owner, self.in_call = owner, False
+        if self._owner is None:  # otherwise it was a fork's already
+            self._owner = owner
+        self.in_call = False
         self.lock = threading.RLock()  # a thread that the fork did not copy may have held it
         self.waiter = Waiter()
 
@@ -246,7 +248,7 @@ class Group:
         if self.in_call:  # of this thread, which holds the lock
             raise RuntimeError(
                 f"group '{self.name}' is in a call already on this thread: a signal handler, or a "
-                "callback within a call, cannot use the group"
+                "callback, cannot use it within a call"
             )
         if self._broken is not None:
             raise GroupBrokenError(
@@ -254,14 +256,21 @@ class Group:
                 f"It broke with: {self._broken}"
             )
 
+    def within_call(self) -> bool:
+        """Whether this very thread is in a call."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self.in_call
+        finally:
+            self.lock.release()
+
     def close(self, *, wait: bool = False) -> None:
         """Gives the workspace back, unless another thread is in a call: then it goes with the last
         use of it, or this waits for the end of the call."""
         if not self.lock.acquire(blocking=wait):
             return
         try:
-            if self.in_call:  # of this thread
-                raise RuntimeError(f"group '{self.name}' cannot be closed within a call")
             self.calls.clear()
             self.waiter.close()
             if self.workspace is not None:

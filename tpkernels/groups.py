@@ -29,9 +29,9 @@ _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyD
 
 def _forget(group: Group, registry: dict[str, Group] = _groups) -> None:
     """Its process group is gone. That may be when this module's names have gone, too."""
-    group.close()
     if registry.get(group.name) is group:
         del registry[group.name]
+        group.close()
 
 
 def _after_fork() -> None:
@@ -160,13 +160,16 @@ def finalize() -> None:
     """
     with _registry_lock:
         for group in _groups.values():
+            if group.within_call():
+                raise RuntimeError(
+                    f"group '{group.name}' is in a call on this thread: a signal handler, or a "
+                    "callback, cannot finalize within a call"
+                )
+        for group in _groups.values():
             group.close(wait=True)
         _groups.clear()
 
 
-@atexit.register
-def _close_all() -> None:
-    """While all modules are whole; what other threads are in goes with the process."""
-    for group in list(_groups.values()):
-        group.close()
-    _groups.clear()
+# What the process has goes with it, and its end tells the peers. Without this, what is left of the
+# groups would be taken apart among modules that have no names any more.
+atexit.register(_groups.clear)

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "binding_errors.h"
 #include "cuda/copies.h"
 #include "cuda/kernels.h"
 
@@ -16,7 +17,7 @@ namespace py = pybind11;
 namespace tpkernels::cuda {
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using ReleaseGil = py::call_guard<GilReleased>;
 
 template <class T>
 T* pointer(Address address) {

@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace tpkernels::nccl {
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using ReleaseGil = py::call_guard<GilReleased>;
 
 const char* class_of(ErrorKind kind) {
   switch (kind) {
@@ -61,7 +61,7 @@ UniqueId unique_id(const py::bytes& bytes) {
 // The end of a communicator may wait for NCCL.
 struct WithoutGil {
   void operator()(Communicator* communicator) const {
-    const py::gil_scoped_release released;
+    const GilReleased released;
     delete communicator;
   }
 };
@@ -78,7 +78,7 @@ Held make_communicator(std::shared_ptr<Library> library, const py::bytes& id, in
   options.max_ctas = max_ctas.value_or(kUnset);
   options.poll = &poll_signals;
   const UniqueId unique = unique_id(id);
-  const py::gil_scoped_release released;
+  const GilReleased released;
   return Held(new Communicator(std::move(library), unique, rank, world, options));
 }
 
@@ -100,7 +100,7 @@ void bind_library(py::module_& m) {
            [](const Library& library) {
              UniqueId id;
              {
-               const py::gil_scoped_release released;
+               const GilReleased released;
                id = library.unique_id();
              }
              return py::bytes(id.bytes, sizeof(id.bytes));
@@ -165,7 +165,7 @@ void bind_communicator(py::module_& m) {
       .def(
           "split",
           [](Communicator& c, std::optional<int> color, int key, const std::string& name) {
-            const py::gil_scoped_release released;
+            const GilReleased released;
             return Held(c.split(color.value_or(kNoColor), key, name).release());
           },
           py::arg("color"), py::arg("key"), py::arg("name") = "")

@@ -102,6 +102,7 @@ class CudaSpace:
         self._channel.abandon(why, late, culprit)
 
 
+@torch.inference_mode(False)  # its memory outlives the mode of this call
 def make_workspace(
     member: Member,
     words: int,

@@ -68,14 +68,15 @@ class DeviceWorkspace:
         self._own = own
         self.multicast = multicast
         addresses = [region.address for region in regions]
-        self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # they outlive the mode of this call
+            self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
+            self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
+            pinned = self.regions.is_cuda  # host and kernel write it while the other looks
+            self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
         self.rank, self.world = rank, len(addresses)
         self.words, self.buffer_bytes = words, _aligned(buffer_bytes)
         self.buffers_at = _aligned(2 * self.world * words * _WORD)
         self.timeout = timeout
-        self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
-        pinned = self.regions.is_cuda  # host and kernel write it while the other looks
-        self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self._chaos = {"seed": 0, "CHAOS": 0}
         self.buffer_stride = self.buffer_bytes
@@ -94,7 +95,8 @@ class DeviceWorkspace:
         if offset < 0 or offset + nbytes > 2 * self.buffer_bytes:
             raise IndexError(f"bytes [{offset}, +{nbytes}) of {2 * self.buffer_bytes}")
         if self._own is None:
-            self._own = torch.frombuffer(cast(Any, self._memory[self.rank]), dtype=torch.uint8)
+            with torch.inference_mode(False):  # likewise
+                self._own = torch.frombuffer(cast(Any, self._memory[self.rank]), dtype=torch.uint8)
         return self._own.narrow(0, self.buffers_at + offset, nbytes).view(dtype).view(shape)
 
     def starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -107,7 +109,8 @@ class DeviceWorkspace:
                     "the capture of a graph"
                 )
             edges = [sum(sizes[:r]) for r in range(len(sizes) + 1)]
-            found = torch.tensor(edges, dtype=torch.int32, device=self.regions.device)
+            with torch.inference_mode(False):  # likewise
+                found = torch.tensor(edges, dtype=torch.int32, device=self.regions.device)
             self._starts[sizes] = found
         return found
 
