@@ -136,7 +136,7 @@ def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
 
 
 def test_a_bad_cache_is_replaced(cache: Path) -> None:
-    cache.parent.mkdir()
+    cache.parent.mkdir(0o700)
     cache.write_bytes(b"not ours")
     with pytest.warns(RuntimeWarning, match="is ignored: it is no JSON"):
         shown = invoke(*EXPLAIN, "--m", "9")
@@ -183,6 +183,17 @@ def test_a_cache_that_cannot_be_written_is_found_before_measuring(
     result = invoke("tune", *SMALL)
     assert result.exit_code == 2
     assert "Error: no cache folder: " in result.output and "XDG_CACHE_HOME" in result.output
+
+
+def test_a_cache_that_would_not_be_read_is_found_before_measuring(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.mkdir()
+    cache.parent.chmod(0o770)
+    monkeypatch.delattr(session, "Ranks")
+    result = invoke("tune", *SMALL)
+    assert result.exit_code == 2
+    assert f"Error: the cache folder '{cache.parent}' is not used: it has mode 770" in result.output
 
 
 def test_explain_tells_what_a_gpu_would_need() -> None:

@@ -133,9 +133,33 @@ def unreadable(path: Path) -> None:
     ids=["a pipe", "a folder", "links in a circle"],
 )
 def test_what_is_no_file_is_ignored(cache: Path, make: Callable[[Path], None], reason: str) -> None:
-    cache.parent.mkdir()
+    cache.parent.mkdir(0o700)
     make(cache)
     with pytest.warns(RuntimeWarning, match=reason):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+@pytest.mark.parametrize("part", ["file", "folder"])
+def test_a_table_that_another_user_can_have_written_is_ignored(
+    cache: Path, give_away: Callable[[Path], None], part: str
+) -> None:
+    path = cache if part == "file" else cache.parent
+    store.save(MACHINE, TABLE)
+    path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=r"is ignored: .* has mode 777.*: chmod go-w"):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+    path.chmod(0o700)
+    assert store.load_or_warn(MACHINE) == TABLE
+    give_away(path)
+    with pytest.warns(RuntimeWarning, match=r"is ignored: .* belongs to user \d+, not to"):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+def test_a_folder_of_others_without_a_table_is_no_warning(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.parent.chmod(0o777)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert store.load_or_warn(MACHINE) == NOTHING_TUNED
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tpkernels.backends import OPS
-from tpkernels.cache import cache_folder
+from tpkernels.cache import cache_folder, check_folder
 from tpkernels.cli.cases import Spec
 from tpkernels.cli.device import device_named
 from tpkernels.cli.options import (
@@ -118,12 +118,16 @@ def _check_gpus(world: int, device: str) -> None:
 
 
 def _check_cache() -> None:
-    """``UsageError`` where the cache could not be written after all the measuring."""
+    """``UsageError`` if the cache could not be written after all the measuring, or would not be
+    read."""
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_folder(folder)
     except (OSError, RuntimeError) as error:
         raise UsageError(f"no cache folder: {error}; set XDG_CACHE_HOME to one") from error
+    except ValueError as error:
+        raise UsageError(f"the cache folder '{folder}' is not used: {error}") from error
     writable(folder / "tuning")
 
 

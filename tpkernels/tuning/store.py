@@ -1,16 +1,14 @@
 """The file that keeps a `Table`: one for each machine and topology, in the cache folder.
 
-It is JSON, it is replaced as a whole, and nothing in it is taken on trust: the format's version,
-the machine, the versions of the software and every value are checked, and a file in which anything
-is wrong is not used at all. The worst that a well-formed file can do is to have a slower algorithm
-chosen.
+It is JSON, it is replaced as a whole, and nothing in it is taken on trust: who can have written it
+(`cache.read_trusted`), the format's version, the machine, the versions of the software and every
+value are checked, and a file in which anything is wrong is not used at all. The worst that a
+well-formed file can do is to have a slower algorithm chosen.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import stat
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels import dtypes
-from tpkernels.cache import cache_folder, replace_file
+from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.tuning.machine import Machine, versions
 from tpkernels.tuning.table import Measurement, Series, Table
 
@@ -43,7 +41,7 @@ def load(machine: Machine) -> tuple[Table, str]:
     except RuntimeError:
         return Table(), ""
     try:
-        return parse(_read(path), machine), ""
+        return parse(read_trusted(path, most=_MOST_BYTES), machine), ""
     except FileNotFoundError:
         return Table(), ""
     except OSError as error:
@@ -104,18 +102,6 @@ def parse(content: bytes, machine: Machine) -> Table:
 def from_json(found: Iterable[Any]) -> Table:
     """The table of checked measurements. ``ValueError`` where one is none."""
     return Table(tuple(_measurement(one) for one in found))
-
-
-def _read(path: Path) -> bytes:
-    """A regular file's content."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("it is no regular file")
-    # Should it be a pipe by now, opening does not wait for its other end.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-    return content
 
 
 def _measurement(found: Any) -> Measurement:
