@@ -18,6 +18,7 @@ from test_cli import processes_of_session
 from typer.testing import CliRunner, Result
 
 from tpkernels.cli import app, session
+from tpkernels.cli.bench import command as bench_command
 
 MODULE = [sys.executable, "-m", "tpkernels"]
 SWEEP = ["--op", "reduce_scatter,all_reduce", "--bytes", "4K,8K", "--repeat", "6", "--tp", "2"]
@@ -80,6 +81,22 @@ def test_resuming_what_is_complete_measures_nothing(
     monkeypatch.delattr(session, "Ranks")
     assert invoke("bench", *SWEEP, "--out", str(tmp_path), "--resume").exit_code == 0
     assert valid(tmp_path / "bench.json")["results"] == before
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would put back what it read at its start, without what the other has measured since."""
+    file, again = tmp_path / "bench.json", ["bench", *SWEEP, "--json", str(tmp_path / "bench.json")]
+    turns, second = iter([True, False]), list[Result]()
+
+    def meanwhile(*_: object, **__: object) -> None:
+        if next(turns):
+            second.append(invoke(*again, "--resume"))
+
+    monkeypatch.setattr(bench_command, "run_sweep", meanwhile)
+    assert invoke(*again).exit_code == 0
+    assert second[0].exit_code == 2
+    assert f"another `tpkernels bench` is writing '{file}'" in second[0].output
+    assert not list(tmp_path.iterdir())
 
 
 def of_first(report: dict[str, Any], algorithm: str) -> dict[str, Any]:

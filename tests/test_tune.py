@@ -72,12 +72,11 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
-    machine, found = this_machine("cpu", 2, 1, True, threads=1), NOTHING_TUNED
+    machine = this_machine("cpu", 2, 1, True, threads=1)
     for n, unfused in ((64, 1.0), (128, 4.0)):
         spec = Spec("all_gather_matmul", (9, n, 32), torch.bfloat16)
         ms = {"unfused": unfused, "direct": 2.0}
-        found = found.with_measurement(measurement(spec, 2, ms))
-    store.save(machine, found)
+        store.update(machine, measurement(spec, 2, ms))
     shown = invoke(*EXPLAIN, "--m", "9").output
     assert "1.00 (64), 4.00 (128)" in shown
     assert "within 2.00x of the fastest in 2 cases" in shown

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+_LOCK_POLL_SECONDS = 0.01
 
 
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/tpkernels``, by default ``~/.cache/tpkernels``. It need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpkernels"
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, where it is missing, that is nobody else's business."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def read_trusted(path: Path, *, most: int) -> bytes:
@@ -63,13 +73,36 @@ def check_folder(path: Path) -> None:
         _check_writers("it", os.fstat(_open(stack, path, os.O_PATH | os.O_DIRECTORY)))
 
 
+@contextlib.contextmanager
+def locked(path: Path, *, seconds: float) -> Iterator[None]:
+    """Holds a lock file, made for the purpose and removed afterwards. One process at a time has it,
+    and loses it when it dies.
+
+    Raises:
+        OSError: the file cannot be made.
+        TimeoutError: others held it for ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        while not _lock(stack, path):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"another process has held {path} for {seconds:g} s; let it finish, or end it"
+                )
+            time.sleep(_LOCK_POLL_SECONDS)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # before it is given back, so that it is still ours
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file so that readers see all of it or what was there before, and makes its folder.
 
     Raises:
         OSError: it cannot be written; nothing is left behind then.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path.parent)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -82,9 +115,27 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def _open(stack: contextlib.ExitStack, path: Path, flags: int, folder: int | None = None) -> int:
     """A descriptor that ``stack`` closes; a relative ``path`` starts in ``folder``."""
-    handle = os.open(path, flags | os.O_CLOEXEC, dir_fd=folder)
+    handle = os.open(path, flags | os.O_CLOEXEC, mode=0o600, dir_fd=folder)
     stack.callback(os.close, handle)
     return handle
+
+
+def _lock(stack: contextlib.ExitStack, path: Path) -> bool:
+    """Tries to take a lock file, which ``stack`` gives back."""
+    with contextlib.ExitStack() as attempt:
+        handle = _open(attempt, path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        # Whoever had it may have removed it in between: then the next one locks another file.
+        try:
+            ours = os.path.samestat(os.fstat(handle), os.lstat(path))
+        except FileNotFoundError:
+            ours = False
+        if ours:
+            stack.push(attempt.pop_all())
+        return ours
 
 
 def _check_writers(name: str, status: os.stat_result) -> None:

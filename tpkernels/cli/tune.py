@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tpkernels.backends import OPS
-from tpkernels.cache import cache_folder, check_folder
+from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli.cases import Spec
 from tpkernels.cli.device import device_named
 from tpkernels.cli.options import (
@@ -122,7 +122,7 @@ def _check_cache() -> None:
     read."""
     try:
         folder = cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         check_folder(folder)
     except (OSError, RuntimeError) as error:
         raise UsageError(f"no cache folder: {error}; set XDG_CACHE_HOME to one") from error
@@ -142,9 +142,8 @@ def _keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
     machine = reports[0].machine
     config = reports[0].config
     new = measurement(spec, machine.ranks, _medians(reports), machine.kind, config)
-    tuned = store.load_or_warn(machine).with_measurement(new)
     try:
-        path = store.save(machine, tuned)
+        path, tuned = store.update(machine, new)
     except OSError as error:
         raise UsageError(f"cannot write the tuning cache: {error}") from error
     problem = spec.problem(machine.ranks, machine.kind)

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels import dtypes
-from tpkernels.cache import cache_folder, read_trusted, replace_file
+from tpkernels.cache import cache_folder, locked, make_folder, read_trusted, replace_file
 from tpkernels.tuning.machine import Machine, versions
 from tpkernels.tuning.table import Measurement, Series, Table
 
 FORMAT = "tpkernels tuning 2"
 _MOST_BYTES = 1 << 20  # a case takes some 300
 _MOST_MS = 1e9
+_LOCK_SECONDS = 10.0  # an update takes milliseconds
 _MOST_TEXT = 60  # characters of the file's that a message repeats
 _DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
 
@@ -60,21 +61,27 @@ def load_or_warn(machine: Machine) -> Table:
     return table
 
 
-def save(machine: Machine, table: Table) -> Path:
-    """Replaces the table of a machine.
+def update(machine: Machine, *new: Measurement) -> tuple[Path, Table]:
+    """Adds measurements to the table of a machine, in place of what it had of the same cases.
+    Returns where the table is and what it holds now. Processes that update at once take turns.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or another process kept it locked.
     """
-    content = {
-        "format": FORMAT,
-        "machine": asdict(machine),
-        "versions": versions(),
-        "measurements": to_json(table),
-    }
     path = path_for(machine)
-    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
-    return path
+    make_folder(path.parent)
+    with locked(path.with_suffix(".lock"), seconds=_LOCK_SECONDS):
+        table = load_or_warn(machine)
+        for one in new:
+            table = table.with_measurement(one)
+        content = {
+            "format": FORMAT,
+            "machine": asdict(machine),
+            "versions": versions(),
+            "measurements": to_json(table),
+        }
+        replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    return path, table
 
 
 def to_json(table: Table) -> list[dict[str, Any]]:
