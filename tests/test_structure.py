@@ -20,13 +20,14 @@ MOST_LINES = 300
 
 # What the modules of a layer may import of the package. Imports point one way:
 # ops -> plan, backends -> algorithms -> symm -> _C.
-LEAVES = {"_C", "errors", "dtypes", "shards", "version", "cache"}
+LEAVES = {"_C", "errors", "dtypes", "shards", "version", "cache", "text"}
 ALLOWED = {
     "errors": set[str](),
     "dtypes": set[str](),
     "shards": set[str](),
     "version": set[str](),
     "cache": set[str](),
+    "text": set[str](),
     "tuning": LEAVES | {"tuning"},
     "numerics": {"dtypes", "shards", "numerics"},
     "plan": LEAVES - {"_C"} | {"tuning"},

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.algorithms.product import native
@@ -114,7 +115,7 @@ def _row(calls: tuple[Call, ...]) -> list[str]:
         *(milliseconds(times[name].median) for name in ("torch", "matmul", "unfused", "tpkernels")),
         f"{times['torch'].median / ours:.2f}x",
         f"{times['unfused'].median / ours:.2f}x",
-        f"{call.algorithm}: {call.reason}",
+        escape(f"{call.algorithm}: {call.reason}"),
     ]
 
 

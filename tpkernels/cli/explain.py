@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tpkernels.cli.cases import MATMUL_OPS, Spec
 from tpkernels.cli.device import device_known, missing_kernels
@@ -91,10 +92,10 @@ def _show(
     for name in ALGORITHMS:
         chosen = f"[bold green]{name}[/]" if name == plan.algorithm else name
         why = found[name]
-        shown.add_row(chosen, _times(name, cases) if why is None else "", why or "")
+        shown.add_row(chosen, _times(name, cases) if why is None else "", escape(why or ""))
     out.print(f"{spec.op} {spec}, {problem.world} ranks, {problem.device}")
     out.print(shown)
-    out.print(f"auto takes [bold]{plan.algorithm}[/]: {plan.reason}")
+    out.print(f"auto takes [bold]{plan.algorithm}[/]: {escape(plan.reason)}")
     if machine is None:
         return
     count, where = len(measured.measurements), f"{problem.world} ranks x {machine.threads} threads"

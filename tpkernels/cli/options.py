@@ -15,6 +15,7 @@ from tpkernels import dtypes
 from tpkernels.backends import OPS
 from tpkernels.launch import RankError
 from tpkernels.plan import check_algorithm
+from tpkernels.text import printable
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _BY_NAME = DTYPES | {dtypes.name(dtype): dtype for dtype in DTYPES.values()}
@@ -33,7 +34,7 @@ def exit_codes() -> Iterator[None]:
         yield
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks find the same
-            typer.echo(f"Error: {error}", err=True)
+            typer.echo(f"Error: {printable(str(error))}", err=True)
         raise typer.Exit(2) from error
     except RankError as error:
         typer.echo(f"FAIL: {error}", err=True)
@@ -94,13 +95,20 @@ def at_least(least: int, **values: int) -> None:
             raise UsageError(f"--{name} is {value}; it must be at least {least}")
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """``UsageError`` if what the block does cannot be written to a file or a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from error
+
+
 def writable(path: Path) -> Path:
     """``path``, if a file can be written there."""
     existed = path.exists()
-    try:
+    with writing(path):
         path.open("a").close()
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
     if not existed:
         path.unlink(missing_ok=True)
     return path

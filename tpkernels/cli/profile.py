@@ -21,6 +21,7 @@ from tpkernels.cli.options import (
     exit_codes,
     ops_named,
     writable,
+    writing,
 )
 from tpkernels.cli.output import console, milliseconds, table
 from tpkernels.cli.recording import Recording, record_op, record_script
@@ -108,7 +109,8 @@ def _report(told: list[Recording], what: str, files: tuple[Path, Path], out: Con
     hosts = sorted({one.host for one in told})
     trace["otherData"] = {"what": what, "ranks": len(told), "hosts": hosts}
     spent = times(trace, len(told))
-    files[0].write_text(json.dumps(trace))
+    with writing(files[0]):
+        files[0].write_text(json.dumps(trace))
     plan = f", {told[0].plan}" if told[0].plan else ""
     out.print(f"{what}, {len(told)} ranks{plan}", markup=False)
     out.print(_table(spent))
@@ -124,7 +126,8 @@ def _report(told: list[Recording], what: str, files: tuple[Path, Path], out: Con
         out.print(f"Ranks are on {len(hosts)} hosts, each on its own clock: they are not aligned.")
     missing = timeline.obstacle()
     if missing is None:
-        timeline.draw(trace, files[1], f"{what}: {share:.0%} of the moving overlapped")
+        with writing(files[1]):
+            timeline.draw(trace, files[1], f"{what}: {share:.0%} of the moving overlapped")
     out.print(f"{files[0]} (ui.perfetto.dev), {missing or files[1]}", markup=False)
 
 

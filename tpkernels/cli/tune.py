@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.backends import OPS
@@ -22,6 +23,7 @@ from tpkernels.cli.options import (
     exit_codes,
     ops_named,
     writable,
+    writing,
 )
 from tpkernels.cli.output import console, milliseconds, table
 from tpkernels.cli.session import is_leader, open_session, ranks_share_gpus, world_size
@@ -142,10 +144,8 @@ def _keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
     machine = reports[0].machine
     config = reports[0].config
     new = measurement(spec, machine.ranks, _medians(reports), machine.kind, config)
-    try:
+    with writing(store.path_for(machine)):
         path, tuned = store.update(machine, new)
-    except OSError as error:
-        raise UsageError(f"cannot write the tuning cache: {error}") from error
     problem = spec.problem(machine.ranks, machine.kind)
     return path, choose(problem, shared_memory=machine.shared_memory, tuned=tuned)
 
@@ -160,7 +160,7 @@ def _cells(spec: Spec, reports: list[TuneReport], after: Plan) -> list[str]:
             cells.append(f"[bold green]{text}[/]" if name == best else text)
         else:
             cells.append("[bold red]WRONG[/]" if name in report.verdicts else "")
-    return [f"{spec.op}\n[dim]{spec}[/]", *cells, _change(report.before, after)]
+    return [f"{spec.op}\n[dim]{spec}[/]", *cells, escape(_change(report.before, after))]
 
 
 def _change(before: Plan, after: Plan) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from tpkernels import dtypes
 from tpkernels.cache import cache_folder, locked, make_folder, read_trusted, replace_file
+from tpkernels.text import shown
 from tpkernels.tuning.machine import Machine, versions
 from tpkernels.tuning.table import Measurement, Series, Table
 
@@ -25,7 +26,6 @@ FORMAT = "tpkernels tuning 2"
 _MOST_BYTES = 1 << 20  # a case takes some 300
 _MOST_MS = 1e9
 _LOCK_SECONDS = 10.0  # an update takes milliseconds
-_MOST_TEXT = 60  # characters of the file's that a message repeats
 _DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
 
 
@@ -116,18 +116,18 @@ def _measurement(found: Any) -> Measurement:
     times = _member(found, "ms", dict)
     for name, ms in times.items():
         if type(ms) not in (int, float) or not 0 < ms < _MOST_MS:
-            raise ValueError(f"the time of {_shown(name)} is {_shown(ms)}")
+            raise ValueError(f"the time of {shown(name)} is {shown(ms)}")
     day = _member(found, "date", str)
     try:
         date.fromisoformat(day)
     except ValueError as error:
-        raise ValueError(f"a date is {_shown(day)}") from error
+        raise ValueError(f"a date is {shown(day)}") from error
     options = _member(series, "options", list)
     if not all(isinstance(option, str) for option in options):
-        raise ValueError(f"options are {_shown(options)}")
+        raise ValueError(f"options are {shown(options)}")
     dtype = _member(series, "dtype", str)
     if dtype not in _DTYPES:
-        raise ValueError(f"a dtype is {_shown(dtype)}")
+        raise ValueError(f"a dtype is {shown(dtype)}")
     return Measurement(
         Series(
             op=_member(series, "op", str),
@@ -148,7 +148,7 @@ def _measurement(found: Any) -> Measurement:
 def _field(found: Any) -> tuple[str, int]:
     """A field of a kernel's config. Whether there is such a config is for the kernels to know."""
     if not isinstance(found, list) or [type(each) for each in found] != [str, int]:
-        raise ValueError(f"a field of a config is {_shown(found)}")
+        raise ValueError(f"a field of a config is {shown(found)}")
     return found[0], found[1]
 
 
@@ -161,17 +161,11 @@ def _member(found: Any, name: str, kind: type) -> Any:
 def _count(found: dict[str, Any], name: str, least: int) -> int:
     value: int = _member(found, name, int)
     if value < least:
-        raise ValueError(f"'{name}' is {_shown(value)}")
+        raise ValueError(f"'{name}' is {shown(value)}")
     return value
 
 
 def _same(found: Any, name: str, expected: object) -> None:
     value = _member(found, name, type(expected))
     if value != expected:
-        raise ValueError(f"{name} is {_shown(value)}, here it is {expected!r}")
-
-
-def _shown(value: object) -> str:
-    """Text from the file, without what a terminal would obey."""
-    text = ascii(value)
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
+        raise ValueError(f"{name} is {shown(value)}, here it is {expected!r}")

@@ -28,7 +28,7 @@ from tpkernels.cli.bench.sweep import (
     read_file,
 )
 from tpkernels.cli.device import device_named
-from tpkernels.cli.options import DTYPES, UsageError, at_least, exit_codes, writable
+from tpkernels.cli.options import DTYPES, UsageError, at_least, exit_codes, writable, writing
 from tpkernels.cli.output import console
 from tpkernels.cli.session import is_leader, launched_ranks
 
@@ -207,18 +207,7 @@ def _target(
             raise UsageError("--resume needs the --out or --json of the run to go on with")
         return None
     if is_leader():
-        _claim(stack, path)
+        with writing(path):
+            stack.enter_context(locked(path.with_name(f".{path.name}.lock"), seconds=1))
+        writable(path)
     return path
-
-
-def _claim(stack: contextlib.ExitStack, path: Path) -> None:
-    """``UsageError`` where a file cannot be written, or another run is writing it."""
-    try:
-        stack.enter_context(locked(path.with_name(f".{path.name}.lock"), seconds=1))
-    except TimeoutError as error:
-        raise UsageError(
-            f"another `tpkernels bench` is writing '{path}'; let it finish, or choose another file"
-        ) from error
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
-    writable(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.cli.bench.baselines import BASELINES
@@ -146,7 +147,11 @@ def _table(found: list[Change], threshold: float) -> Table:
             for value in (change.first, change.second)
         ]
         shown.add_row(
-            change.case, change.algorithm, *medians, _ratio(change), _verdict(change, threshold)
+            escape(change.case),
+            change.algorithm,
+            *medians,
+            _ratio(change),
+            _verdict(change, threshold),
         )
     return shown
 

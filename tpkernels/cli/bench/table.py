@@ -80,7 +80,11 @@ def notes(report: Report) -> list[str]:
 
 def _cells(found: Result, name: str) -> list[str]:
     size = f"{size_of(found)} {found['dtype']} x{found['tp']}"
-    lines = [found["op"], f"[dim]{size}[/]", *(f"[dim]{label}[/]" for label in found["labels"])]
+    lines = [
+        found["op"],
+        f"[dim]{size}[/]",
+        *(f"[dim]{escape(label)}[/]" for label in found["labels"]),
+    ]
     algorithm, times = found["algorithms"][name], found["times"]
     others = [milliseconds(times[each]["median"]) if each in times else "" for each in COLUMNS]
     chosen = escape(f"{algorithm['algorithm']}: {algorithm['reason']}")
