@@ -7,28 +7,27 @@ import html
 import itertools
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 from damage import (
     ESCAPES,
     altered,
     faults,
     good_report,
+    invoke,
     options,
     unusable,
 )
-from typer.testing import CliRunner, Result
+from typer.main import get_command
 
-from tpkernels.cli import app, session
+from tpkernels.cli import session
 from tpkernels.cli.bench import command
 
 SEED = 20261122
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +44,8 @@ def good(tmp_path: Path, report: Any) -> Path:
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the command line put together anew for each command: that takes longer than both."""
+    monkeypatch.setattr(typer.testing, "_get_command", cache(get_command), raising=False)
     monkeypatch.delattr(session, "Ranks")
     monkeypatch.setattr(command, "run_sweep", lambda *_, **__: None)
 

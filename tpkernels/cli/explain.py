@@ -15,6 +15,7 @@ from tpkernels.cli.options import (
     DTYPES,
     UsageError,
     at_least,
+    check_workers,
     dtype_named,
     exit_codes,
     ops_named,
@@ -48,7 +49,8 @@ def explain(
     """Show what auto takes for a problem, and why, with the times that `tpkernels tune` has taken
     here. Starts no ranks."""
     with exit_codes():
-        at_least(1, tp=world, hosts=hosts, threads=threads)
+        check_workers(tp=world, threads=threads)
+        at_least(1, hosts=hosts)
         device_known(device)
         spec = _spec(op, (m, n, k), nbytes, dtype, world)
         shared = hosts == 1

@@ -17,6 +17,7 @@ from tpkernels.cli.options import (
     UsageError,
     algorithms_named,
     at_least,
+    check_workers,
     dtype_named,
     exit_codes,
     ops_named,
@@ -65,7 +66,8 @@ def profile(
         if (op is None) == (not script):
             raise UsageError("give either --op or a script")
         world = world_size(nproc, 2)
-        at_least(1, calls=calls, threads=threads, timeout=timeout)
+        at_least(1, calls=calls, timeout=timeout)
+        check_workers(threads=threads)
         if op is not None:
             ops_named([op])
             spec = spec_of(op, shape, size, dtype_named(dtype))

@@ -19,6 +19,7 @@ from tpkernels.cli.options import (
     DTYPES,
     UsageError,
     at_least,
+    check_workers,
     dtype_named,
     exit_codes,
     ops_named,
@@ -78,7 +79,8 @@ def tune(
     """
     with exit_codes():
         world = world_size(nproc, 2)
-        at_least(1, repeat=repeat, budget=budget, threads=threads, timeout=timeout)
+        at_least(1, repeat=repeat, budget=budget, timeout=timeout)
+        check_workers(threads=threads)
         if world == 1:
             raise UsageError("one rank has nothing to choose: it communicates with nobody")
         specs = _specs(op or list(OPS), shape or _SHAPES, sizes, dtype, world)

@@ -16,7 +16,7 @@ from tpkernels.cli.bench.results import Result, key
 from tpkernels.cli.bench.roofline import Rates
 from tpkernels.cli.bench.sweep import Sweep
 from tpkernels.cli.inputs import last_level_cache_bytes
-from tpkernels.cli.options import UsageError, writing
+from tpkernels.cli.options import UsageError, read_input, writing
 from tpkernels.cli.session import under_torchrun
 from tpkernels.text import all_printable, short, shown
 
@@ -91,13 +91,7 @@ def resumed(path: Path, fresh: Report) -> Report:
 
 def load(path: Path) -> Report:
     """The report in a file. ``UsageError`` where there is none that can be used."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}") from error
-    if len(content) > _MOST_BYTES:
-        raise UsageError(f"'{path}' has more than {_MOST_BYTES} bytes")
+    content = read_input(path, most=_MOST_BYTES)
     try:
         return validation.parse(content)
     except ValueError as error:
