@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import warnings
 from pathlib import Path
@@ -69,6 +70,13 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert "Nothing was measured here with 2 ranks x 2 threads" in elsewhere.output
     apart = invoke(*EXPLAIN, "--m", "9", "--hosts", "2")
     assert "auto takes unfused: the ranks share no memory" in apart.output
+
+
+def test_tune_tells_of_inputs_that_may_be_in_the_cache(cache: Path) -> None:
+    """Of 64 bytes there are never enough copies."""
+    shown = invoke("tune", "--op", "all_reduce", "--bytes", "64", "--repeat", "2").output
+    said = r"Inputs that may be in the cache .*: all_reduce 64 bytes bfloat16 \([\d.e-]+x\)\."
+    assert re.search(said, " ".join(shown.split())), shown
 
 
 def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:

@@ -32,8 +32,8 @@ class UsageError(ValueError):
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turns errors that need no traceback into a message and an exit code: 2 for wrong usage, 1 for
-    ranks that failed."""
+    """Turns errors that need no traceback into a message and an exit code: 2 for input that cannot
+    be used, 1 for ranks that failed, as for a wrong result."""
     try:
         yield
     except UsageError as error:

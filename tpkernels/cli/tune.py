@@ -15,6 +15,7 @@ from tpkernels.backends import OPS
 from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli.cases import Spec
 from tpkernels.cli.device import device_named
+from tpkernels.cli.inputs import warm_cases
 from tpkernels.cli.options import (
     DTYPES,
     UsageError,
@@ -71,11 +72,11 @@ def tune(
 ) -> None:
     """Measure every algorithm for the given shapes, so that auto takes the fastest.
 
-    Each is checked first, then all are timed by turns, on inputs that are in no cache. The times
-    are kept in the cache folder ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels), case by
-    case, for this device, number of ranks and threads, and these versions of tpkernels, torch and
-    Triton; groups that are set up from then on use them. The exit code is 1 if a result is wrong;
-    wrong ones are left out.
+    Each is checked first, then all are timed by turns, on inputs that are in no cache; where memory
+    does not allow that, the output tells. The times are kept in the cache folder
+    ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels), case by case, for this device,
+    number of ranks and threads, and these versions of tpkernels, torch and Triton; groups that are
+    set up from then on use them. The exit code is 1 if a result is wrong; wrong ones are left out.
     """
     with exit_codes():
         world = world_size(nproc, 2)
@@ -88,7 +89,7 @@ def tune(
         _check_gpus(world, device)
         if is_leader():
             _check_cache()
-        out, right = console(), True
+        out, right, over_cache = console(), True, {}
         shown = table("op\nM, N, K", ALGORITHMS, "auto before, and from now on")
         with open_session(world, threads=threads, timeout=timeout, device=device) as session:
             for spec in specs:
@@ -96,10 +97,11 @@ def tune(
                     reports = session.run(tune_case, spec, repeat, budget, device)
                 right = right and all(one.right for one in reports[0].verdicts.values())
                 if session.leader:
+                    over_cache[f"{spec.op} {spec}"] = min(one.inputs_over_cache for one in reports)
                     path, after = _keep(spec, reports)
                     shown.add_row(*_cells(spec, reports, after))
             if session.leader:
-                _show(shown, path, out)
+                _show(shown, warm_cases(over_cache), path, out)
         if not right:
             raise typer.Exit(1)
 
@@ -171,8 +173,10 @@ def _change(before: Plan, after: Plan) -> str:
     return f"{before.algorithm}, now {after.algorithm}: {after.reason}"
 
 
-def _show(shown: Table, path: Path, out: Console) -> None:
+def _show(shown: Table, warm: str, path: Path, out: Console) -> None:
     out.print(shown)
+    if warm:
+        out.print(warm, markup=False)
     out.print(
         "ms: the slowest rank's median, by turns. An empty field: it cannot run this case, see "
         f"tpkernels explain.\nKept in {path}",

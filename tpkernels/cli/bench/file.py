@@ -24,13 +24,15 @@ _MOST_BYTES = 256 << 20  # a case takes some 10 KiB
 
 
 class Roofline(TypedDict):
-    """What a local matmul and a copy reach on each rank while all run them: see `Rates`."""
+    """What a local matmul and a copy reach on each rank while all run them: see `Rates`.
+    ``copy_over_cache``: what the copy reads and writes, over the last-level cache, in bytes."""
 
     tp: int
     dtype: str
     tflops: float
     torch_tflops: float
     copy_gb_per_s: float
+    copy_over_cache: float
 
 
 class Report(TypedDict):
@@ -117,6 +119,7 @@ def roofline(tp: int, dtype: str, rates: Rates) -> Roofline:
         "tflops": rates.flops / 1e12,
         "torch_tflops": rates.torch_flops / 1e12,
         "copy_gb_per_s": rates.copy_bytes / 1e9,
+        "copy_over_cache": rates.copy_over_cache,
     }
 
 

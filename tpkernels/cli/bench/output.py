@@ -59,7 +59,7 @@ def _rows(found: Any) -> list[dict[str, Any]]:
     for name in names:
         time, own = found["times"].get(name), found["algorithms"].get(name)
         row = {"op": found["op"], **dict(zip("MNK", shape, strict=True))}
-        row |= {each: found[each] for each in ("bytes", "dtype", "tp")}
+        row |= {each: found[each] for each in ("bytes", "dtype", "tp", "inputs_over_cache")}
         row |= {"labels": "; ".join(found["labels"]), "variant": name}
         row["algorithm"] = own and own["algorithm"]
         row["right"] = own and own["right"]

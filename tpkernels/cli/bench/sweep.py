@@ -129,8 +129,8 @@ class Effort:
 
     ``repeat`` repetitions of all variants by turns, fewer (three at the least) once they have taken
     ``seconds``; baselines by torch.matmul that would take longer than these seconds for three
-    are left out. ``cold``: inputs are not in the cache. ``baselines``: there are some that use
-    torch.matmul.
+    are left out. ``cold``: inputs are not in the cache, if memory allows. ``baselines``: there are
+    some that use torch.matmul.
     """
 
     repeat: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tpkernels.cli.bench.file import Report
     from tpkernels.cli.bench.results import Result
 
-FORMAT = "tpkernels-bench/2"
+FORMAT = "tpkernels-bench/3"
 _MOST_NUMBER = 1e30  # beyond it lies nothing that was measured
 _MOST_MESSAGE = 300  # characters
 
