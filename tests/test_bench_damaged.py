@@ -6,7 +6,10 @@ import copy
 import html
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -125,6 +128,24 @@ def test_what_contradicts_itself_is_refused(
 
 def times(report: Any) -> Any:
     return report["results"][0]["times"]
+
+
+def test_output_may_be_ascii(good: Path, report: Any) -> None:
+    """As of a script with LC_ALL=C that asks for it."""
+    report = copy.deepcopy(report)
+    report["environment"]["cpu"] = "Prozeßor"
+    bad = good.with_name("bad.json")
+    bad.write_text(json.dumps(report))
+    ended = subprocess.run(
+        [sys.executable, "-m", "tpkernels", "compare", str(good), str(bad)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert r" and Proze\xdfor" in ended.stdout
 
 
 def test_texts_of_a_file_are_shown_as_they_are(good: Path, report: Any, nothing_runs: None) -> None:

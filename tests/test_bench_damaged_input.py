@@ -36,6 +36,9 @@ SWEEP = {
     "m": [16],
 }
 _LAUGHS = "a0: &a0 [x]" + "".join(f"\na{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))
+_MERGED = "a0: &a0 {x: 1}" + "".join(
+    f"\na{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 18)
+)
 REFUSED = [
     "op: [", "", "- op", "text", "\0", "op: \x1b[2J", "? [op]\n: 1", "op: &a [*a]", "tp: *nothing",
     "op: !!python/object/apply:os.getcwd []", "tp: !!timestamp x", "tp: !!int ''", "tp: !!bool x",
@@ -47,7 +50,8 @@ REFUSED = [
     "tp: {2: 2}", "tp: 2.0", "tp: true", "repeat: null", "warm: yes please",
     "op: [[all_gather, [x]]]",
     "[" * 100_000, "tp: " + "[" * 900 + "]" * 900, "{" * 5000, "op: " + "x" * 100_000, _LAUGHS,
-    _LAUGHS + "\nop: *a39", "\x1b[31m: 1", "op: 'a\\x1b[31mb'", "? " + "x" * 5000 + "\n: 1",
+    _LAUGHS + "\nop: *a39", _MERGED,
+    "\x1b[31m: 1", "op: 'a\\x1b[31mb'", "? " + "x" * 5000 + "\n: 1",
 ]  # fmt: skip
 
 
@@ -57,6 +61,13 @@ def test_yaml_that_cannot_be_used_is_refused(tmp_path: Path, nothing_runs: None,
     path = tmp_path / "sweep.yaml"
     path.write_text(text, encoding="utf-8")
     assert not faults(invoke("bench", "--config", str(path)), (2,))
+
+
+def test_yaml_has_no_aliases(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text("tp: &ranks [2]\nm: *ranks")
+    with pytest.raises(UsageError, match=r"is no YAML: aliases \(\*name\) are not supported"):
+        read_file(path)
 
 
 def yaml_kinds(pick: random.Random) -> Iterator[tuple[str, bytes]]:

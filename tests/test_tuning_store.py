@@ -101,6 +101,7 @@ WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
     "a time too long": (first(ms={"direct": 10**400}), "the time of 'direct' is 1000"),
     "true": (first(ms={"direct": True}), "the time of 'direct' is True"),
     "rows below one": (first(extent=-5), "'extent' is -5"),
+    "rows beyond use": (first(extent=10**400), "'extent' is 1000"),
     "no date": (first(date="yesterday\n"), r"a date is 'yesterday\n'"),
 }  # fmt: skip
 

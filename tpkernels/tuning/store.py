@@ -25,6 +25,7 @@ from tpkernels.tuning.table import Measurement, Series, Table
 FORMAT = "tpkernels tuning 2"
 _MOST_BYTES = 1 << 20  # a case takes some 300
 _MOST_MS = 1e9
+_MOST_COUNT = 1 << 63
 _LOCK_SECONDS = 10.0  # an update takes milliseconds
 _DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
 
@@ -160,7 +161,7 @@ def _member(found: Any, name: str, kind: type) -> Any:
 
 def _count(found: dict[str, Any], name: str, least: int) -> int:
     value: int = _member(found, name, int)
-    if value < least:
+    if not least <= value < _MOST_COUNT:
         raise ValueError(f"'{name}' is {shown(value)}")
     return value
 

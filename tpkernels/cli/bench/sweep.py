@@ -110,11 +110,20 @@ def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
+class _Loader(yaml.SafeLoader):
+    """Without aliases, of which a few lines can stand for more than fits into memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not supported")
+        return super().compose_node(parent, index)
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     content = read_input(path, most=_MOST_BYTES)
     try:
-        found = yaml.safe_load(content)
+        found = yaml.load(content, _Loader)
     except Exception as error:  # of any class where the text for a tag, or the nesting, is odd
         text = " ".join(str(error).split())
         raise UsageError(f"'{path}' is no YAML: {text}") from error
