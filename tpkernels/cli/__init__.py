@@ -33,7 +33,5 @@ app.command(context_settings={"allow_interspersed_args": False})(profile)
 def main() -> None:
     """The console script ``tpkernels``."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # as for stderr: a name is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is
     app(prog_name="tpkernels")

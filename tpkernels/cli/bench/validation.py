@@ -75,12 +75,13 @@ def _validator() -> Any:
 
 def _check_rules(report: Report) -> None:
     """What relates several values of a report that obeys the schema."""
-    cases = [found["case"] for found in report["results"]]
-    for case in cases:
-        if cases.count(case) > 1:
-            raise _inconsistent(case, "is there more than once")
-        if case not in report["cases"]:
-            raise _inconsistent(case, "is not among the cases of the sweep")
+    wanted, cases = set(report["cases"]), set[str]()
+    for found in report["results"]:
+        if found["case"] in cases:
+            raise _inconsistent(found["case"], "is there more than once")
+        if found["case"] not in wanted:
+            raise _inconsistent(found["case"], "is not among the cases of the sweep")
+        cases.add(found["case"])
     missing = [case for case in report["cases"] if case not in cases]
     if report["complete"] and missing:
         raise _inconsistent(missing[0], "has no result, though the file is marked complete")
