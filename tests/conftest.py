@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,6 +118,20 @@ def cuda_driver(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.C
     cache = getattr(pytestconfig, "cache", None)
     folder = tmp_path_factory.mktemp("emulated") if cache is None else cache.mkdir("emulated")
     return str(emulated.build_driver(Path(folder)))
+
+
+@pytest.fixture
+def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Makes a file another user's. Who is not root cannot, and is another user from then on."""
+    nobody = 65534
+
+    def give(path: Path) -> None:
+        if os.geteuid() == 0:
+            os.chown(path, nobody, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: nobody)
+
+    return give
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,6 +18,10 @@ from test_cli import processes_of_session
 from typer.testing import CliRunner, Result
 
 from tpkernels.cli import app, session
+from tpkernels.cli.bench import command as bench_command
+from tpkernels.cli.bench.file import new_report, resumed, save
+from tpkernels.cli.bench.sweep import Settings, plan_sweep
+from tpkernels.cli.options import UsageError
 
 MODULE = [sys.executable, "-m", "tpkernels"]
 SWEEP = ["--op", "reduce_scatter,all_reduce", "--bytes", "4K,8K", "--repeat", "6", "--tp", "2"]
@@ -82,6 +86,49 @@ def test_resuming_what_is_complete_measures_nothing(
     assert valid(tmp_path / "bench.json")["results"] == before
 
 
+def test_two_runs_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would put back what it read at its start, without what the other has measured since."""
+    file, again = tmp_path / "bench.json", ["bench", *SWEEP, "--json", str(tmp_path / "bench.json")]
+    turns, second = iter([True, False]), list[Result]()
+
+    def meanwhile(*_: object, **__: object) -> None:
+        if next(turns):
+            second.append(invoke(*again, "--resume"))
+
+    monkeypatch.setattr(bench_command, "run_sweep", meanwhile)
+    assert invoke(*again).exit_code == 0
+    assert second[0].exit_code == 2
+    assert f"cannot write '{file}': another process has held " in second[0].output
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_that_cannot_be_written_are_no_regression(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_command, "run_sweep", lambda *_, **__: None)
+    (tmp_path / "bench.csv").mkdir()
+    result = invoke("bench", *SWEEP, "--out", str(tmp_path))
+    assert result.exit_code == 2, result.output
+    assert f"Error: cannot write '{tmp_path}': Is a directory\n" in result.output
+    (tmp_path / "bench.csv").rmdir()
+    report = new_report(plan_sweep(Settings(), ranks=None, device="cpu"))
+    with pytest.raises(UsageError, match=r"cannot write '/nowhere/bench\.json': No such file"):
+        save(report, Path("/nowhere/bench.json"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_with_an_odd_name_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are kept as they are shown."""
+    monkeypatch.setattr("tpkernels.cli.environment.processor", lambda: "A\xa0CPU\x1b[2J")
+    monkeypatch.setattr(bench_command, "run_sweep", lambda *_, **__: None)
+    file = tmp_path / "bench.json"
+    sweep = plan_sweep(Settings(), ranks=None, device="cpu")
+    save(new_report(sweep), file)
+    assert resumed(file, new_report(sweep))["environment"]["cpu"] == r"A\xa0CPU\x1b[2J"
+
+
 def of_first(report: dict[str, Any], algorithm: str) -> dict[str, Any]:
     times: dict[str, Any] = report["results"][0]["times"][algorithm]
     return times
@@ -100,14 +147,15 @@ def altered(name: str, value: object) -> Callable[[dict[str, Any]], None]:
         (None, ["--warm"], "its cold is True, here it is False"),
         (None, ["--algorithm", "direct"], "its algorithms is ['auto'], here it is ['direct']"),
         (None, ["--bytes", "16K"], "it has other cases, 6 of them, as all_reduce 2048"),
-        (lambda report: report.pop("results"), [], "is no result of `tpkernels bench`"),
-        (lambda report: report.update(format="x/1"), [], "format 'x/1', not 'tpkernels-bench/2'"),
-        (lambda report: report["results"].append({}), [], "are damaged"),
-        (lambda report: report.update(environment=[]), [], "are damaged"),
-        (lambda report: report.update(results=None), [], "are damaged"),
-        (lambda report: report.update(sweep={}), [], "are damaged"),
-        (lambda report: of_first(report, "unfused").update(samples=[]), [], "are damaged"),
-        (lambda report: of_first(report, "unfused").update(median="1"), [], "are damaged"),
+        (lambda report: report.pop("results"), [], "$: 'results' is a required property"),
+        (lambda report: report.update(format="tpkernels-bench/2"), [], "is no result of this `tpk"),
+        (lambda report: report.update(format="x/1"), [], "format 'x/1', not 'tpkernels-bench/3'"),
+        (lambda report: report["results"].append({}), [], "is damaged: $.results[4]: 'case' is a"),
+        (lambda report: report.update(environment=[]), [], "$.environment: [] is not of type"),
+        (lambda report: report.update(results=None), [], "$.results: None is not of type 'array'"),
+        (lambda report: report.update(sweep={}), [], "$.sweep: 'algorithms' is a required"),
+        (lambda report: of_first(report, "unfused").update(samples=[]), [], "[] should be non-e"),
+        (lambda report: of_first(report, "unfused").update(median="1"), [], "'1' is not of type"),
     ],
 )
 def test_what_cannot_be_resumed(
@@ -157,6 +205,7 @@ def slowed(written: Path, target: Path, factor: float, only: str = "auto", keep:
             samples = [1 + i / 100 for i in range(timed["iterations"])]
             scale = factor if only in (name, "all") else 1.0
             timed["samples"] = [scale * each for each in samples][:keep]
+            timed["iterations"] = keep
     target.write_text(json.dumps(report))
     return target
 
@@ -234,6 +283,7 @@ def test_compare_needs_something_in_common(written: Path, tmp_path: Path) -> Non
     report = json.loads(written.read_text())
     for found in report["results"]:
         found["case"] += " elsewhere"
+    report["cases"] = [found["case"] for found in report["results"]]
     (tmp_path / "bench.json").write_text(json.dumps(report))
     result = invoke("compare", str(written), str(tmp_path))
     assert result.exit_code == 2 and "no case and algorithm in common" in result.output

@@ -24,7 +24,7 @@ from tpkernels.launch import Ranks
 
 BOUNDS = {"product": 4.0, "unfused": 2.5}  # times as long as
 EFFORT = Effort(repeat=12, seconds=None, cold=False, baselines=False)
-RATES = Rates(1e10, 1e10, 1e10)
+RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)
 
 
 def regressions(found: Result) -> list[str]:

@@ -102,7 +102,7 @@ def test_work_of_a_call() -> None:
     assert Work.of(Spec("matmul_all_reduce", (64, 32, 16), bf16), 4).traffic == 2 * reduce.traffic
     alone = Work.of(Spec("all_reduce", (64,), torch.float32), 1)
     assert (alone.flops, alone.traffic) == (0, 0)
-    rates = Rates(flops=1e3, torch_flops=1.0, copy_bytes=1e9)
+    rates = Rates(flops=1e3, torch_flops=1.0, copy_bytes=1e9, copy_over_cache=8.0)
     assert gather.least_seconds(rates) == pytest.approx(gather.flops / 1e3)
-    rates = Rates(flops=1e12, torch_flops=1.0, copy_bytes=1e2)
+    rates = Rates(flops=1e12, torch_flops=1.0, copy_bytes=1e2, copy_over_cache=8.0)
     assert gather.least_seconds(rates) == pytest.approx(gather.touched / 1e2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,33 @@ def test_a_damaged_file_is_not_used(cache: Path, compiler: Compiler, damage: byt
     assert image.nvrtc_image(90) == b"cubin 2\0"
     assert image.nvrtc_image(90) == b"cubin 2\0"  # it was put right
     assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("what", ["a file others can write", "a folder others can write"])
+def test_an_image_that_another_user_can_have_written_is_not_used(
+    cache: Path, compiler: Compiler, what: str
+) -> None:
+    """Its checksum is right: whoever writes the image writes that too."""
+    image.nvrtc_image(90)
+    (file,) = cache.iterdir()
+    assert image.nvrtc_image(90) == b"cubin 1\0"
+    if what == "a file others can write":
+        file.chmod(0o666)
+    else:
+        cache.chmod(0o777)
+    assert image.nvrtc_image(90) == b"cubin 2\0"
+    cache.chmod(0o700)
+    assert image.nvrtc_image(90) == b"cubin 2\0"  # it was put right
+
+
+@pytest.mark.parametrize("part", ["file", "folder"])
+def test_an_image_of_another_user_is_not_used(
+    cache: Path, compiler: Compiler, give_away: Callable[[Path], None], part: str
+) -> None:
+    image.nvrtc_image(90)
+    (file,) = cache.iterdir()
+    give_away(file if part == "file" else cache)
+    assert image.nvrtc_image(90) == b"cubin 2\0"
 
 
 def test_no_cache_is_no_error(

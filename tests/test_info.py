@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 
@@ -10,7 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import tpkernels
-from tpkernels import nccl
+from tpkernels import cuda, nccl
 from tpkernels.backends import OPS
 from tpkernels.cli import app
 
@@ -59,3 +60,16 @@ def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(invoke("info", "--json").stdout)["nccl"] == {**found, "features": features}
     monkeypatch.setattr(nccl, "facts", lambda: {"obstacle": "no NCCL: nobody has one"})
     assert "no NCCL: nobody has one" in " ".join(invoke("info").output.split())
+
+
+def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich would take the extra of a `pip install` for markup."""
+    remedy = "pip install 'tpkernels[cu13]' (or [cu12])"
+    monkeypatch.setattr(cuda, "image_status", lambda: f"none: {remedy}")
+    for name in ("info", "device"):  # by module name: the package has a command called info
+        module = importlib.import_module(f"tpkernels.cli.{name}")
+        monkeypatch.setattr(module, "lacking", lambda way, *_: remedy if way == "fused" else None)
+    shown = " ".join(invoke("info").output.split())
+    assert f"none: {remedy}" in shown and f"fused {remedy}" in shown
+    problem = ["--op", "matmul_all_reduce", "--m", "64", "--n", "64", "--k", "64"]
+    assert remedy in invoke("explain", *problem).output

@@ -20,7 +20,7 @@ MOST_LINES = 300
 
 # What the modules of a layer may import of the package. Imports point one way:
 # ops -> plan, backends -> algorithms -> symm -> _C.
-LEAVES = {"_C", "errors", "dtypes", "shards", "version", "cache", "defaults"}
+LEAVES = {"_C", "errors", "dtypes", "shards", "version", "cache", "defaults", "text"}
 ALLOWED = {
     "errors": set[str](),
     "dtypes": set[str](),
@@ -28,6 +28,7 @@ ALLOWED = {
     "version": set[str](),
     "cache": set[str](),
     "defaults": set[str](),
+    "text": set[str](),
     "tuning": LEAVES | {"tuning"},
     "numerics": {"dtypes", "shards", "numerics"},
     "problem": {"dtypes", "shards", "tuning"},

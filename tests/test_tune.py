@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import warnings
 from pathlib import Path
@@ -71,13 +72,19 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert "auto takes unfused: the ranks share no memory" in apart.output
 
 
+def test_tune_tells_of_inputs_that_may_be_in_the_cache(cache: Path) -> None:
+    """Of 64 bytes there are never enough copies."""
+    shown = invoke("tune", "--op", "all_reduce", "--bytes", "64", "--repeat", "2").output
+    said = r"Inputs that may be in the cache .*: all_reduce 64 bytes bfloat16 \([\d.e-]+x\)\."
+    assert re.search(said, " ".join(shown.split())), shown
+
+
 def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
-    machine, found = this_machine("cpu", 2, 1, True, threads=1), NOTHING_TUNED
+    machine = this_machine("cpu", 2, 1, True, threads=1)
     for n, unfused in ((64, 1.0), (128, 4.0)):
         spec = Spec("all_gather_matmul", (9, n, 32), torch.bfloat16)
         ms = {"unfused": unfused, "direct": 2.0}
-        found = found.with_measurement(measurement(spec, 2, ms))
-    store.save(machine, found)
+        store.update(machine, measurement(spec, 2, ms))
     shown = invoke(*EXPLAIN, "--m", "9").output
     assert "1.00 (64), 4.00 (128)" in shown
     assert "within 2.00x of the fastest in 2 cases" in shown
@@ -136,7 +143,7 @@ def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
 
 
 def test_a_bad_cache_is_replaced(cache: Path) -> None:
-    cache.parent.mkdir()
+    cache.parent.mkdir(0o700)
     cache.write_bytes(b"not ours")
     with pytest.warns(RuntimeWarning, match="is ignored: it is no JSON"):
         shown = invoke(*EXPLAIN, "--m", "9")
@@ -183,6 +190,17 @@ def test_a_cache_that_cannot_be_written_is_found_before_measuring(
     result = invoke("tune", *SMALL)
     assert result.exit_code == 2
     assert "Error: no cache folder: " in result.output and "XDG_CACHE_HOME" in result.output
+
+
+def test_a_cache_that_would_not_be_read_is_found_before_measuring(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.mkdir()
+    cache.parent.chmod(0o770)
+    monkeypatch.delattr(session, "Ranks")
+    result = invoke("tune", *SMALL)
+    assert result.exit_code == 2
+    assert f"Error: the cache folder '{cache.parent}' is not used: it has mode 770" in result.output
 
 
 def test_explain_tells_what_a_gpu_would_need() -> None:

@@ -50,7 +50,7 @@ def test_a_table_comes_back(cache: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.load_or_warn(MACHINE) == NOTHING_TUNED  # there is none: no warning
-        assert store.save(MACHINE, TABLE) == cache
+        assert store.update(MACHINE, *TABLE.measurements) == (cache, TABLE)
         assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
     newer = measured(spec(64), unfused=0.5, direct=1.0)
@@ -101,6 +101,7 @@ WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
     "a time too long": (first(ms={"direct": 10**400}), "the time of 'direct' is 1000"),
     "true": (first(ms={"direct": True}), "the time of 'direct' is True"),
     "rows below one": (first(extent=-5), "'extent' is -5"),
+    "rows beyond use": (first(extent=10**400), "'extent' is 1000"),
     "no date": (first(date="yesterday\n"), r"a date is 'yesterday\n'"),
 }  # fmt: skip
 
@@ -108,7 +109,7 @@ WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_bad_file_is_ignored_with_one_warning(cache: Path, case: str) -> None:
     content, reason = WRONG[case]
-    store.save(MACHINE, TABLE)
+    store.update(MACHINE, *TABLE.measurements)
     if not isinstance(content, bytes):
         content = json.dumps(content(json.loads(cache.read_bytes()))).encode()
     cache.write_bytes(content)
@@ -119,7 +120,8 @@ def test_a_bad_file_is_ignored_with_one_warning(cache: Path, case: str) -> None:
     assert reason in str(warning.message)
     assert "\x1b" not in str(warning.message)
     assert cache.read_bytes() == content  # left for a look
-    store.save(MACHINE, TABLE)
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        store.update(MACHINE, *TABLE.measurements)
     assert store.load_or_warn(MACHINE) == TABLE
 
 
@@ -133,9 +135,33 @@ def unreadable(path: Path) -> None:
     ids=["a pipe", "a folder", "links in a circle"],
 )
 def test_what_is_no_file_is_ignored(cache: Path, make: Callable[[Path], None], reason: str) -> None:
-    cache.parent.mkdir()
+    cache.parent.mkdir(0o700)
     make(cache)
     with pytest.warns(RuntimeWarning, match=reason):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+@pytest.mark.parametrize("part", ["file", "folder"])
+def test_a_table_that_another_user_can_have_written_is_ignored(
+    cache: Path, give_away: Callable[[Path], None], part: str
+) -> None:
+    path = cache if part == "file" else cache.parent
+    store.update(MACHINE, *TABLE.measurements)
+    path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=r"is ignored: .* has mode 777.*: chmod go-w"):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+    path.chmod(0o700)
+    assert store.load_or_warn(MACHINE) == TABLE
+    give_away(path)
+    with pytest.warns(RuntimeWarning, match=r"is ignored: .* belongs to user \d+, not to"):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+def test_a_folder_of_others_without_a_table_is_no_warning(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.parent.chmod(0o777)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert store.load_or_warn(MACHINE) == NOTHING_TUNED
 
 
@@ -151,7 +177,7 @@ def test_a_user_without_a_home_has_no_table(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_write_that_fails_leaves_the_old_table(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.save(MACHINE, TABLE)
+    store.update(MACHINE, *TABLE.measurements)
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
@@ -159,7 +185,7 @@ def test_a_write_that_fails_leaves_the_old_table(
     with monkeypatch.context() as broken:
         broken.setattr(os, "replace", fail)
         with pytest.raises(OSError, match="disk full"):
-            store.save(MACHINE, NOTHING_TUNED)
+            store.update(MACHINE, measured(spec(7), direct=1.0))
     assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
 
@@ -220,7 +246,7 @@ def test_ranks_with_different_caches_choose_alike(
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         times = dict.fromkeys(("unfused", "ring", "direct", "pipelined"), 2.0)
         times["ring" if slow == "direct" else "unfused"] = 1.0
-        store.save(machine, Table((measured(spec(64), **times),)))
+        store.update(machine, measured(spec(64), **times))
     for one in ranks(2).run(chosen_with_cache, folders, spread):
         assert one[:3] == ("ring", "tuned: 1 ms, unfused 2 ms, 2026-11-21", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", folders[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 from tpkernels.cli.bench import bench, compare
@@ -29,4 +32,6 @@ app.command(context_settings={"allow_interspersed_args": False})(profile)
 
 def main() -> None:
     """The console script ``tpkernels``."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is
     app(prog_name="tpkernels")

@@ -6,11 +6,19 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.algorithms.product import native
 from tpkernels.cli.layer import Call, LayerReport, LayerShape, run_layer
-from tpkernels.cli.options import DTYPES, UsageError, at_least, dtype_named, exit_codes
+from tpkernels.cli.options import (
+    DTYPES,
+    UsageError,
+    at_least,
+    check_workers,
+    dtype_named,
+    exit_codes,
+)
 from tpkernels.cli.output import console, milliseconds, table
 from tpkernels.cli.session import open_session, world_size
 from tpkernels.cli.timing import summary
@@ -35,7 +43,8 @@ def demo(
     """
     with exit_codes():
         world = world_size(nproc, 4)
-        at_least(1, m=m, repeat=repeat, threads=threads, timeout=timeout)
+        at_least(1, m=m, repeat=repeat, timeout=timeout)
+        check_workers(threads=threads)
         _fits(world, hidden=hidden, ffn=ffn)
         shape = LayerShape(m=m, hidden=hidden, ffn=ffn, dtype=dtype_named(dtype))
         out = console()
@@ -114,7 +123,7 @@ def _row(calls: tuple[Call, ...]) -> list[str]:
         *(milliseconds(times[name].median) for name in ("torch", "matmul", "unfused", "tpkernels")),
         f"{times['torch'].median / ours:.2f}x",
         f"{times['unfused'].median / ours:.2f}x",
-        f"{call.algorithm}: {call.reason}",
+        escape(f"{call.algorithm}: {call.reason}"),
     ]
 
 

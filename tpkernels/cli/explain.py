@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tpkernels.cli.cases import MATMUL_OPS, Spec
 from tpkernels.cli.device import device_known, missing_kernels
@@ -14,6 +15,7 @@ from tpkernels.cli.options import (
     DTYPES,
     UsageError,
     at_least,
+    check_workers,
     dtype_named,
     exit_codes,
     ops_named,
@@ -48,7 +50,8 @@ def explain(
     """Show what auto takes for a problem, and why, with the times that `tpkernels tune` has taken
     here. Starts no ranks."""
     with exit_codes():
-        at_least(1, tp=world, hosts=hosts, threads=threads)
+        check_workers(tp=world, threads=threads)
+        at_least(1, hosts=hosts)
         device_known(device)
         spec = _spec(op, (m, n, k), nbytes, dtype, world)
         shared = hosts == 1
@@ -93,10 +96,10 @@ def _show(
     for name in ALGORITHMS:
         chosen = f"[bold green]{name}[/]" if name == plan.algorithm else name
         why = found[name]
-        shown.add_row(chosen, _times(name, cases) if why is None else "", why or "")
+        shown.add_row(chosen, _times(name, cases) if why is None else "", escape(why or ""))
     out.print(f"{spec.op} {spec}, {problem.world} ranks, {problem.device}")
     out.print(shown)
-    out.print(f"auto takes [bold]{plan.algorithm}[/]: {plan.reason}")
+    out.print(f"auto takes [bold]{plan.algorithm}[/]: {escape(plan.reason)}")
     if machine is None:
         return
     count, where = len(measured.measurements), f"{problem.world} ranks x {machine.threads} threads"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tpkernels import _C, cuda, dtypes, kernels, nccl
@@ -103,7 +104,7 @@ def _show(facts: dict[str, Any], out: Console) -> None:
     }
     grid = Table.grid(padding=(0, 2))
     for name, text in lines.items():
-        grid.add_row(f"[bold]{name}[/bold]", text)
+        grid.add_row(f"[bold]{name}[/bold]", escape(str(text)))
     out.print(grid)
     for device in TABLES:
         reasons = {why for each in facts["algorithms"][device].values() for why in each.values()}
@@ -128,7 +129,7 @@ def _algorithm_table(device: str, facts: dict[str, Any]) -> Table:
     for op, found in facts["algorithms"][device].items():
         marks = ["yes" if found[name] is None else "no" for name in ALGORITHMS]
         reasons = [f"{name} {why}" for name, why in found.items() if why is not None]
-        result.add_row(op, *marks, "; ".join(reasons))
+        result.add_row(op, *marks, escape("; ".join(reasons)))
     everywhere = facts["algorithms_across_hosts"][device].values()
     left = [name for name in ALGORITHMS if all(found[name] is None for found in everywhere)]
     result.caption_justify = "left"

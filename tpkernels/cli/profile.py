@@ -17,10 +17,12 @@ from tpkernels.cli.options import (
     UsageError,
     algorithms_named,
     at_least,
+    check_workers,
     dtype_named,
     exit_codes,
     ops_named,
     writable,
+    writing,
 )
 from tpkernels.cli.output import console, milliseconds, table
 from tpkernels.cli.recording import Recording, record_op, record_script
@@ -64,7 +66,8 @@ def profile(
         if (op is None) == (not script):
             raise UsageError("give either --op or a script")
         world = world_size(nproc, 2)
-        at_least(1, calls=calls, threads=threads, timeout=timeout)
+        at_least(1, calls=calls, timeout=timeout)
+        check_workers(threads=threads)
         if op is not None:
             ops_named([op])
             spec = spec_of(op, shape, size, dtype_named(dtype))
@@ -108,7 +111,8 @@ def _report(told: list[Recording], what: str, files: tuple[Path, Path], out: Con
     hosts = sorted({one.host for one in told})
     trace["otherData"] = {"what": what, "ranks": len(told), "hosts": hosts}
     spent = times(trace, len(told))
-    files[0].write_text(json.dumps(trace))
+    with writing(files[0]):
+        files[0].write_text(json.dumps(trace))
     plan = f", {told[0].plan}" if told[0].plan else ""
     out.print(f"{what}, {len(told)} ranks{plan}", markup=False)
     out.print(_table(spent))
@@ -124,7 +128,8 @@ def _report(told: list[Recording], what: str, files: tuple[Path, Path], out: Con
         out.print(f"Ranks are on {len(hosts)} hosts, each on its own clock: they are not aligned.")
     missing = timeline.obstacle()
     if missing is None:
-        timeline.draw(trace, files[1], f"{what}: {share:.0%} of the moving overlapped")
+        with writing(files[1]):
+            timeline.draw(trace, files[1], f"{what}: {share:.0%} of the moving overlapped")
     out.print(f"{files[0]} (ui.perfetto.dev), {missing or files[1]}", markup=False)
 
 

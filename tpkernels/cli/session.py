@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels.cli.options import UsageError
+from tpkernels.cli.options import UsageError, check_workers
 from tpkernels.launch import Ranks
 
 # For ranks that share a GPU: torch's symmetric memory; NCCL from 2.30.3 on, which then cannot use
@@ -71,8 +71,8 @@ def is_leader() -> bool:
 
 def world_size(nproc: int | None, default: int) -> int:
     """The number of ranks: the launcher's, or what was asked for."""
-    if nproc is not None and nproc < 1:
-        raise UsageError(f"--nproc is {nproc}; it must be at least 1")
+    if nproc is not None:
+        check_workers(nproc=nproc)
     if not under_torchrun():
         return default if nproc is None else nproc
     world = int(os.environ["WORLD_SIZE"])

@@ -42,7 +42,7 @@ def draw(trace: dict[str, Any], path: Path, title: str) -> None:
     axes.set_yticks(range(len(rows)), [label for _, label in rows], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(title.replace("$", r"\$"), fontsize="medium")
+    axes.set_title(title, fontsize="medium", parse_math=False)
     axes.legend(
         handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
         loc="upper left",

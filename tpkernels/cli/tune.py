@@ -8,20 +8,24 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.backends import OPS
-from tpkernels.cache import cache_folder
+from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli.cases import Spec
 from tpkernels.cli.device import device_named
+from tpkernels.cli.inputs import warm_cases
 from tpkernels.cli.options import (
     DTYPES,
     UsageError,
     at_least,
+    check_workers,
     dtype_named,
     exit_codes,
     ops_named,
     writable,
+    writing,
 )
 from tpkernels.cli.output import console, milliseconds, table
 from tpkernels.cli.session import is_leader, open_session, ranks_share_gpus, world_size
@@ -68,15 +72,16 @@ def tune(
 ) -> None:
     """Measure every algorithm for the given shapes, so that auto takes the fastest.
 
-    Each is checked first, then all are timed by turns, on inputs that are in no cache. The times
-    are kept in the cache folder ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels), case by
-    case, for this device, number of ranks and threads, and these versions of tpkernels, torch and
-    Triton; groups that are set up from then on use them. The exit code is 1 if a result is wrong;
-    wrong ones are left out.
+    Each is checked first, then all are timed by turns, on inputs that are in no cache; where memory
+    does not allow that, the output tells. The times are kept in the cache folder
+    ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels), case by case, for this device,
+    number of ranks and threads, and these versions of tpkernels, torch and Triton; groups that are
+    set up from then on use them. The exit code is 1 if a result is wrong; wrong ones are left out.
     """
     with exit_codes():
         world = world_size(nproc, 2)
-        at_least(1, repeat=repeat, budget=budget, threads=threads, timeout=timeout)
+        at_least(1, repeat=repeat, budget=budget, timeout=timeout)
+        check_workers(threads=threads)
         if world == 1:
             raise UsageError("one rank has nothing to choose: it communicates with nobody")
         specs = _specs(op or list(OPS), shape or _SHAPES, sizes, dtype, world)
@@ -84,7 +89,7 @@ def tune(
         _check_gpus(world, device)
         if is_leader():
             _check_cache()
-        out, right = console(), True
+        out, right, over_cache = console(), True, {}
         shown = table("op\nM, N, K", ALGORITHMS, "auto before, and from now on")
         with open_session(world, threads=threads, timeout=timeout, device=device) as session:
             for spec in specs:
@@ -92,10 +97,11 @@ def tune(
                     reports = session.run(tune_case, spec, repeat, budget, device)
                 right = right and all(one.right for one in reports[0].verdicts.values())
                 if session.leader:
+                    over_cache[f"{spec.op} {spec}"] = min(one.inputs_over_cache for one in reports)
                     path, after = _keep(spec, reports)
                     shown.add_row(*_cells(spec, reports, after))
             if session.leader:
-                _show(shown, path, out)
+                _show(shown, warm_cases(over_cache), path, out)
         if not right:
             raise typer.Exit(1)
 
@@ -118,12 +124,16 @@ def _check_gpus(world: int, device: str) -> None:
 
 
 def _check_cache() -> None:
-    """``UsageError`` where the cache could not be written after all the measuring."""
+    """``UsageError`` if the cache could not be written after all the measuring, or would not be
+    read."""
     try:
         folder = cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
+        check_folder(folder)
     except (OSError, RuntimeError) as error:
         raise UsageError(f"no cache folder: {error}; set XDG_CACHE_HOME to one") from error
+    except ValueError as error:
+        raise UsageError(f"the cache folder '{folder}' is not used: {error}") from error
     writable(folder / "tuning")
 
 
@@ -138,11 +148,8 @@ def _keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
     machine = reports[0].machine
     config = reports[0].config
     new = measurement(spec, machine.ranks, _medians(reports), machine.kind, config)
-    tuned = store.load_or_warn(machine).with_measurement(new)
-    try:
-        path = store.save(machine, tuned)
-    except OSError as error:
-        raise UsageError(f"cannot write the tuning cache: {error}") from error
+    with writing(store.path_for(machine)):
+        path, tuned = store.update(machine, new)
     problem = spec.problem(machine.ranks, machine.kind)
     return path, choose(problem, Means(shared_memory=machine.shared_memory), tuned=tuned)
 
@@ -157,7 +164,7 @@ def _cells(spec: Spec, reports: list[TuneReport], after: Plan) -> list[str]:
             cells.append(f"[bold green]{text}[/]" if name == best else text)
         else:
             cells.append("[bold red]WRONG[/]" if name in report.verdicts else "")
-    return [f"{spec.op}\n[dim]{spec}[/]", *cells, _change(report.before, after)]
+    return [f"{spec.op}\n[dim]{spec}[/]", *cells, escape(_change(report.before, after))]
 
 
 def _change(before: Plan, after: Plan) -> str:
@@ -166,8 +173,10 @@ def _change(before: Plan, after: Plan) -> str:
     return f"{before.algorithm}, now {after.algorithm}: {after.reason}"
 
 
-def _show(shown: Table, path: Path, out: Console) -> None:
+def _show(shown: Table, warm: str, path: Path, out: Console) -> None:
     out.print(shown)
+    if warm:
+        out.print(warm, markup=False)
     out.print(
         "ms: the slowest rank's median, by turns. An empty field: it cannot run this case, see "
         f"tpkernels explain.\nKept in {path}",

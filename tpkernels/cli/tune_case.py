@@ -38,6 +38,7 @@ class TuneReport:
     verdicts: dict[str, Verdict]
     samples: dict[str, Samples]
     config: Config
+    inputs_over_cache: float  #: `Inputs.over_cache`
 
 
 def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> TuneReport:
@@ -66,7 +67,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     finally:
         group.use_times(device, known)
     machine = this_machine(device, group.world, group.hosts, group.shared_memory)
-    return TuneReport(machine, before, verdicts, samples, config)
+    return TuneReport(machine, before, verdicts, samples, config, inputs.over_cache)
 
 
 def measurement(

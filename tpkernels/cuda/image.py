@@ -3,7 +3,8 @@ nvcc; else NVRTC, which CuPy finds and calls, compiles the same sources once per
 
 What NVRTC made is kept in ``$XDG_CACHE_HOME/tpkernels`` (``~/.cache/tpkernels``), under a name that
 holds the architecture and a hash of sources, options and NVRTC's version. A file there is used only
-if its own checksum is right, and losing it costs a compilation.
+if nobody else can have written it (`cache.read_trusted`) and its own checksum is right; losing it
+costs a compilation.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 
 from tpkernels import _C
-from tpkernels.cache import cache_folder, replace_file
+from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.cuda.checks import place
 
 _OPTIONS = ("--std=c++17",)
+_MOST_BYTES = 64 << 20  # an image has less than 1 MiB
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _INSTALL = "pip install 'tpkernels[cu13]' (or [cu12] for CUDA 12), or build where there is nvcc"
 
@@ -92,10 +94,11 @@ def nvrtc_image(capability: int) -> bytes:
 
 
 def read_cached(path: Path) -> bytes | None:
-    """The image in a file; None if it is not there, cannot be read or is damaged."""
+    """The image in a file; None if it is not there, cannot be read, is damaged, or if another user
+    can have written it."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = read_trusted(path, most=_MOST_BYTES)
+    except (OSError, ValueError):
         return None
     digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return image if hashlib.sha256(image).digest() == digest else None

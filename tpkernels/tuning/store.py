@@ -1,16 +1,14 @@
 """The file that keeps a `Table`: one for each machine and topology, in the cache folder.
 
-It is JSON, it is replaced as a whole, and nothing in it is taken on trust: the format's version,
-the machine, the versions of the software and every value are checked, and a file in which anything
-is wrong is not used at all. The worst that a well-formed file can do is to have a slower algorithm
-chosen.
+It is JSON, it is replaced as a whole, and nothing in it is taken on trust: who can have written it
+(`cache.read_trusted`), the format's version, the machine, the versions of the software and every
+value are checked, and a file in which anything is wrong is not used at all. The worst that a
+well-formed file can do is to have a slower algorithm chosen.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import stat
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels import dtypes
-from tpkernels.cache import cache_folder, replace_file
+from tpkernels.cache import cache_folder, locked, make_folder, read_trusted, replace_file
+from tpkernels.text import shown
 from tpkernels.tuning.machine import Machine, versions
 from tpkernels.tuning.table import Measurement, Series, Table
 
 FORMAT = "tpkernels tuning 2"
 _MOST_BYTES = 1 << 20  # a case takes some 300
 _MOST_MS = 1e9
-_MOST_TEXT = 60  # characters of the file's that a message repeats
+_MOST_COUNT = 1 << 63
+_LOCK_SECONDS = 10.0  # an update takes milliseconds
 _DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
 
 
@@ -43,7 +43,7 @@ def load(machine: Machine) -> tuple[Table, str]:
     except RuntimeError:
         return Table(), ""
     try:
-        return parse(_read(path), machine), ""
+        return parse(read_trusted(path, most=_MOST_BYTES), machine), ""
     except FileNotFoundError:
         return Table(), ""
     except OSError as error:
@@ -62,21 +62,27 @@ def load_or_warn(machine: Machine) -> Table:
     return table
 
 
-def save(machine: Machine, table: Table) -> Path:
-    """Replaces the table of a machine.
+def update(machine: Machine, *new: Measurement) -> tuple[Path, Table]:
+    """Adds measurements to the table of a machine, in place of what it had of the same cases.
+    Returns where the table is and what it holds now. Processes that update at once take turns.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or another process kept it locked.
     """
-    content = {
-        "format": FORMAT,
-        "machine": asdict(machine),
-        "versions": versions(),
-        "measurements": to_json(table),
-    }
     path = path_for(machine)
-    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
-    return path
+    make_folder(path.parent)
+    with locked(path.with_suffix(".lock"), seconds=_LOCK_SECONDS):
+        table = load_or_warn(machine)
+        for one in new:
+            table = table.with_measurement(one)
+        content = {
+            "format": FORMAT,
+            "machine": asdict(machine),
+            "versions": versions(),
+            "measurements": to_json(table),
+        }
+        replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    return path, table
 
 
 def to_json(table: Table) -> list[dict[str, Any]]:
@@ -106,35 +112,23 @@ def from_json(found: Iterable[Any]) -> Table:
     return Table(tuple(_measurement(one) for one in found))
 
 
-def _read(path: Path) -> bytes:
-    """A regular file's content."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("it is no regular file")
-    # Should it be a pipe by now, opening does not wait for its other end.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-    return content
-
-
 def _measurement(found: Any) -> Measurement:
     series = _member(found, "series", dict)
     times = _member(found, "ms", dict)
     for name, ms in times.items():
         if type(ms) not in (int, float) or not 0 < ms < _MOST_MS:
-            raise ValueError(f"the time of {_shown(name)} is {_shown(ms)}")
+            raise ValueError(f"the time of {shown(name)} is {shown(ms)}")
     day = _member(found, "date", str)
     try:
         date.fromisoformat(day)
     except ValueError as error:
-        raise ValueError(f"a date is {_shown(day)}") from error
+        raise ValueError(f"a date is {shown(day)}") from error
     options = _member(series, "options", list)
     if not all(isinstance(option, str) for option in options):
-        raise ValueError(f"options are {_shown(options)}")
+        raise ValueError(f"options are {shown(options)}")
     dtype = _member(series, "dtype", str)
     if dtype not in _DTYPES:
-        raise ValueError(f"a dtype is {_shown(dtype)}")
+        raise ValueError(f"a dtype is {shown(dtype)}")
     return Measurement(
         Series(
             op=_member(series, "op", str),
@@ -155,7 +149,7 @@ def _measurement(found: Any) -> Measurement:
 def _field(found: Any) -> tuple[str, int]:
     """A field of a kernel's config. Whether there is such a config is for the kernels to know."""
     if not isinstance(found, list) or [type(each) for each in found] != [str, int]:
-        raise ValueError(f"a field of a config is {_shown(found)}")
+        raise ValueError(f"a field of a config is {shown(found)}")
     return found[0], found[1]
 
 
@@ -167,18 +161,12 @@ def _member(found: Any, name: str, kind: type) -> Any:
 
 def _count(found: dict[str, Any], name: str, least: int) -> int:
     value: int = _member(found, name, int)
-    if value < least:
-        raise ValueError(f"'{name}' is {_shown(value)}")
+    if not least <= value < _MOST_COUNT:
+        raise ValueError(f"'{name}' is {shown(value)}")
     return value
 
 
 def _same(found: Any, name: str, expected: object) -> None:
     value = _member(found, name, type(expected))
     if value != expected:
-        raise ValueError(f"{name} is {_shown(value)}, here it is {expected!r}")
-
-
-def _shown(value: object) -> str:
-    """Text from the file, without what a terminal would obey."""
-    text = ascii(value)
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
+        raise ValueError(f"{name} is {shown(value)}, here it is {expected!r}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tpkernels.backends import OPS
+from tpkernels.cache import locked
 from tpkernels.cli.bench import output
 from tpkernels.cli.bench.file import Report, new_report, resumed
 from tpkernels.cli.bench.models import LAYER, MODELS, PROJECTIONS
@@ -26,7 +28,7 @@ from tpkernels.cli.bench.sweep import (
     read_file,
 )
 from tpkernels.cli.device import device_named
-from tpkernels.cli.options import DTYPES, UsageError, at_least, exit_codes, writable
+from tpkernels.cli.options import DTYPES, UsageError, at_least, exit_codes, writable, writing
 from tpkernels.cli.output import console
 from tpkernels.cli.session import is_leader, launched_ranks
 
@@ -152,12 +154,12 @@ def bench(
         uneven=uneven,
         baselines=baselines,
     )
-    with exit_codes():
+    with exit_codes(), contextlib.ExitStack() as stack:
         at_least(1, timeout=timeout)
         if config is not None:
             given = given.over(read_file(config), config)
         sweep = plan_sweep(given, ranks=launched_ranks(), device=device_named(device))
-        target = _target(out, json_file, resume)
+        target = _target(stack, out, json_file, resume)
         report = new_report(sweep)
         if resume and target is not None and is_leader():  # whose report counts
             report = resumed(target, report)
@@ -187,8 +189,11 @@ def _measure(
         raise typer.Exit(1)
 
 
-def _target(out: Path | None, json_file: Path | None, resume: bool) -> Path | None:
-    """Where the JSON goes, if it can be written; on other hosts than rank 0's nothing is."""
+def _target(
+    stack: contextlib.ExitStack, out: Path | None, json_file: Path | None, resume: bool
+) -> Path | None:
+    """Where the JSON goes, if it can be written; on other hosts than rank 0's nothing is. No other
+    run may write there until ``stack`` is left."""
     path = json_file
     if out is not None:
         path = path or out / "bench.json"
@@ -201,4 +206,8 @@ def _target(out: Path | None, json_file: Path | None, resume: bool) -> Path | No
         if resume:
             raise UsageError("--resume needs the --out or --json of the run to go on with")
         return None
-    return writable(path) if is_leader() else path
+    if is_leader():
+        with writing(path):
+            stack.enter_context(locked(path.with_name(f".{path.name}.lock"), seconds=1))
+        writable(path)
+    return path

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.cli.bench.baselines import BASELINES
 from tpkernels.cli.bench.file import Report, load
 from tpkernels.cli.bench.results import Result
 from tpkernels.cli.bench.statistics import Array, Estimate, independent, ratio
+from tpkernels.cli.inputs import COLD
 from tpkernels.cli.options import UsageError, exit_codes
 from tpkernels.cli.output import console, milliseconds, table
 
@@ -136,6 +138,14 @@ def _differences(a: Report, b: Report) -> Iterator[str]:
     for name in ("cold", "threads"):
         if a["sweep"].get(name) != b["sweep"].get(name):
             yield f"{name} differs: {a['sweep'].get(name)} and {b['sweep'].get(name)}"
+    earlier = {found["case"]: found["inputs_over_cache"] for found in a["results"]}
+    for found in b["results"]:
+        before, now = earlier.get(found["case"]), found["inputs_over_cache"]
+        if before is not None and (before < COLD) != (now < COLD):
+            yield (
+                f"the inputs of {found['case']} differ: {before:.2g}x and {now:.2g}x the "
+                f"last-level cache (cold from {COLD:g}x on)"
+            )
 
 
 def _table(found: list[Change], threshold: float) -> Table:
@@ -146,7 +156,11 @@ def _table(found: list[Change], threshold: float) -> Table:
             for value in (change.first, change.second)
         ]
         shown.add_row(
-            change.case, change.algorithm, *medians, _ratio(change), _verdict(change, threshold)
+            escape(change.case),
+            change.algorithm,
+            *medians,
+            _ratio(change),
+            _verdict(change, threshold),
         )
     return shown
 

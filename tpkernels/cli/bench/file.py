@@ -11,24 +11,28 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from tpkernels.cli import environment
+from tpkernels.cli.bench import validation
 from tpkernels.cli.bench.results import Result, key
 from tpkernels.cli.bench.roofline import Rates
 from tpkernels.cli.bench.sweep import Sweep
 from tpkernels.cli.inputs import last_level_cache_bytes
-from tpkernels.cli.options import UsageError
+from tpkernels.cli.options import UsageError, read_input, writing
 from tpkernels.cli.session import under_torchrun
+from tpkernels.text import all_printable, short, shown
 
-FORMAT = "tpkernels-bench/2"
+_MOST_BYTES = 256 << 20  # a case takes some 10 KiB
 
 
 class Roofline(TypedDict):
-    """What a local matmul and a copy reach on each rank while all run them: see `Rates`."""
+    """What a local matmul and a copy reach on each rank while all run them: see `Rates`.
+    ``copy_over_cache``: what the copy reads and writes, over the last-level cache, in bytes."""
 
     tp: int
     dtype: str
     tflops: float
     torch_tflops: float
     copy_gb_per_s: float
+    copy_over_cache: float
 
 
 class Report(TypedDict):
@@ -48,11 +52,11 @@ class Report(TypedDict):
 def new_report(sweep: Sweep) -> Report:
     """Without results yet."""
     return {
-        "format": FORMAT,
+        "format": validation.FORMAT,
         "complete": False,
         "sweep": sweep.facts(),
         "cases": [key(item) for item in sweep.items],
-        "environment": _environment(sweep.device),
+        "environment": all_printable(_environment(sweep.device)),
         "runs": [_run()],
         "rooflines": [],
         "results": [],
@@ -73,13 +77,14 @@ def resumed(path: Path, fresh: Report) -> Report:
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 raise UsageError(
-                    f"cannot resume '{path}': its {name} is {old.get(name)!r}, here it is "
-                    f"{new.get(name)!r}; choose another --out, or leave --resume out"
+                    f"cannot resume '{path}': its {name} is {shown(old.get(name))}, here it is "
+                    f"{shown(new.get(name))}; choose another --out, or leave --resume out"
                 )
     other = sorted(set(found["cases"]) ^ set(fresh["cases"]))
     if other:
         raise UsageError(
-            f"cannot resume '{path}': it has other cases, {len(other)} of them, as {other[0]}; "
+            f"cannot resume '{path}': it has other cases, {len(other)} of them, as "
+            f"{short(other[0], 100)}; "
             "choose another --out, or leave --resume out"
         )
     found["runs"] = [*found["runs"], *fresh["runs"]]
@@ -87,73 +92,24 @@ def resumed(path: Path, fresh: Report) -> Report:
 
 
 def load(path: Path) -> Report:
-    """The report in a file."""
+    """The report in a file. ``UsageError`` where there is none that can be used."""
+    content = read_input(path, most=_MOST_BYTES)
     try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no JSON: {error}") from error
-    is_report = isinstance(found, dict) and found.keys() >= Report.__required_keys__
-    if not is_report or found["format"] != FORMAT:
-        there = found.get("format") if isinstance(found, dict) else None
-        has = f"format {there!r}" if there else "no format"
-        raise UsageError(f"'{path}' is no result of `tpkernels bench`: {has}, not '{FORMAT}'")
-    if not _is_sound(found):
-        raise UsageError(f"'{path}' is no result of `tpkernels bench`: parts of it are damaged")
-    report: Report = found
-    return report
-
-
-def _is_sound(found: dict[str, Any]) -> bool:
-    """Whether all is there that `compare` and --resume read."""
-    parts = {"sweep": dict, "environment": dict, "cases": list, "runs": list, "results": list}
-    if not all(isinstance(found[name], kind) for name, kind in parts.items()):
-        return False
-    names = found["sweep"].get("algorithms")
-    return (
-        isinstance(names, list)
-        and all(isinstance(one, str) for one in (*names, *found["cases"]))
-        and all(_is_sound_result(each, names) for each in found["results"])
-        and isinstance(found["rooflines"], list)
-        and all(
-            isinstance(each, dict) and each.keys() >= Roofline.__required_keys__
-            for each in found["rooflines"]
-        )
-    )
-
-
-def _is_sound_result(found: Any, names: list[str]) -> bool:
-    if not isinstance(found, dict) or not found.keys() >= Result.__required_keys__:
-        return False
-    algorithms, times = found["algorithms"], found["times"]
-    if not isinstance(algorithms, dict) or not isinstance(times, dict):
-        return False
-    told = [algorithms.get(name) for name in names]
-    if not all(isinstance(one, dict) and isinstance(one.get("right"), bool) for one in told):
-        return False
-    return all(
-        isinstance(one, dict) and _is_time(one.get("median")) and _are_times(one.get("samples"))
-        for one in times.values()
-    )
-
-
-def _are_times(found: Any) -> bool:
-    return isinstance(found, list) and bool(found) and all(map(_is_time, found))
-
-
-def _is_time(found: Any) -> bool:
-    return isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0
+        return validation.parse(content)
+    except ValueError as error:
+        raise UsageError(f"'{path}' {error}; measure again") from error
 
 
 def save(report: Report, path: Path) -> None:
-    """All or nothing: whoever reads ``path`` finds a whole file."""
+    """All or nothing: whoever reads ``path`` finds a whole file. ``UsageError`` where it cannot be
+    written."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def roofline(tp: int, dtype: str, rates: Rates) -> Roofline:
@@ -163,6 +119,7 @@ def roofline(tp: int, dtype: str, rates: Rates) -> Roofline:
         "tflops": rates.flops / 1e12,
         "torch_tflops": rates.torch_flops / 1e12,
         "copy_gb_per_s": rates.copy_bytes / 1e9,
+        "copy_over_cache": rates.copy_over_cache,
     }
 
 

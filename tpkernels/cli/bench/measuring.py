@@ -34,11 +34,13 @@ class Choice:
 @dataclass(frozen=True)
 class CaseReport:
     """What one rank found. ``samples`` has the baselines that the op has, and the algorithms that
-    were right by the name asked for; ``left_out``: the baselines that were not run, and why."""
+    were right by the name asked for; ``left_out``: the baselines that were not run, and why;
+    ``inputs_over_cache``: `Inputs.over_cache`."""
 
     choices: dict[str, Choice]
     samples: dict[str, Samples]
     left_out: dict[str, str]
+    inputs_over_cache: float
 
 
 def probe(dtype: torch.dtype, device: str) -> Rates:
@@ -78,7 +80,7 @@ def run_case(
         samples = measure(
             variants, repeat=effort.repeat, budget=seconds, synchronize=synchronizer(device)
         )
-    return CaseReport(choices, samples, left_out)
+    return CaseReport(choices, samples, left_out, inputs.over_cache)
 
 
 def run_next(inputs: Inputs, algorithm: str) -> object:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tpkernels.cli.bench import page, plots, table
 from tpkernels.cli.bench.file import Report
+from tpkernels.cli.options import writing
 
 _NO_PLOTS = "No plots: matplotlib is missing (pip install 'tpkernels[plots]')."
 
@@ -22,14 +23,16 @@ def show(report: Report, console: Console) -> None:
 
 
 def write(report: Report, folder: Path, console: Console) -> None:
-    """bench.csv, report.html and, where there is matplotlib, the plots as PNG."""
-    (folder / "bench.csv").write_text(as_csv(report))
+    """bench.csv, report.html and, where there is matplotlib, the plots as PNG. ``UsageError`` where
+    they cannot be written."""
     figures = plots.figures(report) if plots.available() else []
-    for figure in figures:
-        (folder / f"{figure.name}.png").write_bytes(figure.png)
+    with writing(folder):
+        (folder / "bench.csv").write_text(as_csv(report), encoding="utf-8")
+        for figure in figures:
+            (folder / f"{figure.name}.png").write_bytes(figure.png)
+        (folder / "report.html").write_text(page.render(report, figures), encoding="utf-8")
     if not plots.available():
         console.print(_NO_PLOTS, markup=False)
-    (folder / "report.html").write_text(page.render(report, figures))
     console.print(f"Written: {folder}/report.html", markup=False, soft_wrap=True)
 
 
@@ -56,7 +59,7 @@ def _rows(found: Any) -> list[dict[str, Any]]:
     for name in names:
         time, own = found["times"].get(name), found["algorithms"].get(name)
         row = {"op": found["op"], **dict(zip("MNK", shape, strict=True))}
-        row |= {each: found[each] for each in ("bytes", "dtype", "tp")}
+        row |= {each: found[each] for each in ("bytes", "dtype", "tp", "inputs_over_cache")}
         row |= {"labels": "; ".join(found["labels"]), "variant": name}
         row["algorithm"] = own and own["algorithm"]
         row["right"] = own and own["right"]

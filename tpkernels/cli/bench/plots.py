@@ -88,7 +88,7 @@ def _figure(
     grid = canvas.subplots(lines, columns, squeeze=False).flatten()
     shown = False
     for axes, (panel, found) in zip(grid, drawn.items(), strict=False):
-        axes.set_title(panel, fontsize=8)
+        axes.set_title(panel, fontsize=8, parse_math=False)
         has = draw(axes, found, names)
         shown = shown or has
         if not has:

@@ -78,8 +78,10 @@ class Algorithm(TypedDict):
 class Result(TypedDict):
     """One case. ``shape`` is M, N, K before the split, None for a collective alone; ``bytes`` the
     size of the whole tensor that travels; ``flops`` and ``traffic`` (bytes from the peers) are a
-    rank's. ``roofline``: milliseconds by the probes' rates, or of the fastest local product of
-    the case, if that is less."""
+    rank's. ``inputs_over_cache``: all copies of the inputs over the last-level cache, in bytes, on
+    the rank with the fewest; below `inputs.COLD` they may have been in it. ``roofline``:
+    milliseconds by the probes' rates, or of the fastest local product of the case, if that is less.
+    """
 
     case: str
     op: str
@@ -90,6 +92,7 @@ class Result(TypedDict):
     labels: list[str]
     flops: int
     traffic: int
+    inputs_over_cache: float
     roofline: float
     algorithms: dict[str, Algorithm]
     times: dict[str, Time]
@@ -124,6 +127,7 @@ def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
         "labels": list(item.labels),
         "flops": work.flops,
         "traffic": work.traffic,
+        "inputs_over_cache": min(report.inputs_over_cache for report in reports),
         "roofline": least,
         "algorithms": {
             name: _algorithm(name, choice, times) for name, choice in first.choices.items()

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels.cli.cases import MATMUL_OPS, Case, Spec, run_matmul, run_product
-from tpkernels.cli.inputs import last_level_cache_bytes
+from tpkernels.cli.inputs import last_level_cache_bytes, memory_share
 from tpkernels.cli.timing import Variant, measure
 
 # A square matmul that is long beside its overheads and short beside a case: 2 GFLOP take some 40 ms
 # on a core of AMD EPYC Zen 3 in fp32 (2026-11-21, `tpkernels bench`: 0.058 TFLOP/s).
 _SIZE = {"cpu": 1024, "cuda": 8192}
 _REPEAT, _SECONDS = 5, 1.0
+_COPY_BYTES = 4  # times the cache, where memory allows
+_LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,14 @@ class Rates:
     """Of one rank while the others run the same.
 
     ``flops``: per second, of the faster local matmul; ``torch_flops``: of torch.matmul;
-    ``copy_bytes``: per second, read and written ones counted.
+    ``copy_bytes``: per second, read and written ones counted; ``copy_over_cache``: bytes of one
+    copy over those of the last-level cache.
     """
 
     flops: float
     torch_flops: float
     copy_bytes: float
+    copy_over_cache: float
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,9 @@ def measure_rates(
     size = _SIZE[device]
     x, w = (torch.randn(size, size).to(device, dtype) for _ in range(2))
     case = Case("matmul_all_reduce", x, (), (w.t(),))
-    source = torch.randint(
-        0, 255, (4 * last_level_cache_bytes(device),), dtype=torch.uint8, device=device
-    )
+    cache = last_level_cache_bytes(device)
+    nbytes = max(_LEAST_BYTES, min(_COPY_BYTES * cache, memory_share(device) // 2))
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     variants = {
         "product": Variant(lambda: run_product(case)),
@@ -89,7 +93,12 @@ def measure_rates(
     samples |= measure(plain, repeat=1, synchronize=synchronize)
     best = {name: min(found.seconds) for name, found in samples.items()}
     flops = {name: 2 * size**3 / best[name] for name in ("product", "matmul")}
-    return Rates(max(flops.values()), flops["matmul"], 2 * source.numel() / best["copy"])
+    return Rates(
+        flops=max(flops.values()),
+        torch_flops=flops["matmul"],
+        copy_bytes=2 * nbytes / best["copy"],
+        copy_over_cache=2 * nbytes / cache,
+    )
 
 
 def slowest_rates(ranks: Sequence[Rates]) -> Rates:
@@ -98,4 +107,5 @@ def slowest_rates(ranks: Sequence[Rates]) -> Rates:
         flops=min(rates.flops for rates in ranks),
         torch_flops=min(rates.torch_flops for rates in ranks),
         copy_bytes=min(rates.copy_bytes for rates in ranks),
+        copy_over_cache=min(rates.copy_over_cache for rates in ranks),
     )

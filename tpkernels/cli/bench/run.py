@@ -19,10 +19,12 @@ from tpkernels.cli.bench.measuring import probe, run_case
 from tpkernels.cli.bench.results import key, result
 from tpkernels.cli.bench.roofline import Rates, Work, slowest_rates
 from tpkernels.cli.bench.sweep import Item, Sweep
+from tpkernels.cli.inputs import COLD
 from tpkernels.cli.session import Session, is_leader, launched_ranks, open_session
 
 _START_SECONDS = 0.3  # of a case, whatever its size: inputs, set-up, barriers
-_NOMINAL = Rates(flops=5e10, torch_flops=5e10, copy_bytes=1e10)  # weighs cases, measures nothing
+# Weighs cases, measures nothing.
+_NOMINAL = Rates(flops=5e10, torch_flops=5e10, copy_bytes=1e10, copy_over_cache=COLD)
 
 
 def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) -> None:
@@ -60,7 +62,10 @@ def _run_world(
     done, known = session.run(_same, (_done(report), known))[0]
     rates = {
         dtype: Rates(
-            each["tflops"] * 1e12, each["torch_tflops"] * 1e12, each["copy_gb_per_s"] * 1e9
+            flops=each["tflops"] * 1e12,
+            torch_flops=each["torch_tflops"] * 1e12,
+            copy_bytes=each["copy_gb_per_s"] * 1e9,
+            copy_over_cache=each["copy_over_cache"],
         )
         for (tp, dtype), each in known.items()
         if tp == items[0].world

@@ -7,10 +7,11 @@ commas between them; those of the command line count.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import yaml
@@ -22,10 +23,14 @@ from tpkernels.cli.options import (
     UsageError,
     algorithms_named,
     at_least,
+    check_workers,
     dtype_named,
+    number_in,
     ops_named,
+    read_input,
 )
 from tpkernels.cli.specs import check_algorithm, check_split, specs_of
+from tpkernels.text import shown
 
 ROWS = ("16", "256", "2048")  # of a model, where --m says nothing
 SHAPES = ("16,2048,2048", "1024,2048,2048")
@@ -33,6 +38,7 @@ BYTES = ("64K", "1M", "32M")
 _LAYER_OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
 QUICK_REPEAT, QUICK_SECONDS = 10, 2.0
 REPEAT = 20
+_MOST_BYTES = 1 << 20  # of a YAML file
 _IN_WORDS = {  # the types of settings
     "tuple[str, ...]": "list of values",
     "int | None": "whole number",
@@ -68,11 +74,13 @@ class Settings:
         merged = {}
         for name, value in file.items():
             if name not in fields:
-                raise UsageError(f"'{path}': unknown key '{name}'; there are {', '.join(fields)}")
+                raise UsageError(
+                    f"'{path}': unknown key {shown(name)}; there are {', '.join(fields)}"
+                )
             kind = str(fields[name].type)
             found = _converted(value, kind)
             if found is None:
-                raise UsageError(f"'{path}': {name}: {value!r} is no {_IN_WORDS[kind]}")
+                raise UsageError(f"'{path}': {name}: {shown(value)} is no {_IN_WORDS[kind]}")
             if getattr(self, name) in ((), None):
                 merged[name] = found
         return dataclasses.replace(self, **merged)
@@ -81,26 +89,42 @@ class Settings:
 def _converted(value: object, kind: str) -> Any:
     """A value of a YAML file as a field of that type has it; None if it cannot be."""
     if kind.startswith("tuple"):
-        values = value if isinstance(value, list) else [value]
-        nested = [",".join(map(str, one)) if isinstance(one, list) else one for one in values]
-        plain = all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in nested)
-        return tuple(map(str, nested)) if plain else None
+        lists = [one if isinstance(one, list) else [one] for one in _list(value)]
+        plain = all(_is_number(one) or isinstance(one, str) for each in lists for one in each)
+        return tuple(",".join(map(str, each)) for each in lists) if plain else None
     if kind.startswith("bool"):
         return value if isinstance(value, bool) else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, float):
+        return value if kind.startswith("float") else None
+    if not _is_number(value):
         return None
-    if kind.startswith("int"):
-        return value if isinstance(value, int) else None
-    return float(value)
+    return value if kind.startswith("int") else float(value)
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_number(value: object) -> TypeGuard[int]:
+    """A whole number, and no larger than Python writes out."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases, of which a few lines can stand for more than fits into memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not supported")
+        return super().compose_node(parent, index)
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
+    content = read_input(path, most=_MOST_BYTES)
     try:
-        found = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        found = yaml.load(content, _Loader)
+    except Exception as error:  # of any class where the text for a tag, or the nesting, is odd
         text = " ".join(str(error).split())
         raise UsageError(f"'{path}' is no YAML: {text}") from error
     if not isinstance(found, dict):
@@ -114,8 +138,8 @@ class Effort:
 
     ``repeat`` repetitions of all variants by turns, fewer (three at the least) once they have taken
     ``seconds``; baselines by torch.matmul that would take longer than these seconds for three
-    are left out. ``cold``: inputs are not in the cache. ``baselines``: there are some that use
-    torch.matmul.
+    are left out. ``cold``: inputs are not in the cache, if memory allows. ``baselines``: there are
+    some that use torch.matmul.
     """
 
     repeat: int
@@ -164,9 +188,10 @@ def plan_sweep(given: Settings, *, ranks: int | None, device: str) -> Sweep:
     """
     effort = _effort(given)
     threads = 1 if given.threads is None else given.threads
-    at_least(1, repeat=effort.repeat, threads=threads)
-    if effort.seconds is not None and not effort.seconds > 0:
-        raise UsageError(f"--seconds is {effort.seconds:g}; it must be more than 0")
+    at_least(1, repeat=effort.repeat)
+    check_workers(threads=threads)
+    if effort.seconds is not None and not 0 < effort.seconds < math.inf:
+        raise UsageError(f"--seconds is {effort.seconds:g}; it must be more than 0, and finite")
     types = [dtype_named(name) for name in _split(given.dtype) or ["bf16"]]
     algorithms = algorithms_named(_split(given.algorithm) or ["auto"])
     found: dict[tuple[Spec, int], Item] = {}
@@ -202,14 +227,15 @@ def _numbers(name: str, values: Sequence[str]) -> list[int]:
     """Positive integers, without repetitions."""
     parts = _split(values)
     for part in parts:
-        if not part.isdecimal() or int(part) < 1:
+        if not number_in(part):
             raise UsageError(f"--{name}: '{part}' is not a number of 1 or more")
-    return list(dict.fromkeys(map(int, parts)))
+    return list(dict.fromkeys(map(number_in, parts)))
 
 
 def _worlds(given: Settings, ranks: int | None) -> list[int]:
     worlds = _numbers("tp", given.tp) or [2 if ranks is None else ranks]
     for world in worlds:
+        check_workers(tp=world)
         if ranks is not None and world != ranks:
             raise UsageError(
                 f"--tp is {world} but torchrun started {ranks} ranks (WORLD_SIZE); leave it out"

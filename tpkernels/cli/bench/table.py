@@ -7,10 +7,11 @@ from rich.markup import escape
 
 from tpkernels.cli.bench.file import Report
 from tpkernels.cli.bench.results import Algorithm, Interval, Result, Speedup, Time
+from tpkernels.cli.inputs import warm_cases
 from tpkernels.cli.output import byte_size, milliseconds, table
 
 _NUMBERS = (
-    *("ms", "p95", "skew", "times", "TFLOP/s", "GB/s", "% of\nroofline"),
+    *("ms", "p95", "skew", "times", "inputs/\ncache", "TFLOP/s", "GB/s", "% of\nroofline"),
     *("unfused\nms", "torch\nms", "matmul\nms", "product\nms"),
     *("ECT\nms", "E_over-\nlap", "over\nunfused", "over\ntorch"),
 )
@@ -18,7 +19,8 @@ COLUMNS = ("unfused", "torch", "matmul", "product")
 
 LEGEND = """\
 ms: of each repetition the slowest rank's time, the median; p95: the 95th percentile; skew: the
-median difference between slowest and fastest rank; times: repetitions x calls in each.
+median difference between slowest and fastest rank; times: repetitions x calls in each;
+inputs/cache: all copies of the inputs, which calls take by turns, over the last-level cache.
 unfused: the op with nothing overlapped; torch: a collective of torch.distributed and torch.matmul;
 matmul: torch.matmul of the local sizes alone; product: the local product of tpkernels alone. All
 ran by turns with the op. TFLOP/s and GB/s (what must come from the peers) are a rank's.
@@ -59,11 +61,17 @@ def notes(report: Report) -> list[str]:
         said.append(
             f"Roofline, measured in this run on all {rates['tp']} ranks at once, {rates['dtype']}: "
             f"a local matmul at {rates['tflops']:.3g} TFLOP/s (torch.matmul "
-            f"{rates['torch_tflops']:.3g}), a copy at {rates['copy_gb_per_s']:.3g} GB/s."
+            f"{rates['torch_tflops']:.3g}), a copy of {rates['copy_over_cache']:.2g}x the "
+            f"last-level cache at {rates['copy_gb_per_s']:.3g} GB/s."
         )
     limit = "" if sweep["seconds"] is None else f", fewer after {sweep['seconds']:g} s of a case"
-    cache = "not in the cache" if sweep["cold"] else "may be in the cache"
-    said.append(f"{sweep['repeat']} repetitions{limit}; inputs {cache}.")
+    over_cache = {found["case"]: found["inputs_over_cache"] for found in report["results"]}
+    warm = warm_cases(over_cache) if sweep["cold"] else ""
+    cache = "not in the cache" if sweep["cold"] else "the same in each call, maybe in the cache"
+    but = " but for those below" if warm else ""
+    said.append(f"{sweep['repeat']} repetitions{limit}; inputs {cache}{but}.")
+    if warm:
+        said.append(warm)
     left_out: dict[str, list[str]] = {}
     for found in report["results"]:
         for reason in dict.fromkeys(found["left_out"].values()):
@@ -80,24 +88,30 @@ def notes(report: Report) -> list[str]:
 
 def _cells(found: Result, name: str) -> list[str]:
     size = f"{size_of(found)} {found['dtype']} x{found['tp']}"
-    lines = [found["op"], f"[dim]{size}[/]", *(f"[dim]{label}[/]" for label in found["labels"])]
+    lines = [
+        found["op"],
+        f"[dim]{size}[/]",
+        *(f"[dim]{escape(label)}[/]" for label in found["labels"]),
+    ]
     algorithm, times = found["algorithms"][name], found["times"]
     others = [milliseconds(times[each]["median"]) if each in times else "" for each in COLUMNS]
     chosen = escape(f"{algorithm['algorithm']}: {algorithm['reason']}")
     own = times.get(name)
     if own is None:
-        wrong = ["[bold red]WRONG[/]", *[""] * 6]
+        wrong = ["[bold red]WRONG[/]", *[""] * 7]
         return ["\n".join(lines), *wrong, *others, "", "", "", "", chosen]
-    return ["\n".join(lines), *_measured(own), *others, *_judged(algorithm), chosen]
+    measured = _measured(own, found["inputs_over_cache"])
+    return ["\n".join(lines), *measured, *others, *_judged(algorithm), chosen]
 
 
-def _measured(own: Time) -> list[str]:
+def _measured(own: Time, over_cache: float) -> list[str]:
     calls = "" if own["calls"] == 1 else f"x{own['calls']}"
     return [
         f"[bold]{milliseconds(own['median'])}[/]",
         milliseconds(own["p95"]),
         milliseconds(own["skew"]),
         f"{own['iterations']}{calls}",
+        f"{over_cache:.2g}x",
         _digits(own["tflops"]),
         _digits(own["gb_per_s"]),
         f"{100 * own['roofline']:.0f}",

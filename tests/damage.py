@@ -1,0 +1,184 @@
+"""A report of `tpkernels bench` without a run, and ways in which a file can be damaged."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from tpkernels.cli import app
+from tpkernels.cli.bench.file import Report, new_report
+from tpkernels.cli.bench.measuring import CaseReport, Choice
+from tpkernels.cli.bench.results import result
+from tpkernels.cli.bench.roofline import Rates
+from tpkernels.cli.bench.sweep import Settings, plan_sweep
+from tpkernels.cli.check import Verdict
+from tpkernels.cli.timing import Samples
+
+RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)
+SWEEP = {
+    "op": ("all_gather_matmul", "all_reduce"),
+    "shape": ("8,16,32",),
+    "bytes": ("4K",),
+    "algorithm": ("auto", "direct"),
+    "repeat": 6,
+    "tp": ("2",),
+}
+ESCAPES = "[bold]x[/no]\x1b[2J\x07\x9b\u202e\ud800\n$\\nope$"
+_BAD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e400", "1e300", "9" * 400, "9" * 5000)
+_VALUES = (None, True, -1, 0, 1.5, 2**63, "", "text", [], {}, [1, "2"], {"a": []}, "x" * 5000)
+
+Node = tuple[Any, ...]  # the keys and indices that lead to it
+
+
+def invoke(*args: str) -> Result:
+    """Runs a command in this process."""
+    return CliRunner().invoke(app, list(args))
+
+
+def options() -> list[str]:
+    """The sweep of `good_report` on the command line."""
+    given = []
+    for name, values in SWEEP.items():
+        for value in values if isinstance(values, tuple) else (values,):
+            given += [f"--{name}", str(value)]
+    return given
+
+
+def good_report() -> Report:
+    """What a run on this machine might leave."""
+    sweep = plan_sweep(Settings(**SWEEP), ranks=None, device="cpu")  # type: ignore[arg-type]
+    report = new_report(sweep)
+    for item in sweep.items:
+        samples = {
+            name: Samples(tuple(1e-3 * (1 + i + j / 50) for j in range(6)), calls=2, warmup=1)
+            for i, name in enumerate(("auto", "direct", "unfused", "torch", "matmul", "product"))
+            if item.spec.op != "all_reduce" or name not in ("matmul", "product")
+        }
+        choices = {
+            name: Choice(name.replace("auto", "direct"), "4 rows a rank", Verdict(0.5, 0.5, 1.0))
+            for name in ("auto", "direct", "unfused")
+        }
+        left_out = {"nccl": "no GPU: pip install 'tpkernels[cu13]'"}
+        found = CaseReport(choices, samples, left_out, inputs_over_cache=2.5)
+        report["results"].append(result(item, RATES, [found] * 2))
+    return {**report, "complete": True}
+
+
+def nodes(found: Any, path: Node = ()) -> Iterator[tuple[Node, Any]]:
+    """Everything in a tree but its root."""
+    if path:
+        yield path, found
+    if isinstance(found, (dict, list)):
+        for key, value in found.items() if isinstance(found, dict) else enumerate(found):
+            yield from nodes(value, (*path, key))
+
+
+def parent_of(tree: Any, path: Node) -> Any:
+    for key in path[:-1]:
+        tree = tree[key]
+    return tree
+
+
+def changed(tree: Any, path: Node, value: Any) -> Any:
+    tree = copy.deepcopy(tree)
+    parent_of(tree, path)[path[-1]] = value
+    return tree
+
+
+def without(tree: Any, path: Node) -> Any:
+    tree = copy.deepcopy(tree)
+    del parent_of(tree, path)[path[-1]]
+    return tree
+
+
+def _renamed(tree: Any, path: Node, name: str) -> Any:
+    tree = copy.deepcopy(tree)
+    parent = parent_of(tree, path)
+    if isinstance(parent, dict):
+        parent[name] = parent.pop(path[-1])
+    else:
+        parent.append(parent[path[-1]])
+    return tree
+
+
+def _deep(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+def unusable(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Damage that leaves nothing to use, of each kind some: (what was done, the content)."""
+    text = json.dumps(tree)
+    for path, _ in _some(tree, pick, 80):
+        yield f"an object at {path}", json.dumps(changed(tree, path, {"damaged": True})).encode()
+    for path, _ in _some(tree, pick, 40, lambda path, _: isinstance(path[-1], str)):
+        if path[-2:-1] not in (("speedup",), ("times",), ("left_out",)):  # what may be missing
+            yield f"nothing at {path}", json.dumps(without(tree, path)).encode()
+    for path, _ in _some(tree, pick, 40, lambda _, v: isinstance(v, (int, float)) and v > 1):
+        number = pick.choice(_BAD_NUMBERS)
+        marked = json.dumps(changed(tree, path, "MARK"))
+        yield f"{number[:9]} at {path}", marked.replace('"MARK"', number).encode()
+    for _ in range(20):
+        yield "cut off", text[: pick.randrange(len(text))].encode()
+    for levels in (300, 900, 2000, 100_000):
+        path, _ = pick.choice(list(nodes(tree)))
+        deep = "[" * levels + "]" * levels
+        marked = json.dumps(changed(tree, path, "MARK"))
+        yield f"{levels} levels at {path}", marked.replace('"MARK"', deep).encode()
+        yield f"{levels} levels", deep.encode()
+    yield "nothing", b""
+    yield "random bytes", pick.randbytes(1000)
+    yield "Latin-1", text.replace("rows", "r\xf6ws").encode("latin-1")
+    yield "a cut UTF-16", text.encode("utf-16")[:-1]
+    yield "a cut character", text.encode()[:-1] + b"\xc3"
+    for value in _VALUES:
+        yield f"{str(value)[:9]!r} alone", json.dumps(value).encode()
+
+
+def altered(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Damage that may leave a report which can be used."""
+    for path, value in nodes(tree):
+        if isinstance(value, str):
+            new = changed(tree, path, ESCAPES + value)
+            yield f"escapes at {path}", json.dumps(new).encode()
+    for path, _ in _some(tree, pick, 30, lambda path, _: isinstance(path[-1], str)):
+        yield f"escapes for {path}", json.dumps(_renamed(tree, path, ESCAPES)).encode()
+    for path, _ in _some(tree, pick, 80):
+        new = pick.choice([*_VALUES, _deep(200), ESCAPES, [ESCAPES], {ESCAPES: ESCAPES}])
+        yield f"{str(new)[:9]!r} at {path}", json.dumps(changed(tree, path, new)).encode()
+    for path, _ in _some(tree, pick, 20, lambda path, _: isinstance(path[-1], int)):
+        yield f"one less of {path}", json.dumps(without(tree, path)).encode()
+        yield f"one more of {path}", json.dumps(_renamed(tree, path, "")).encode()
+    text = json.dumps(tree).encode()
+    for _ in range(40):
+        at = pick.randrange(len(text))
+        yield f"a byte at {at}", text[:at] + pick.randbytes(1) + text[at + 1 :]
+    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
+        yield encoding, text.decode().encode(encoding)
+
+
+def _some(
+    tree: Any, pick: random.Random, count: int, where: Callable[[Node, Any], bool] | None = None
+) -> list[tuple[Node, Any]]:
+    found = [each for each in nodes(tree) if where is None or where(*each)]
+    return pick.sample(found, min(count, len(found)))
+
+
+def faults(ended: Result, allowed: tuple[int, ...]) -> str:
+    """What is wrong with the end of a command: another exit code than those, a traceback, output
+    that a terminal would obey, or a refusal that is not one line. "": nothing."""
+    said = f"exit code {ended.exit_code}, {ended.exception!r}: {ended.output[-300:]!r}"
+    right = ended.exception is None or isinstance(ended.exception, SystemExit)
+    right = right and ended.exit_code in allowed
+    right = right and all(char == "\n" or char.isprintable() for char in ended.output)
+    if ended.exit_code == 2:
+        right = right and ended.output.startswith("Error: ") and ended.output.count("\n") == 1
+        right = right and len(ended.output) < 1100
+    return "" if right else said

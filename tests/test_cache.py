@@ -1,0 +1,103 @@
+"""The cache folder: files that somebody else can have written count as not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tpkernels import cache
+
+
+def kept(folder: Path, content: bytes = b"content") -> Path:
+    cache.replace_file(folder / "file", content)
+    return folder / "file"
+
+
+def test_what_was_kept_is_read(tmp_path: Path) -> None:
+    file = kept(tmp_path / "cache")
+    assert cache.read_trusted(file, most=7) == b"content"
+    assert cache.read_trusted(kept(tmp_path / "cache", b""), most=7) == b""
+    with pytest.raises(ValueError, match="it has more than 6 bytes"):
+        cache.read_trusted(kept(tmp_path / "cache"), most=6)
+    with pytest.raises(FileNotFoundError):
+        cache.read_trusted(tmp_path / "cache" / "other", most=7)
+    with pytest.raises(FileNotFoundError):
+        cache.read_trusted(tmp_path / "nowhere" / "file", most=7)
+
+
+def test_a_linked_folder_is_as_good_as_what_it_leads_to(tmp_path: Path) -> None:
+    file = kept(tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    assert cache.read_trusted(tmp_path / "link" / "file", most=7) == b"content"
+    file.parent.chmod(0o777)
+    with pytest.raises(ValueError, match="its folder has mode 777"):
+        cache.read_trusted(tmp_path / "link" / "file", most=7)
+
+
+@pytest.mark.parametrize("part", ["file", "folder"])
+@pytest.mark.parametrize("mode", [0o020, 0o002, 0o1002])
+def test_what_others_can_write_is_not_read(tmp_path: Path, part: str, mode: int) -> None:
+    file = kept(tmp_path / "cache")
+    path = file if part == "file" else file.parent
+    path.chmod(0o700 | mode)
+    name = "it" if part == "file" else "its folder"
+    message = f"{name} has mode {0o700 | mode:o}, so that others can write to it: chmod go-w"
+    with pytest.raises(ValueError, match=message):
+        cache.read_trusted(file, most=7)
+    path.chmod(0o755)  # others may read
+    assert cache.read_trusted(file, most=7) == b"content"
+
+
+@pytest.mark.parametrize("part", ["file", "folder"])
+def test_what_belongs_to_another_is_not_read(
+    tmp_path: Path, give_away: Callable[[Path], None], part: str
+) -> None:
+    file = kept(tmp_path / "cache")
+    give_away(file if part == "file" else file.parent)
+    with pytest.raises(ValueError, match=r"belongs to user \d+, not to \d+ or root: remove it"):
+        cache.read_trusted(file, most=7)
+
+
+def test_roots_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    file = kept(tmp_path / "cache")
+    monkeypatch.setattr(os, "geteuid", lambda: 1001)
+    assert cache.read_trusted(file, most=7) == b"content"
+    os.chown(file, 1001, -1)
+    assert cache.read_trusted(file, most=7) == b"content"
+    os.chown(file, 1002, -1)
+    with pytest.raises(ValueError, match="belongs to user 1002, not to 1001 or root"):
+        cache.read_trusted(file, most=7)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "no regular file"),
+        (os.mkdir, "no regular file"),
+        (lambda path: path.symlink_to(kept(path.parent / "other")), "is a symbolic link"),
+        (lambda path: path.symlink_to(path), "is a symbolic link"),
+    ],
+    ids=["a pipe", "a folder", "a link", "a link to itself"],
+)
+def test_what_is_no_file_is_not_read(
+    tmp_path: Path, make: Callable[[Path], None], message: str
+) -> None:
+    make(tmp_path / "file")
+    tmp_path.chmod(0o700)
+    with pytest.raises(ValueError, match=message):
+        cache.read_trusted(tmp_path / "file", most=7)
+
+
+def test_files_are_open_no_longer_than_needed(tmp_path: Path) -> None:
+    file, before = kept(tmp_path / "cache"), os.listdir("/proc/self/fd")
+    cache.read_trusted(file, most=7)
+    file.chmod(0o602)
+    for path in (file, tmp_path / "cache" / "other"):
+        with pytest.raises((ValueError, FileNotFoundError)):
+            cache.read_trusted(path, most=7)
+    assert os.listdir("/proc/self/fd") == before
