@@ -292,6 +292,6 @@ def test_without_shared_memory_a_warning_comes_after_the_table(ranks: RanksFixtu
 
 def table_apart() -> str:
     with mock.patch.object(store, "load", lambda machine: (Table(), "is ignored")), apart():
-        warnings.simplefilter("error")
         group = groups.get(faults.new_group().group_name)
+        warnings.simplefilter("error")
         return faults.ending_of(lambda: group.tuned("cpu")).error

@@ -93,15 +93,15 @@ class Group:
                 one_machine = self._agree_on_memory(member, workspace_bytes)
                 if self.why_not_shared is None:
                     self.workspace = HostWorkspace(member, workspace_bytes)
+                elif one_machine and self.rank == 0:
+                    warnings.warn(
+                        "the ranks are on one machine but share no memory, and so take the slower "
+                        f"process group: {self.why_not_shared}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
             self.timeout, self.workspace_bytes = timeout, workspace_bytes
             self._ready = True
-            if one_machine and self.why_not_shared is not None and self.rank == 0:
-                warnings.warn(
-                    "the ranks are on one machine but share no memory, and so take the slower "
-                    f"process group: {self.why_not_shared}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
 
     def _agree_on_memory(self, member: Member, workspace_bytes: int) -> bool:
         """Finds out with the other ranks whether all give the same options and can share memory

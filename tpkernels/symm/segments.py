@@ -27,6 +27,9 @@ class Segments:
         self._state = object()  # another one after each change
         self._by_address: tuple[object, list[int], list[_Segment]] = (None, [], [])
 
+    def __len__(self) -> int:
+        return len(self._living)
+
     def add(self, region: _C.Region) -> int:
         """The identity of a new segment, which is the same on all ranks."""
         self._made += 1
