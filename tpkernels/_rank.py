@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tpkernels import _C
+
 LEAVE = b""  # the message that ends a rank
 LEAVE_SECONDS = 3.0  # destroy_process_group may wait for peers that are gone
 STACK_FILE = "tpkernels-stack"  # the memory file that SIGUSR1 dumps the Python stacks into
@@ -68,7 +70,7 @@ class Setup:
 def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
     """The life of a rank process; does not return."""
     die_with_parent()
-    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(STACK_FILE))
+    faulthandler.register(signal.SIGUSR1, file=_C.open_memfd(STACK_FILE))
     if answer(pipe, rank, partial(join_group, rank, setup)):
         with contextlib.suppress(EOFError, OSError):
             while job := pipe.recv_bytes():  # LEAVE is empty

@@ -93,7 +93,7 @@ class Group:
                 one_machine = self._agree_on_memory(member, workspace_bytes)
                 if self.why_not_shared is None:
                     self.workspace = HostWorkspace(member, workspace_bytes)
-                elif one_machine and self.rank == 0:
+                elif one_machine and self.rank == 0 and self.world > 1:
                     warnings.warn(
                         "the ranks are on one machine but share no memory, and so take the slower "
                         f"process group: {self.why_not_shared}",
@@ -115,7 +115,7 @@ class Group:
                     f"tpkernels.init of group '{self.name}': rank {self.rank} gives {options}, "
                     f"rank {rank} gives {other['options']}; all ranks must give the same"
                 )
-        one_machine = len({other["boot_id"] for other in said}) == 1
+        one_machine = len({other["boot_id"] for other in said} - {None}) <= 1
         if self.why_not_shared is not None:
             self.hosts = len({other["host"] for other in said})
         return one_machine

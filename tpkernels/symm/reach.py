@@ -7,12 +7,13 @@ a socket, so a rank that reaches it can be given them. All ranks come to the sam
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,15 @@ def share_a_host(member: Member, say: dict[str, Any]) -> tuple[str | None, list[
     if member.world == 1:
         return say["lacks"], [say]
     if member.rank == 0:
-        with listening("reach") as (listener, name), _accepting(listener):
+        with contextlib.ExitStack() as stack:
+            name = why_not = None
+            try:
+                listener, name = stack.enter_context(listening("reach"))
+                stack.enter_context(_accepting(listener))
+            except OSError as error:
+                why_not = f"cannot open a socket: {error.strerror}"
             said = exchange(member, "init", {"socket": name, **say})
-            answers = exchange(member, "reach", {"why_not": None})
+            answers = exchange(member, "reach", {"why_not": why_not})
     else:
         said = exchange(member, "init", say)
         why_not = _why_not_reached(said[0]["socket"], member.timeout)
@@ -61,12 +68,16 @@ def lacks(world: int = 1) -> str | None:
     return None
 
 
-def _why_not_reached(name: str, seconds: float) -> str | None:
+def _why_not_reached(name: str | None, seconds: float) -> str | None:
     """Why rank 0's socket is out of reach; None: a process of this user listens there."""
+    if name is None:
+        return "finds no socket of rank 0's"
     try:
         with connected(name, seconds) as connection:
             user = user_of(connection)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return f"cannot open a socket: {error.strerror}"
         return (
             f"does not reach rank 0's Unix socket ({error.strerror or error}): another host, or "
             "containers that share no network namespace"
@@ -74,7 +85,7 @@ def _why_not_reached(name: str, seconds: float) -> str | None:
     return None if user == os.getuid() else f"is user {os.getuid()}, rank 0 is user {user}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _accepting(listener: socket.socket) -> Iterator[None]:
     """Takes connections, of members and of strangers, out of the queue meanwhile."""
     over = threading.Event()
@@ -98,8 +109,8 @@ def _accepting(listener: socket.socket) -> Iterator[None]:
         thread.join()
 
 
-def _boot_id() -> str:
+def _boot_id() -> str | None:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return socket.gethostname()
+        return None
