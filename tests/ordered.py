@@ -24,3 +24,15 @@ def called(module: fx.GraphModule) -> list[Any]:
     """What a graph calls, also from within graphs of single nodes."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     return [n.target for graph in graphs for n in graph.nodes if n.op == "call_function"]
+
+
+def tied(graph: fx.Graph) -> list[tuple[str, Any]]:
+    """(the op, the node behind which it runs) of what is to run behind another one."""
+    module: Any = graph.owning_module
+    found = []
+    for node in graph.find_nodes(op="call_function", target=control_deps):
+        within: Any = node.args[1]
+        held = module.get_submodule(within.target).graph
+        op = next(each.target for each in held.nodes if each.op == "call_function")
+        found.append((str(op), node.args[0]))
+    return found
