@@ -23,7 +23,7 @@ from traced import reduce
 
 import tpkernels
 from tpkernels import all_reduce, all_reduce_, matmul_all_reduce
-from tpkernels.compile.in_place import is_wrapped
+from tpkernels.compile.in_place import functional, is_wrapped, unwrap
 
 _c10d = torch.ops._c10d_functional
 
@@ -171,17 +171,63 @@ def _compared(name: str, group: dist.ProcessGroup, compiler: dict[str, Any]) -> 
     ]
 
 
-def graphs_job(name: str) -> list[str]:
+def graphs_job(name: str, dynamic: bool) -> list[str]:
     with fresh_group() as group, recorded() as seen, tpkernels.compile.fuse_collectives(group):
-        failures = _compared(name, group, {"backend": graph_runner([])})
+        failures = _compared(name, group, {"backend": graph_runner([]), "dynamic": dynamic})
         if len(seen.tied) != CASES[name][1] - 1 or seen.wrapped:
             failures.append(f"{name}: tied are {seen.tied}, wrapped {seen.wrapped}")
         return failures
 
 
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_they_are_tied_and_write_the_same(ranks: RanksFixture, name: str) -> None:
-    report(f for rank in ranks(2).run(graphs_job, name, timeout=100) for f in rank)
+def test_they_are_tied_and_write_the_same(ranks: RanksFixture, name: str, dynamic: bool) -> None:
+    report(f for rank in ranks(2).run(graphs_job, name, dynamic, timeout=100) for f in rank)
+
+
+def first_version_job() -> list[str]:
+    """As earlier versions of torch wrap them."""
+    with inductor_config.patch(enable_auto_functionalized_v2=False):
+        return [
+            each for name in ("several", "an input", "one row") for each in graphs_job(name, False)
+        ]
+
+
+def test_the_first_kind_of_wrapper(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(first_version_job, timeout=100) for f in rank)
+
+
+def test_every_op_that_writes_has_one_that_returns() -> None:
+    names = {name.partition("::")[2].partition(".")[0] for name in _all_ops()}
+    writing = [
+        op
+        for op in (getattr(torch.ops.tpkernels, name).default for name in names)
+        if op._schema.is_mutable and not op._opname.startswith("_")
+    ]
+    assert torch.ops.tpkernels.all_reduce_.default in writing
+    assert all(functional(op) is not None for op in writing)
+
+
+def _all_ops() -> list[str]:
+    return [name for name in torch._C._dispatch_get_all_op_names() if name[:11] == "tpkernels::"]
+
+
+@pytest.mark.parametrize(
+    "op, said, why",
+    [
+        (torch.ops.aten.requires_grad_.default, {}, "no op returns what it writes into self"),
+        (torch.ops.tpkernels.all_reduce_.default, {"_x_bits": 3}, "a view by bits"),
+    ],
+)
+def test_what_cannot_be_tied_is_refused(op: Any, said: dict[str, Any], why: str) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    arguments = {"group": "0", "_x_base_index": 0, "_all_bases": [x], **said}
+    wrapper = torch.ops.higher_order.auto_functionalized_v2
+    node = graph.call_function(wrapper, (op,), arguments)
+    with pytest.raises(NotImplementedError, match=why):
+        unwrap(node)
+    assert list(graph.nodes)[1] is node
 
 
 def inductor_job(name: str) -> list[str]:
