@@ -7,6 +7,7 @@ cannot be put into another one.
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -15,29 +16,14 @@ import torch
 from torch import fx
 from torch._prims_common import compute_required_storage_length, is_contiguous_or_false
 
-from tpkernels.compile.graph import Editor, Obstacle
+from tpkernels.compile.graph import Editor, Obstacle, op_of
 from tpkernels.compile.moves import value
 
 aten = torch.ops.aten
 
-_WRAPPERS = {
-    torch.ops.higher_order.auto_functionalized,
-    torch.ops.higher_order.auto_functionalized_v2,
-}
-
 # How a wrapper tells a view of a tensor; nothing: all of it.
 _SLICE, _STRIDED = ("slice_dim", "slice_start", "slice_end"), ("size", "stride", "storage_offset")
 _VIEW = {"alias", *_SLICE, *_STRIDED}
-
-
-def is_wrapped(node: fx.Node) -> bool:
-    return node.target in _WRAPPERS
-
-
-def op_of(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The op that a node calls, wrapped or not; None if it calls something else."""
-    target = node.args[0] if is_wrapped(node) else node.target
-    return target if isinstance(target, torch._ops.OpOverload) else None
 
 
 def functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -141,20 +127,28 @@ class _Part:
 
     def _memory(self) -> fx.Node:
         """All elements that ``base`` spans, in the order of memory."""
+        size, stride, offset = self._layout()
+        if all(isinstance(each, int) for each in (*size, *stride, offset)):
+            length: Any = compute_required_storage_length(size, stride, offset)
+        else:
+            length = self._call(operator.add, offset, 1)
+            for count, step in zip(size, stride, strict=True):
+                distance = self._call(operator.mul, self._call(operator.sub, count, 1), step)
+                length = self._call(operator.add, length, distance)
+        return self._call(aten.as_strided.default, self.base, [length], [1], 0)
+
+    def _layout(self) -> tuple[list[Any], list[Any], Any]:
+        """Size, stride and storage offset of ``base``, as arguments."""
         tensor = value(self.base)
-        length = compute_required_storage_length(
-            tensor.shape, tensor.stride(), tensor.storage_offset()
-        )
-        return self._call(aten.as_strided.default, self.base, [self.editor.size(length)], [1], 0)
+        size = [self._known(aten.sym_size.int, n, dim) for dim, n in enumerate(tensor.shape)]
+        stride = [self._known(aten.sym_stride.int, n, dim) for dim, n in enumerate(tensor.stride())]
+        return size, stride, self._known(aten.sym_storage_offset.default, tensor.storage_offset())
+
+    def _known(self, read: Any, number: Any, *dim: int) -> Any:
+        return number if isinstance(number, int) else self._call(read, self.base, *dim)
 
     def _told(self, names: tuple[str, ...]) -> list[Any]:
         return [self.view[name] for name in names]
-
-    def _layout(self) -> list[Any]:
-        tensor = value(self.base)
-        size = [self.editor.size(each) for each in tensor.shape]
-        stride = [self.editor.size(each) for each in tensor.stride()]
-        return [size, stride, self.editor.size(tensor.storage_offset())]
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node: fx.Node = self.editor.call(target, *args)

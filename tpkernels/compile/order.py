@@ -10,7 +10,8 @@ from torch import fx
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
-from tpkernels.compile.in_place import is_wrapped, op_of, unwrap
+from tpkernels.compile.graph import is_wrapped, op_of
+from tpkernels.compile.in_place import unwrap
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
