@@ -47,7 +47,7 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
       than others, or none.
     - The ops of a graph, also those that the model calls itself, run in the graph's order. Without
       the pass inductor may move them, on ranks with uneven shares each in its own way, which is a
-      ``CollectiveMismatchError``.
+      ``CollectiveMismatchError``, or a wrong sum where two calls have one shape.
 
     Raises:
         ValueError, TypeError: ``only`` names no group.
