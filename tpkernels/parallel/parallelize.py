@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.parallel import llama, plans
+from tpkernels import groups
+from tpkernels.parallel import llama, plans, saving
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -65,4 +66,5 @@ def parallelize(
     if plan is not None:
         return plans.apply(model, mesh, plan)
     llama.apply(model, mesh, sequence_parallel)
+    saving.attach(model, groups.name_of(mesh))
     return model
