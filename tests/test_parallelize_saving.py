@@ -171,12 +171,12 @@ def replicas_job(base: str) -> list[str]:
     mine = Path(base) / f"{mesh['dp'].get_local_rank()}"
     parallel.save_pretrained(mine, is_main_process=mesh["dp"].get_local_rank() == 1)
     dist.barrier()
-    return [path.name for path in Path(base).iterdir()]
+    return [str(path.relative_to(base)) for path in Path(base).glob("*/model.safetensors")]
 
 
 @pytest.mark.slow
 def test_one_replica_writes(ranks: RanksFixture, tmp_path: Path) -> None:
-    assert ranks(4).run(replicas_job, str(tmp_path), timeout=100) == [["1"]] * 4
+    assert ranks(4).run(replicas_job, str(tmp_path), timeout=100) == [["1/model.safetensors"]] * 4
 
 
 def pickled_job(base: str) -> list[str]:
