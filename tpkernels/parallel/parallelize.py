@@ -36,6 +36,13 @@ def parallelize(
     of its inside (``output_hidden_states``, ``output_attentions``) is each rank's part, and dropout
     of attention weights is drawn by each rank for its heads.
 
+    ``model.save_pretrained(folder)`` writes the unsharded model, for ``from_pretrained``. It takes
+    transformers' arguments, and all ranks call it. Rank 0 of the mesh gathers the weights and
+    writes, unless it is given ``is_main_process=False``, as all replicas but one should be. The
+    others return when it is done and raise RuntimeError if it fails; the model can be used on. A
+    rank that calls it alone gets ``CollectiveTimeoutError`` after the group's timeout. With a plan,
+    pass ``state_dict=``, as ``torch.distributed.checkpoint.state_dict`` gathers it.
+
     Args:
         model: it may be on the meta device. Afterwards come ``to_empty``, ``load_state_dict`` of
             the unsharded weights, transformers' ``tie_weights``, and a new ``rotary_emb``, whose
