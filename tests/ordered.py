@@ -26,13 +26,12 @@ def called(module: fx.GraphModule) -> list[Any]:
     return [n.target for graph in graphs for n in graph.nodes if n.op == "call_function"]
 
 
-def tied(graph: fx.Graph) -> list[tuple[str, Any]]:
-    """(the op, the node behind which it runs) of what is to run behind another one."""
+def tied(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The nodes that are to run behind another one, ``node.args[0]``, and the op of each."""
     module: Any = graph.owning_module
-    found = []
+    found = {}
     for node in graph.find_nodes(op="call_function", target=control_deps):
         within: Any = node.args[1]
         held = module.get_submodule(within.target).graph
-        op = next(each.target for each in held.nodes if each.op == "call_function")
-        found.append((str(op), node.args[0]))
+        found[node] = str(next(n.target for n in held.nodes if n.op == "call_function"))
     return found

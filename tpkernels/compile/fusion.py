@@ -104,7 +104,8 @@ class CollectiveFusion(CustomGraphPass):
         read_sizes_of_inputs(graph)
         changed, writes = False, Writes.of(graph)
         for node in list(graph.nodes):
-            if _kind(node) in (*_FUSE, *_COALESCED):
+            kind = _kind(node)
+            if kind in _FUSE or kind in _COALESCED:
                 changed |= self._visit(node, name, writes)
         if changed:
             stable_topological_sort(graph)

@@ -55,7 +55,7 @@ def unwrap(node: fx.Node) -> fx.Node:
         ) from None
     if isinstance(node.meta["val"], torch.Tensor):
         node.replace_all_uses_with(result)
-    for item in list(node.users):  # the tensor that was written, behind what the op returns
+    for item in list(node.users):  # the tensor that was written, out of a tuple
         item.replace_all_uses_with(result)
         node.graph.erase_node(item)
     node.graph.erase_node(node)
@@ -68,6 +68,8 @@ def _functional_call(node: fx.Node, op: torch._ops.OpOverload) -> tuple[fx.Node,
     written = [each.name for each in op._schema.arguments if each.is_write]
     if new is None or len(written) != 1:
         raise Obstacle(f"no op returns what it writes into {', '.join(written)}")
+    if op._schema.returns and not isinstance(node.meta.get("val"), torch.Tensor):
+        raise Obstacle("it also returns something else")
     with Editor(node) as editor:
         part = _Part.of(node, written[0], editor)
         given = {**node.kwargs, written[0]: None if part is None else part.read()}
