@@ -24,3 +24,14 @@ def called(module: fx.GraphModule) -> list[Any]:
     """What a graph calls, also from within graphs of single nodes."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     return [n.target for graph in graphs for n in graph.nodes if n.op == "call_function"]
+
+
+def tied(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The nodes that are to run behind another one, ``node.args[0]``, and the op of each."""
+    module: Any = graph.owning_module
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=control_deps):
+        within: Any = node.args[1]
+        held = module.get_submodule(within.target).graph
+        found[node] = str(next(n.target for n in held.nodes if n.op == "call_function"))
+    return found

@@ -68,6 +68,21 @@ def _kept_in_memory(x: Any, w: Any, world: int, group: str) -> Any:
     return product, whole.as_strided((16,), (1,)).sin(), whole.view(3, -1).cos()
 
 
+def _kept_in_other_memory(x: Any, w: Any, world: int, group: str) -> Any:
+    """A copy that is laid out as no view of what the op gathers is."""
+    whole = gather(x, 0, world, group)
+    copy = whole.permute(2, 1, 0).clone()
+    product = torch.cat(whole.chunk(world, 0), 1) @ w
+    return product, copy.as_strided((3, 2), (6, 18)).sin(), copy[1].cos()
+
+
+def _written_afterwards(x: Any, y: Any, w: Any, world: int, group: str) -> Any:
+    """What an op reads is written when it has run, as the inputs of a graph are."""
+    shard, factor = x.clone(), y.clone()
+    products = gather(shard, 0, world, group) @ w, reduce(factor @ w, group)
+    return products, shard.add_(1), factor.mul_(2)
+
+
 def _moved(x: Any, w: Any, world: int, group: str) -> Any:
     return reduce((x @ w).transpose(0, 1), group), reduce((x @ w).unsqueeze(0), group)
 
@@ -95,6 +110,12 @@ FUSED = {
     ),
     "gather kept, and read by strides": Graph(
         _kept_in_memory, ((3, 2, 6), (6, 5)), ((AG, 1),)
+    ),
+    "gather kept, and read by strides of a copy": Graph(
+        _kept_in_other_memory, ((2, 3, 6), (6, 5)), ((AG, 1),)
+    ),
+    "what they read is overwritten afterwards": Graph(
+        _written_afterwards, ((4, 6), (4, 6), (6, 5)), ((AG, 1), (AR, 1))
     ),
     "gather, one weight made of it": Graph(_weight_made_of_it, ((4, 6), (6, 5)), ((AG, 1),)),
     "gather, no columns": Graph(

@@ -10,19 +10,12 @@ import torch
 import torch._inductor.config as inductor_config
 from cases import RanksFixture
 from compiled import graph_runner
+from ordered import tied
 from ranked import fresh_group, report
-from torch import fx
 from torch._inductor.utils import fresh_cache
 from traced import gather, reduce, rewritten
 
 import tpkernels
-
-
-def _ops(node: fx.Node) -> str:
-    """The op of a node that is to run behind another one."""
-    module: Any = node.graph.owning_module
-    wrapped = module.get_submodule(node.args[1].target)  # type: ignore[union-attr]
-    return str(next(n.target for n in wrapped.graph.nodes if n.op == "call_function"))
 
 
 def tied_job() -> list[str]:
@@ -35,11 +28,12 @@ def tied_job() -> list[str]:
 
         inputs = [torch.ones(4, 6), torch.ones(6, 5)]
         traced, _ = rewritten(function, inputs)
-        tied = [node for node in traced.graph.nodes if str(node.target) == "control_deps"]
+        found = tied(traced.graph)
         want = ["_c10d_functional.all_reduce.default", "tpkernels.matmul_all_reduce.default"]
-        failures = [] if [_ops(node) for node in tied] == want else [str(traced.graph)]
-        if tied[1].args[0] != (tied[0],):
-            failures.append(f"{tied[1]} runs behind {tied[1].args[0]}")
+        failures = [] if list(found.values()) == want else [str(traced.graph)]
+        first, second = found
+        if second.args[0] != (first,):
+            failures.append(f"{second} runs behind {second.args[0]}")
         for got, expected in zip(traced(*inputs), function(*inputs), strict=True):
             failures += [] if torch.equal(got, expected) else [f"{got}, not {expected}"]
         return failures
@@ -55,8 +49,7 @@ def by_hand_job() -> list[str]:
             return local, tpkernels.all_reduce(x, name), tpkernels.all_gather(w, name)
 
         traced, _ = rewritten(function, [torch.ones(4, 6), torch.ones(6, 5)])
-        tied = [node for node in traced.graph.nodes if str(node.target) == "control_deps"]
-        alike = [_ops(node) for node in tied] == ["tpkernels.all_gather.default"]
+        alike = list(tied(traced.graph).values()) == ["tpkernels.all_gather.default"]
         return [] if alike else [str(traced.graph)]
 
 

@@ -51,6 +51,27 @@ def _size_of_data(x: Any, w: Any, world: int, group: str) -> Any:
     return torch.cat(whole.chunk(world, 0), 1).flatten(0, 1) @ w, whole.neg()
 
 
+def _shard_written(x: Any, w: Any, world: int, group: str) -> Any:
+    shard = x.clone()
+    whole = gather(shard, 0, world, group)
+    shard.add_(1)
+    return whole @ w
+
+
+def _written_behind(x: Any, w: Any, world: int, group: str) -> Any:
+    whole = gather(x, 0, world, group)
+    flat, product = whole.view(-1), torch.cat(whole.chunk(world, 0), 1).flatten(0, 1) @ w
+    whole.mul_(2)
+    return product, flat.neg()
+
+
+def _factor_written(x: Any, w: Any, world: int, group: str) -> Any:
+    left = x.clone()
+    product = left @ w
+    left.add_(1)
+    return reduce(product, group)
+
+
 LEFT_ALONE = {
     "contraction": Graph(
         lambda x, g, *rest: gather(x, 0, *rest).t() @ g,
@@ -157,11 +178,28 @@ LEFT_ALONE = {
     "several tensors": Graph(
         _coalesced, ((4, 6), (6, 5)), reasons=("it moves several tensors at once",),
     ),
+    "in place": Graph(
+        lambda x, w, _, g: _c10d.wait_tensor(_c10d.all_reduce_(x @ w, "sum", g)),
+        ((4, 6), (6, 5)),
+        reasons=("it writes into a tensor that it is given",),
+    ),
     "integers": Graph(
         lambda x, _, g: reduce(x.long(), g), ((4, 6),), reasons=("the ops take no int64",),
     ),
     "a scalar": Graph(
         lambda x, _, g: reduce(x.sum(), g), ((4, 6),), reasons=("it moves [], and no matrix",),
+    ),
+    "its shard is overwritten": Graph(
+        _shard_written, ((4, 6), (6, 5)),
+        reasons=("aten.add_.Tensor writes in place between it and the products",),
+    ),
+    "what it gathers is overwritten": Graph(
+        _written_behind, ((2, 3, 6), (6, 5)),
+        reasons=("aten.mul_.Tensor writes into what it gathers",),
+    ),
+    "a factor is overwritten": Graph(
+        _factor_written, ((4, 6), (6, 5)),
+        reasons=("aten.add_.Tensor writes in place between it and the products",),
     ),
     "no rows": Graph(
         lambda x, w, *g: gather(x, 0, *g) @ w, ((0, 6), (6, 5)),

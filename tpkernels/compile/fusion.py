@@ -18,7 +18,16 @@ from torch.distributed import distributed_c10d
 
 from tpkernels import dtypes, groups
 from tpkernels.compile import gathers, reductions
-from tpkernels.compile.graph import Change, Collective, Obstacle, read_sizes_of_inputs
+from tpkernels.compile.graph import (
+    Change,
+    Collective,
+    Obstacle,
+    Writes,
+    is_wrapped,
+    op_of,
+    read_sizes_of_inputs,
+)
+from tpkernels.compile.in_place import functional
 from tpkernels.compile.layout import same
 from tpkernels.compile.moves import shape_of, value
 from tpkernels.compile.order import keep_order
@@ -93,31 +102,35 @@ class CollectiveFusion(CustomGraphPass):
         name = f"graph {len(self.report.graphs)}, {'backward' if backward else 'forward'}"
         self.report.graphs.append(name)
         read_sizes_of_inputs(graph)
-        changed = False
+        changed, writes = False, Writes.of(graph)
         for node in list(graph.nodes):
-            if node.target in _FUSE or node.target in _COALESCED:
-                changed |= self._visit(node, name)
+            kind = _kind(node)
+            if kind in _FUSE or kind in _COALESCED:
+                changed |= self._visit(node, name, writes)
         if changed:
             stable_topological_sort(graph)
         if keep_order(graph) or changed:
             graph.lint()
 
-    def _visit(self, node: fx.Node, graph: str) -> bool:
+    def _visit(self, node: fx.Node, graph: str, writes: Writes) -> bool:
         """Rewrites a collective or says why not; whether it did."""
-        group: Any = node.args[-1]
+        group: Any = node.kwargs["group_name"] if is_wrapped(node) else node.args[-1]
         site = Site(graph, node.name, str(group), _module_of(node))
         try:
-            collective = self._eligible(node, group)
-            change = _FUSE[node.target](collective)
+            world = self._eligible(node, group)
+            change = _FUSE[_kind(node)](Collective(node, group, world, writes))
         except Obstacle as obstacle:
             self.report.left_alone.append(LeftAlone(site, str(obstacle)))
             return False
         self.report.rewritten.append(Rewritten(site, change.op, change.products, change.detail))
         return True
 
-    def _eligible(self, node: fx.Node, group: Any) -> Collective:
-        if node.target in _COALESCED:
+    def _eligible(self, node: fx.Node, group: Any) -> int:
+        """The number of ranks."""
+        if _kind(node) in _COALESCED:
             raise Obstacle("it moves several tensors at once")
+        if _kind(node) is not node.target:
+            raise Obstacle("it writes into a tensor that it is given")
         if not isinstance(group, str):
             raise Obstacle("its group has no name in the graph")
         if self._only is not None and group not in self._only:
@@ -132,7 +145,7 @@ class CollectiveFusion(CustomGraphPass):
             raise Obstacle(f"the ops do not run on {given.device}")
         if given.dim() == 0 or any(same(size, 0) for size in shape_of(node)):
             raise Obstacle(f"it moves {list(given.shape)}, and no matrix")
-        return Collective(node, group, world)
+        return world
 
     def _behind(self, present: Any) -> Any:
         """The pass behind those that are set already."""
@@ -144,6 +157,12 @@ class CollectiveFusion(CustomGraphPass):
                 "one from the other"
             )
         return (*custom_graph_pass.get_custom_graph_passes(present), self)
+
+
+def _kind(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The op that a node calls, or its functional form."""
+    op = op_of(node)
+    return None if op is None else functional(op)
 
 
 def _module_of(node: fx.Node) -> str:

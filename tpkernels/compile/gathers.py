@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._inductor.pattern_matcher import is_mutation_op
 
 from tpkernels.compile.graph import (
     Change,
@@ -63,6 +65,10 @@ def fuse(gather: Collective) -> Change:
     inner, ranks = Layout.of(shape_of(shard)), Axis(gather.world)
     moves = follow(gather.node, inner.with_leading(0, ranks))
     use = _use(gather.node, moves, ranks)
+    gather.joins(product.node for product in use.products)
+    for reader in itertools.chain(*use.rest.values()):
+        if is_mutation_op(reader):
+            raise Obstacle(f"{describe(reader)} writes into what it gathers")
 
     lead = [size_of(use.rows.before)] if use.rows.before else []
     shape = [*lead, size_of(use.rows.within), shape_of(use.products[0].left)[1]]

@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._inductor.pattern_matcher import is_mutation_op
 from torch._prims_common import is_contiguous_or_false
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
@@ -28,11 +29,38 @@ _OPERATIONS = (
     (sympy.Mul, operator.mul),
     (FloorDiv, operator.floordiv),
 )
+_WRAPPERS = {
+    torch.ops.higher_order.auto_functionalized,
+    torch.ops.higher_order.auto_functionalized_v2,
+}
 _KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom")
 
 
 class Obstacle(Exception):
     """Why a collective is left alone. Nothing has been replaced when it is raised."""
+
+
+@dataclass(frozen=True)
+class Writes:
+    """The ops of a graph that write in place, and how many of them come before each node."""
+
+    ops: list[fx.Node]
+    before: dict[fx.Node, int]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Writes:
+        ops: list[fx.Node] = []
+        before = {}
+        for node in graph.nodes:
+            before[node] = len(ops)
+            if is_mutation_op(node):
+                ops.append(node)
+        return cls(ops, before)
+
+    def among(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Those between the first and the last of the nodes."""
+        places = [self.before[node] for node in nodes]
+        return self.ops[min(places) : max(places)]
 
 
 @dataclass(frozen=True)
@@ -42,6 +70,18 @@ class Collective:
     node: fx.Node
     group: str
     world: int
+    writes: Writes
+
+    def joins(self, products: Iterable[fx.Node]) -> None:
+        """Checks that it and the products can become one op, which reads all they read at once.
+
+        Raises:
+            Obstacle: what they read may be written in between.
+        """
+        between = self.writes.among([self.node, *products])
+        if between:
+            names = ", ".join(dict.fromkeys(map(describe, between)))
+            raise Obstacle(f"{names} writes in place between it and the products")
 
 
 @dataclass(frozen=True)
@@ -105,11 +145,21 @@ class Editor:
         return self.reshape(node, shape)
 
     def laid_out_like(self, old: fx.Node, new: fx.Node) -> fx.Node:
-        """``new``, without gaps where ``old`` has none, as views of that may need."""
-        if is_contiguous_or_false(value(new)) or not is_contiguous_or_false(value(old)):
+        """``new`` with the strides of ``old``: views of that may need them, or name elements by
+        them."""
+        have, want = value(new), value(old)
+        contiguous = is_contiguous_or_false(want)
+        if same_shape(have.stride(), want.stride()) or (
+            contiguous and is_contiguous_or_false(have)
+        ):
             return new
-        whole = torch.contiguous_format
-        result: fx.Node = self.call(aten.clone.default, new, memory_format=whole)
+        if contiguous:
+            whole = torch.contiguous_format
+            copied: fx.Node = self.call(aten.clone.default, new, memory_format=whole)
+            return copied
+        size, stride = ([self.size(each) for each in side] for side in (want.shape, want.stride()))
+        laid_out = self.call(aten.new_empty_strided.default, new, size, stride)
+        result: fx.Node = self.call(aten.copy.default, laid_out, new)
         return result
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
@@ -189,12 +239,24 @@ def erase_unread(nodes: Iterable[fx.Node]) -> None:
             node.graph.erase_node(node)
 
 
+def is_wrapped(node: fx.Node) -> bool:
+    """Whether it stands for an op that writes into an argument (see in_place.py)."""
+    return node.target in _WRAPPERS
+
+
+def op_of(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The op that a node calls, wrapped or not; None if it calls something else."""
+    target = node.args[0] if is_wrapped(node) else node.target
+    return target if isinstance(target, torch._ops.OpOverload) else None
+
+
 def describe(node: fx.Node) -> str:
     """What a node is, for messages: "aten.mul.Tensor"."""
     if node.op == "output":
         return "the graph's output"
     if node.op != "call_function":
         return "an input of the graph"
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target).removesuffix(".default")
+    op = op_of(node)
+    if op is not None:
+        return str(op).removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))

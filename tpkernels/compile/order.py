@@ -3,50 +3,54 @@
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 
 import torch
 from torch import fx
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
+from tpkernels.compile.graph import is_wrapped, op_of
+from tpkernels.compile.in_place import unwrap
+
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def keep_order(graph: fx.Graph) -> bool:
-    """Ties each op, and each functional collective right behind one, to the one before it; returns
-    whether there are any.
+    """Ties the ops and torch's collectives to the one before, but for two functional collectives
+    in a row; returns whether there are any.
 
     Inductor moves what does not depend on each other, by the sizes of what is in memory. Those
     differ between ranks that have uneven shares, and so would the order of the ops. It does not
     move functional collectives past each other, but knows nothing of others.
+
+    Ops that write into an argument become functional: wrapped as they are here, they could not be
+    tied.
     """
-    before: fx.Node | None = None
-    after: dict[fx.Node, OrderedSet[fx.Node]] = {}
-    for node in list(graph.nodes):
-        ours = _is_ours(node)
-        if not ours and not _is_collective(node):
-            continue
-        if before is not None and (ours or _is_ours(before)):
-            after[node] = OrderedSet([_tensor_of(before)])
-        before = node
-    if after:
-        preserve_node_ordering(graph, after)
-    return bool(after)
-
-
-def _is_ours(node: fx.Node) -> bool:
-    """Whether it is an op that communicates; private ones are local."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "tpkernels":
+    calls = [node for node in graph.nodes if _is_functional_collective(node) or _is_other(node)]
+    pairs = [pair for pair in pairwise(calls) if any(map(_is_other, pair))]
+    if not pairs:
         return False
-    return not target._opname.startswith("_")
+    involved = dict.fromkeys(node for pair in pairs for node in pair)
+    plain = {node: unwrap(node) if is_wrapped(node) else node for node in involved}
+    after = {plain[node]: OrderedSet([_tensor_of(plain[before])]) for before, node in pairs}
+    preserve_node_ordering(graph, after)
+    return True
 
 
-def _is_collective(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target is _WAIT:
+def _is_functional_collective(node: fx.Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.namespace == "_c10d_functional" and op is not _WAIT
+
+
+def _is_other(node: fx.Node) -> bool:
+    """Whether it communicates and inductor does not know: our ops, of which private ones are local,
+    and DTensor's own."""
+    op = op_of(node)
+    if op is None:
         return False
-    return target.namespace == "_c10d_functional"
+    ours = op.namespace == "tpkernels" and not op._opname.startswith("_")
+    return ours or str(op) == "_dtensor.shard_dim_alltoall.default"
 
 
 def _tensor_of(node: fx.Node) -> fx.Node:

@@ -36,8 +36,8 @@ class _Reduced:
     ``total`` is their sum, ``made`` the nodes that the op makes needless, which nothing else reads.
     """
 
-    def __init__(self, collective: fx.Node) -> None:
-        given: Any = collective.args[0]
+    def __init__(self, collective: Collective) -> None:
+        given: Any = collective.node.args[0]
         self.total, self.moves = chain_to(given)
         self.made = [self.total, *_with_carriers(self.moves)]
         self.products = self._terms(self.total)
@@ -45,10 +45,11 @@ class _Reduced:
         if not all(same_shape(shape, shapes[0]) for shape in shapes):
             raise Obstacle("what it reduces is a sum of products in different layouts")
         for node in self.made:
-            others = [user for user in node.users if user not in (collective, *self.made)]
+            others = [user for user in node.users if user not in (collective.node, *self.made)]
             if others:
                 names = ", ".join(dict.fromkeys(map(describe, others)))
                 raise Obstacle(f"{describe(node)}, which it reduces, is also read by {names}")
+        collective.joins(product.node for product in self.products)
 
     def _terms(self, node: fx.Node) -> list[Product]:
         product = Product.of(node)
@@ -120,7 +121,7 @@ def fuse_scatter(scatter: Collective) -> Change:
     """
     node = scatter.node
     dtype = _out_dtype(node)
-    reduced = _Reduced(node)
+    reduced = _Reduced(scatter)
     product, given = reduced.layouts()
     taken = given.without_leading(0, scatter.world)
     if taken is None:
@@ -161,7 +162,7 @@ def fuse_all_reduce(reduce: Collective) -> Change:
     """
     node = reduce.node
     dtype = _out_dtype(node)
-    reduced = _Reduced(node)
+    reduced = _Reduced(reduce)
     product, given = reduced.layouts()
     with Editor(node) as editor:
         x, w = reduced.factors(editor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -83,6 +84,16 @@ class ShardTensor(torch.Tensor):
             "torch.distributed.checkpoint, or torch.save tpkernels.nn.full_state_dict(model)"
         )
 
+    def untyped_storage(self) -> NoReturn:
+        """What safetensors asks for, among others."""
+        raise TypeError(
+            "a ShardTensor is one rank's share and has no memory of the whole: save with "
+            "torch.distributed.checkpoint, or give tpkernels.nn.full_state_dict(model), called on "
+            "all ranks, to safetensors.torch.save_file or as state_dict"
+        )
+
+    storage = untyped_storage
+
     # torch.distributed._checkpointable: how torch.distributed.checkpoint sees a tensor. Who calls
     # these has imported that package, which takes half a second.
 
@@ -127,21 +138,25 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     Raises:
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
+    return gathered(module, module.state_dict(), rank0_only)
+
+
+def gathered(module: nn.Module, shards: Mapping[str, Any], rank0_only: bool) -> dict[str, Any]:
+    """`full_state_dict` of what ``shards``, a state dict of the module or a part of it, holds."""
     # By the parameter's identity, which is the same question on every rank: tied parameters are
     # gathered once, and stay one tensor.
     identity = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    gathered: dict[int, torch.Tensor | None] = {}
+    whole: dict[int, torch.Tensor | None] = {}
     state: dict[str, Any] = {}
-    shards = module.state_dict()
     ranks = {value.placement.rank for value in shards.values() if isinstance(value, ShardTensor)}
     keep = not rank0_only or ranks <= {0}
     for name, value in shards.items():
         key = identity.get(name, id(value))
-        if key not in gathered:
-            whole = value.full_tensor() if isinstance(value, ShardTensor) else value
-            if rank0_only and isinstance(whole, torch.Tensor):
-                whole = whole.cpu()
-            gathered[key] = whole if keep else None
+        if key not in whole:
+            tensor = value.full_tensor() if isinstance(value, ShardTensor) else value
+            if rank0_only and isinstance(tensor, torch.Tensor):
+                tensor = tensor.cpu()
+            whole[key] = tensor if keep else None
         if keep:
-            state[name] = gathered[key]
+            state[name] = whole[key]
     return state

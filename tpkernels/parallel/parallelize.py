@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.parallel import llama, plans
+from tpkernels import groups
+from tpkernels.parallel import llama, plans, saving
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -34,6 +35,13 @@ def parallelize(
     and values of its heads; to sample, all ranks need the same random state. What a model records
     of its inside (``output_hidden_states``, ``output_attentions``) is each rank's part, and dropout
     of attention weights is drawn by each rank for its heads.
+
+    ``model.save_pretrained(folder)`` writes the unsharded model, for ``from_pretrained``. It takes
+    transformers' arguments, and all ranks call it. Rank 0 of the mesh gathers the weights and
+    writes, unless it is given ``is_main_process=False``, as all replicas but one should be. The
+    others return when it is done and raise RuntimeError if it fails; the model can be used on. A
+    rank that calls it alone gets ``CollectiveTimeoutError`` after the group's timeout. With a plan,
+    pass ``state_dict=``, as ``torch.distributed.checkpoint.state_dict`` gathers it.
 
     Args:
         model: it may be on the meta device. Afterwards come ``to_empty``, ``load_state_dict`` of
@@ -65,4 +73,5 @@ def parallelize(
     if plan is not None:
         return plans.apply(model, mesh, plan)
     llama.apply(model, mesh, sequence_parallel)
+    saving.attach(model, groups.name_of(mesh))
     return model

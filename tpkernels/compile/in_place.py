@@ -1,0 +1,157 @@
+"""Ops that write into an argument.
+
+The compiler wraps such an op into a node that writes into nothing (``auto_functionalized``) and
+takes it out again after its passes. Until then the op is an argument of that node, and the node
+cannot be put into another one.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import compute_required_storage_length, is_contiguous_or_false
+
+from tpkernels.compile.graph import Editor, Obstacle, op_of
+from tpkernels.compile.moves import value
+
+aten = torch.ops.aten
+
+# How a wrapper tells a view of a tensor; nothing: all of it.
+_SLICE, _STRIDED = ("slice_dim", "slice_start", "slice_end"), ("size", "stride", "storage_offset")
+_VIEW = {"alias", *_SLICE, *_STRIDED}
+
+
+def functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The op that returns what ``op`` writes: ``all_reduce`` for ``all_reduce_``, ``gather`` for
+    ``gather_out``. It is ``op`` itself if that writes into nothing, None if there is none."""
+    if not op._schema.is_mutable:
+        return op
+    packet = getattr(torch.ops, op.namespace)
+    overloads = getattr(packet, re.sub("(_out|_)$", "", op._opname), None)
+    found = getattr(overloads, op._overloadname, None)
+    return None if found is None or found._schema.is_mutable else found
+
+
+def unwrap(node: fx.Node) -> fx.Node:
+    """Puts the functional op in the place of a wrapped one, and what it returns in the place of
+    what was written; returns its node.
+
+    Raises:
+        NotImplementedError: there is no such op, or it is not known what is written.
+    """
+    op = op_of(node)
+    assert op is not None  # the caller has found one
+    try:
+        call, result = _functional_call(node, op)
+    except Obstacle as obstacle:
+        raise NotImplementedError(
+            f"{op} cannot be kept in the order of the graph's collectives: {obstacle}; call an op "
+            "that returns its result"
+        ) from None
+    if isinstance(node.meta["val"], torch.Tensor):
+        node.replace_all_uses_with(result)
+    for item in list(node.users):  # the tensor that was written, out of a tuple
+        item.replace_all_uses_with(result)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+    return call
+
+
+def _functional_call(node: fx.Node, op: torch._ops.OpOverload) -> tuple[fx.Node, fx.Node]:
+    """(the call of the functional op, the tensor with what it returns in the part written)."""
+    new = functional(op)
+    written = [each.name for each in op._schema.arguments if each.is_write]
+    if new is None or len(written) != 1:
+        raise Obstacle(f"no op returns what it writes into {', '.join(written)}")
+    if op._schema.returns and not isinstance(node.meta.get("val"), torch.Tensor):
+        raise Obstacle("it also returns something else")
+    with Editor(node) as editor:
+        part = _Part.of(node, written[0], editor)
+        given = {**node.kwargs, written[0]: None if part is None else part.read()}
+        positional: list[Any] = []
+        options: dict[str, Any] = {}
+        for argument in new._schema.arguments:
+            if not argument.kwarg_only:
+                positional.append(given[argument.name])
+            elif argument.name in given:
+                options[argument.name] = given[argument.name]
+        call: fx.Node = editor.call(new, *positional, **options)
+        return call, call if part is None else part.write(call)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of ``base`` that an op writes, which a wrapper describes as a view."""
+
+    editor: Editor
+    base: fx.Node
+    view: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: fx.Node, name: str, editor: Editor) -> _Part | None:
+        """None if the wrapper makes the tensor that is written."""
+        given: Any = node.kwargs
+        if name in given:  # as auto_functionalized has it
+            return cls(editor, given[name], {})
+        prefix = f"_{name}_"
+        view = {key.removeprefix(prefix): given[key] for key in given if key.startswith(prefix)}
+        index = view.pop("base_index", None)
+        if index is None:
+            return None
+        if view.keys() - _VIEW:
+            raise Obstacle(f"it writes into a view by {', '.join(view)}")
+        return cls(editor, given["_all_bases"][index], view)
+
+    def read(self) -> fx.Node:
+        if "slice_dim" in self.view:
+            return self._call(aten.slice.Tensor, self.base, *self._told(_SLICE))
+        if "stride" in self.view:
+            return self._call(aten.as_strided.default, self._memory(), *self._told(_STRIDED))
+        return self.base
+
+    def write(self, new: fx.Node) -> fx.Node:
+        """``base`` with ``new`` in that part."""
+        if "slice_dim" in self.view:
+            return self._call(aten.slice_scatter.default, self.base, new, *self._told(_SLICE))
+        if "stride" in self.view:
+            memory = self._call(
+                aten.as_strided_scatter.default, self._memory(), new, *self._told(_STRIDED)
+            )
+            return self._call(aten.as_strided.default, memory, *self._layout())
+        if is_contiguous_or_false(value(self.base)):
+            return new
+        return self._call(aten.copy.default, self.base, new)  # which keeps the strides of base
+
+    def _memory(self) -> fx.Node:
+        """All elements that ``base`` spans, in the order of memory."""
+        size, stride, offset = self._layout()
+        if all(isinstance(each, int) for each in (*size, *stride, offset)):
+            length: Any = compute_required_storage_length(size, stride, offset)
+        else:
+            length = self._call(operator.add, offset, 1)
+            for count, step in zip(size, stride, strict=True):
+                distance = self._call(operator.mul, self._call(operator.sub, count, 1), step)
+                length = self._call(operator.add, length, distance)
+        return self._call(aten.as_strided.default, self.base, [length], [1], 0)
+
+    def _layout(self) -> tuple[list[Any], list[Any], Any]:
+        """Size, stride and storage offset of ``base``, as arguments."""
+        tensor = value(self.base)
+        size = [self._known(aten.sym_size.int, n, dim) for dim, n in enumerate(tensor.shape)]
+        stride = [self._known(aten.sym_stride.int, n, dim) for dim, n in enumerate(tensor.stride())]
+        return size, stride, self._known(aten.sym_storage_offset.default, tensor.storage_offset())
+
+    def _known(self, read: Any, number: Any, *dim: int) -> Any:
+        return number if isinstance(number, int) else self._call(read, self.base, *dim)
+
+    def _told(self, names: tuple[str, ...]) -> list[Any]:
+        return [self.view[name] for name in names]
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node: fx.Node = self.editor.call(target, *args)
+        return node

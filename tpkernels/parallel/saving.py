@@ -1,0 +1,196 @@
+"""``save_pretrained`` of a model of transformers of which each rank has a share.
+
+Problem: rank 0 writes what all ranks have a part of. Writing may take longer than ranks wait for
+each other, and it may fail, on rank 0 alone.
+
+Algorithm: rank 0 says whether it will write; the ranks gather the weights on it; it writes as
+transformers does, while a thread tells the others every second that it is not done; then it says
+how that went. Each word is an all-gather of the group to which the others add nothing. So every
+wait is bounded, a rank that died is noticed, and no other process group is used. An error of
+rank 0 alone is raised on all ranks, and the group goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from enum import IntEnum
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from tpkernels import groups
+from tpkernels.errors import TpkernelsError
+from tpkernels.nn.checkpoint import gathered
+from tpkernels.nn.sharding import ShardedModule
+from tpkernels.ops.all_gather import all_gather
+
+_INTERVAL = 1.0  # s, from one word of rank 0 to the next
+_LENGTH = 1024  # bytes of a word with the text of an error
+
+
+class Word(IntEnum):
+    """What rank 0 says."""
+
+    SKIP = 0
+    WRITE = 1
+    NOT_DONE = 2
+    DONE = 3
+    FAILED = 4
+
+
+def attach(model: nn.Module, group: str) -> None:
+    """Has ``save_pretrained`` of a model of transformers, and of the model within it, write the
+    unsharded weights."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained"):
+            module.save_pretrained = SavePretrained(module, group)  # type: ignore[assignment]
+            module.push_to_hub = refuse_to_push  # type: ignore[assignment]
+
+
+def refuse_to_push(*args: Any, **options: Any) -> NoReturn:
+    raise NotImplementedError(
+        "push_to_hub would upload from every rank; call save_pretrained(folder, push_to_hub=True, "
+        "repo_id=...) on all ranks, which uploads from rank 0"
+    )
+
+
+class SavePretrained:
+    """``save_pretrained`` of one model; see `tpkernels.parallelize`."""
+
+    def __init__(self, model: Any, group: str) -> None:
+        self._model, self._group = model, group
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        """As the method of transformers, with its arguments, for all ranks to call.
+
+        Raises:
+            NotImplementedError: an option that writes shares; adapters.
+            ValueError: the model is on the meta device.
+            RuntimeError: rank 0 could not write. Rank 0 raises what it met with.
+            PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+        """
+        write = type(self._model).save_pretrained
+        given = _by_name(write, self._model, *args, **options)
+        self._check(given)
+        group = groups.get(self._group)
+        writes = given.get("is_main_process", True)
+        with _leaving(group):
+            if self._say(Word.WRITE if writes else Word.SKIP)[0] is Word.SKIP:
+                return
+            shards = given.get("state_dict")
+            if shards is None:
+                shards = self._model.state_dict()
+            state = gathered(self._model, shards, rank0_only=True)
+        if group.rank != 0:
+            self._wait()
+            return
+        given |= {"state_dict": state, "is_main_process": True}
+        with self._others_wait(), _as_unsharded(self._model):
+            write(**given)
+
+    def _check(self, given: dict[str, Any]) -> None:
+        if given.get("distributed_checkpoint"):
+            raise NotImplementedError(
+                "distributed_checkpoint=True is for models that transformers has sharded; save "
+                "model.state_dict() with torch.distributed.checkpoint"
+            )
+        if getattr(self._model, "_hf_peft_config_loaded", False):
+            raise NotImplementedError(
+                "the model has adapters, whose weights are not gathered; save them before "
+                "tpkernels.parallelize"
+            )
+        if any(parameter.is_meta for parameter in self._model.parameters()):
+            raise ValueError("the model is on the meta device, and has no weights to save")
+
+    def _say(self, word: Word = Word.SKIP, text: str = "") -> tuple[Word, str]:
+        """What rank 0 says, on all ranks. Collective."""
+        group = groups.get(self._group)
+        mine = bytes([word, *text.encode()])[:_LENGTH].ljust(_LENGTH, b"\0")
+        device = next(self._model.parameters()).device
+        data = torch.tensor(list(mine if group.rank == 0 else b""), device=device).float()
+        sizes = [_LENGTH, *[0] * (group.world - 1)]
+        said = bytes(map(int, all_gather(data, self._group, shard_sizes=sizes).tolist()))
+        return Word(said[0]), said[1:].rstrip(b"\0").decode(errors="ignore")
+
+    def _wait(self) -> None:
+        """Returns when rank 0 has written, and raises if it could not."""
+        word = Word.NOT_DONE
+        while word is Word.NOT_DONE:
+            word, text = self._say()
+        if word is Word.FAILED:
+            raise RuntimeError(f"rank 0 could not save the model: {text}")
+
+    @contextlib.contextmanager
+    def _others_wait(self) -> Iterator[None]:
+        """Keeps the other ranks waiting, and tells them how it ended."""
+        interval = min(_INTERVAL, groups.get(self._group).timeout / 4)
+        ended, lost = threading.Event(), list[BaseException]()
+
+        def keep() -> None:
+            try:
+                while not ended.wait(interval):
+                    self._say(Word.NOT_DONE)
+            except BaseException as error:
+                lost.append(error)
+
+        thread = threading.Thread(target=keep, name="tpkernels-saving", daemon=True)
+        thread.start()
+        word, text = Word.DONE, ""
+        try:
+            yield
+        except BaseException as error:
+            word, text = Word.FAILED, f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            ended.set()
+            thread.join()
+            with contextlib.suppress(*[TpkernelsError] if word is Word.FAILED else []):
+                if not lost:
+                    self._say(word, text)
+        if lost:
+            raise lost[0]
+
+
+def _by_name(function: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    """The arguments of a call."""
+    signature = inspect.signature(function)
+    given: dict[str, Any] = dict(signature.bind(*args, **options).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
+@contextlib.contextmanager
+def _leaving(group: Any) -> Iterator[None]:
+    """A rank that raises in a collective phase does not have its peers wait: the group breaks."""
+    try:
+        yield
+    except TpkernelsError:  # the op has told them
+        raise
+    except BaseException as error:
+        group.leave(error)
+        raise
+
+
+@contextlib.contextmanager
+def _as_unsharded(model: Any) -> Iterator[None]:
+    """Has transformers count all parameters, for the index of several files, and write on a rank
+    that is rank 0 of its group, but maybe not of all."""
+    sizes = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = isinstance(module, ShardedModule)
+            sizes[parameter] = prod(module.whole_shape(name) if whole else parameter.shape)
+    total = sum(sizes.values())
+    model.num_parameters = lambda *args, **options: total
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.num_parameters, model.should_save_on_this_rank
