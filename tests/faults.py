@@ -65,6 +65,10 @@ def workspace_of(group: dist.ProcessGroup) -> HostWorkspace:
     return workspace
 
 
+def shares_memory(group: dist.ProcessGroup) -> bool:
+    return groups.get(group.group_name).workspace is not None
+
+
 def new_group(timeout: float = PATIENCE, ranks: list[int] | None = None) -> dist.ProcessGroup:
     """A group of all ranks, or of those given, who alone take part in making it."""
     made = dist.new_group(ranks, use_local_synchronization=ranks is not None)

@@ -37,8 +37,8 @@ class _Controller:
 def available_bytes() -> int:
     """Memory that this process may still take: of the host, or of the control group where that has
     less. A commit of more would have the kernel kill a process instead of returning an error."""
-    rooms = [controller.room(folder) for controller, folder in _own_cgroups()]
-    return max(0, min(_host_available(), *(room for room in rooms if room is not None)))
+    rooms = [_host_available(), *(group.room(folder) for group, folder in _own_cgroups())]
+    return max(0, min(room for room in rooms if room is not None))
 
 
 def lacks_memory(nbytes: int, world: int) -> str | None:
