@@ -20,11 +20,11 @@ CXX_FILES = $(shell find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format sanitize bench wheel clean distclean
+.PHONY: help demo test test-slow faults lint format sanitize bench wheel clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo '  ARGS=... is passed on by demo, test, test-slow, sanitize and bench'
+	@echo '  ARGS=... is passed on by demo, test, test-slow, faults, sanitize and bench'
 
 demo: $(EXT)  ## a tensor-parallel MLP on four processes: right, and how fast
 	@$(BIN)/tpkernels demo $(ARGS)
@@ -34,6 +34,9 @@ test: $(EXT)  ## the tests that take seconds
 
 test-slow: $(EXT)  ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+faults: $(EXT)  ## random faults at random moments: nobody hangs, nothing is wrong
+	@$(BIN)/python tests/campaign.py $(ARGS)
 
 sanitize: $(EXT)  ## the C++ under ThreadSanitizer and AddressSanitizer
 	@$(BIN)/python -m pytest -m '' tests/test_sanitizers.py tests/test_nccl_sanitizers.py $(ARGS)

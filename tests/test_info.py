@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -11,7 +12,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import tpkernels
-from tpkernels import cuda, nccl
+from tpkernels import _C, cuda, nccl
 from tpkernels.backends import OPS
 from tpkernels.cli import app
 
@@ -49,6 +50,18 @@ def test_info_json_is_one_object() -> None:
     ]
     assert "TRITON_INTERPRET=1" in ways["fused"]
     assert "overlaps a matmul" in here["all_reduce"]["pipelined"]
+
+
+def test_info_tells_whether_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(invoke("info", "--json").stdout)["shared_memory"] is None
+    assert "between ranks of one user" in " ".join(invoke("info").output.split())
+
+    def refuse(pid: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(_C, "open_pidfd", refuse)
+    shown = " ".join(invoke("info").output.split())
+    assert "none: this process cannot share memory: pidfd_open: Operation not permitted" in shown
 
 
 def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

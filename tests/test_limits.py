@@ -98,6 +98,13 @@ def test_groups_that_cannot_be_read_are_left_out(system: Path) -> None:
     assert limits.available_bytes() == 8000 * MIB
 
 
+def test_without_proc_nothing_is_known(system: Path) -> None:
+    (system / "meminfo").unlink()
+    assert limits.available_bytes() > 1 << 60
+    unified(system / "cgroup", 1000, 900)
+    assert limits.available_bytes() == 100 * MIB
+
+
 def test_the_message_gives_the_numbers(system: Path) -> None:
     assert limits.lacks_memory(1000 * MIB, 8) is None
     assert limits.lacks_memory(1001 * MIB, 8) == (

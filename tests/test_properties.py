@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from cases import COLLECTIVE_ALGORITHMS, DTYPES, MATMUL_ALGORITHMS, WORLDS, Case, RanksFixture
 from hypothesis import HealthCheck, given, settings
@@ -135,14 +136,18 @@ def matmul_all_reduces(draw: Draw) -> Example:
     return world, _partial_sum(draw, Case(op="matmul_all_reduce", shape=tuple(dims)))
 
 
-def check(ranks: RanksFixture, example: Example) -> None:
-    """The example by every algorithm that can."""
-    world, case = example
+def by_every_algorithm(case: Case) -> list[Case]:
+    """The case by each algorithm that can run it."""
     algorithms = MATMUL_ALGORITHMS if "matmul" in case.op else COLLECTIVE_ALGORITHMS
     along_k = case.op == "all_gather_matmul" and case.dim == len(case.shape) - 1
     ways = [way for way in algorithms if not (along_k and way in ("ring", "pipelined"))]
-    cases = [replace(case, algorithm=way) for way in ways]
-    run_cases(ranks, world, cases, SMALLEST_WORKSPACE)
+    return [replace(case, algorithm=way) for way in ways]
+
+
+def check(ranks: RanksFixture, example: Example) -> None:
+    """The example by every algorithm that can."""
+    world, case = example
+    run_cases(ranks, world, by_every_algorithm(case), SMALLEST_WORKSPACE)
 
 
 @thorough
@@ -179,3 +184,31 @@ def test_matmul_reduce_scatter(ranks: RanksFixture, example: Example) -> None:
 @given(matmul_all_reduces())
 def test_matmul_all_reduce(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
+
+
+EXAMPLES = st.one_of(
+    all_gathers(),
+    reduce_scatters(),
+    all_reduces(),
+    all_gather_matmuls(),
+    matmul_reduce_scatters(),
+    matmul_all_reduces(),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(thorough, max_examples=160, derandomize=False)
+@given(st.lists(EXAMPLES, min_size=12, max_size=12))
+def test_thousands_of_exact_calls(ranks: RanksFixture, examples: list[Example]) -> None:
+    """Integers small enough for every sum to be exact, so that all algorithms must give the same
+    values: some 8000 calls, other ones in each run. Hypothesis prints what fails."""
+    for world in WORLDS:
+        cases = [
+            each
+            for size, case in examples
+            if size == world
+            for each in by_every_algorithm(replace(case, integers=True))
+        ]
+        if cases:
+            run_cases(ranks, world, cases, SMALLEST_WORKSPACE)

@@ -113,9 +113,12 @@ def init(
 
     Args:
         group: the process group; None for the default one.
-        timeout: seconds that one wait for a peer may take before ``CollectiveTimeoutError``.
-        workspace_bytes: size of one of the two data buffers that each rank shares; default 32 MiB.
-            Larger calls run in several steps.
+        timeout: seconds that one wait for a peer may take before ``CollectiveTimeoutError``, which
+            breaks the group. Choose it longer than any pause in which one rank works alone while
+            the others wait in an op, such as writing a checkpoint on rank 0.
+        workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
+            64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
+            several steps.
 
     Raises:
         ValueError: an argument is out of range, differs between ranks, or the group is in use with

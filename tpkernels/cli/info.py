@@ -20,6 +20,7 @@ from tpkernels.cli.cases import MATMUL_OPS, Spec
 from tpkernels.cli.options import DTYPES
 from tpkernels.cli.output import byte_size, console, table
 from tpkernels.plan import ALGORITHMS, Means, obstacles
+from tpkernels.symm.reach import lacks
 
 _NATIVE = "native: torch multiplies it at full speed"
 _CONVERTED = "converted to float32 by panels: no instructions for it on this processor"
@@ -49,6 +50,7 @@ def gather() -> dict[str, Any]:
             for dtype in DTYPES.values()
         },
         "devices": environment.devices(),
+        "shared_memory": lacks(),
         "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
         "nccl": nccl.facts(),
         "algorithms": {
@@ -97,6 +99,7 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",
         "memory": f"{byte_size(devices['memory_bytes'])}, "
         f"{byte_size(devices['available_bytes'])} available",
+        "shared memory": _shared_memory_text(facts["shared_memory"]),
         "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
@@ -113,6 +116,12 @@ def _show(facts: dict[str, Any], out: Console) -> None:
             if reasons == {kernels.NO_GPU}
             else _algorithm_table(device, facts)
         )
+
+
+def _shared_memory_text(obstacle: str | None) -> str:
+    if obstacle is None:
+        return "between ranks of one user, on one machine and in one network namespace"
+    return f"none: this process {obstacle}"
 
 
 def _nccl_text(found: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_UNKNOWN = 1 << 62
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -53,7 +54,9 @@ def lacks_memory(nbytes: int, world: int) -> str | None:
 
 
 def _host_available() -> int:
-    return next(_numbers(_MEMINFO, ("MemAvailable:",)), 1 << 52) * 1024  # KiB in that file
+    with contextlib.suppress(OSError):  # /proc is not mounted: then it is not known
+        return next(_numbers(_MEMINFO, ("MemAvailable:",)), _UNKNOWN >> 10) << 10
+    return _UNKNOWN
 
 
 def _numbers(path: Path, names: tuple[str, ...]) -> Iterator[int]:
