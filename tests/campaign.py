@@ -31,7 +31,8 @@ from faults import CASES, PROMPT, Ending
 from test_failures_memory import no_memory
 
 import tpkernels
-from tpkernels import backends
+from tpkernels import backends, groups
+from tpkernels.launch import Outcome
 
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
 CALLS = 200  # of a rank in a trial that ends well
@@ -127,7 +128,7 @@ def _disturbed(trial: Trial, group: dist.ProcessGroup) -> Iterator[list[str]]:
     elif trial.kind == "fork":
         threading.Timer(trial.moment, lambda: said.append(_fork(group))).start()
     elif trial.kind == "exception":
-        _raise_in_call(trial)
+        _raise_in_call(trial, group)
     try:
         yield said
     finally:
@@ -137,8 +138,9 @@ def _disturbed(trial: Trial, group: dist.ProcessGroup) -> Iterator[list[str]]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _raise_in_call(trial: Trial) -> None:
-    """Somewhere within a call, where the profiler's ranges of waits begin and end."""
+def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
+    """At the beginning of a call, or when all of it is done."""
+    groups.get(group.group_name).calls.clear()  # they know their functions
     run, calls = backends.TABLES["cpu"][trial.op, trial.algorithm], [0]
 
     def raising(*args: Any) -> Any:
@@ -171,15 +173,10 @@ def _fork(group: dist.ProcessGroup) -> str:
 
 def run_trial(trial: Trial) -> tuple[list[str], float]:
     """What went wrong, and the seconds from the fault to the last report of it."""
-    with faults.watched_ranks(trial.world) as ranks:
-        ranks.submit(job, trial)
-        if trial.kind == "stop":
-            outcomes = faults.collect_without(ranks, trial.victim)
-            os.kill(ranks.pids[trial.victim], signal.SIGCONT)
-            after = ranks.collect(2 * trial.timeout + 5.0)
-            outcomes[trial.victim] = after[trial.victim]
-        else:
-            outcomes = ranks.collect(faults.COLLECT_SECONDS)
+    try:
+        outcomes = _outcomes(trial)
+    except AssertionError as error:  # of what is left behind
+        return [str(error)], 0.0
     wrong, slowest = [], 0.0
     for outcome in outcomes:
         if outcome.rank == trial.victim and trial.kind == "kill":
@@ -192,6 +189,19 @@ def run_trial(trial: Trial) -> tuple[list[str], float]:
             if outcome.rank != trial.victim and told.at and told.ending.error:
                 slowest = max(slowest, told.ending.at - told.at)
     return wrong, slowest
+
+
+def _outcomes(trial: Trial) -> list[Outcome]:
+    with faults.watched_ranks(trial.world) as ranks:
+        ranks.submit(job, trial)
+        if trial.kind == "stop":
+            outcomes = faults.collect_without(ranks, trial.victim)
+            os.kill(ranks.pids[trial.victim], signal.SIGCONT)
+            after = ranks.collect(2 * trial.timeout + 5.0)
+            outcomes[trial.victim] = after[trial.victim]
+        else:
+            outcomes = ranks.collect(faults.COLLECT_SECONDS)
+    return outcomes
 
 
 def _judged(trial: Trial, rank: int, told: Told) -> list[str]:

@@ -167,8 +167,8 @@ def watched_ranks(world: int, **env: str) -> Iterator[Ranks]:
         yield ranks
     for code in ranks.exitcodes:
         assert code in (0, -signal.SIGKILL), ranks.exitcodes
-    assert not _left_processes(pids)
-    assert not _left_files(before)
+    processes, files = _left_processes(pids), _left_files(before)
+    assert not processes and not files, f"left behind: {processes} {files}"
 
 
 def collect(ranks: Ranks, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Outcome]:

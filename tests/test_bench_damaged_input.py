@@ -18,7 +18,7 @@ from test_tuning_store import MACHINE, TABLE, cache
 
 from tpkernels.cli.bench.sweep import Settings, plan_sweep, read_file
 from tpkernels.cli.options import UsageError
-from tpkernels.plan import choose
+from tpkernels.plan import Means, choose
 from tpkernels.tuning import store
 
 __all__ = ["cache", "nothing_runs"]  # fixtures
@@ -114,6 +114,6 @@ def test_no_tuning_file_ends_in_a_traceback(cache: Path) -> None:
         assert all(message.isprintable() and len(message) < 1000 for message in messages), what
         assert len(told) == 1 or (not told and table.measurements is not None), what
         used += not told
-        plan = choose(spec(64).problem(2), shared_memory=True, tuned=table)
+        plan = choose(spec(64).problem(2), Means(shared_memory=True), tuned=table)
         assert plan.reason.isprintable()
     assert used > 5

@@ -142,5 +142,6 @@ def finalize_job() -> list[str]:
     return [str(ending) for ending in endings if ending.error] + ["no call"] * (not endings)
 
 
-def test_finalize_waits_for_calls(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(WORLD).run(finalize_job) for failure in rank)
+def test_finalize_waits_for_calls() -> None:
+    with faults.watched_ranks(WORLD) as ranks:  # it closes the groups of one rank only
+        report(failure for rank in ranks.run(finalize_job) for failure in rank)
