@@ -84,6 +84,7 @@ def define_in_place(op: str, *, run: Callable[..., Any], instead: str) -> None:
     gradient or cannot be overwritten; ``instead`` is what to call then."""
     overload = getattr(torch.ops.tpkernels, op).default
     below = torch._C._after_ADInplaceOrView_keyset
+    increment_version = torch.autograd.graph.increment_version
 
     def refuse_negative(x: torch.Tensor, *args: Any, **options: Any) -> None:
         raise NotImplementedError(
@@ -94,11 +95,11 @@ def define_in_place(op: str, *, run: Callable[..., Any], instead: str) -> None:
     def dispatch(
         keys: torch._C.DispatchKeySet, x: torch.Tensor, *args: Any, **options: Any
     ) -> None:
-        if torch.is_grad_enabled() and x.requires_grad:
+        if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, [x])
-        torch.autograd.graph.increment_version(x)  # what was saved of it is no longer valid
+        increment_version(x)  # what was saved of it is no longer valid
         rest = keys & below
         if rest in (_CPU, _CUDA):
             run(x, *args, **options)

@@ -121,11 +121,10 @@ def _execute(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     lead = call.problem.shape[:-1]
     outs = [empty((*lead, w.shape[1]), out_dtype, x.device) for w in weights]
-    shape = call.problem.shape if return_gathered else (0,)
-    gathered = empty(shape, x.dtype, x.device)
+    gathered = empty(call.problem.shape, x.dtype, x.device) if return_gathered else None
     each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
-    call.function(call, x, weights, each_bias, outs, gathered if return_gathered else None)
-    return gathered, outs
+    call.function(call, x, weights, each_bias, outs, gathered)
+    return (x.new_empty(0) if gathered is None else gathered), outs
 
 
 def _fake(
