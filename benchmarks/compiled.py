@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tpkernels
-from tpkernels.cli.timing import Samples, Variant, measure, summary
+from tpkernels.bench.timing import Samples, Variant, measure, summary
 from tpkernels.launch import Ranks
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
 

@@ -19,7 +19,8 @@ import torch
 
 from benchmarks.gpu_stages import Result, Setting, times_ms
 from tpkernels import cuda
-from tpkernels.algorithms import fused, pipelined_cuda
+from tpkernels.algorithms import fused
+from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.cuda.copies import CopyCall
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.side import Side

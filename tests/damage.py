@@ -10,14 +10,14 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
+from tpkernels.bench.file import new_report
+from tpkernels.bench.measuring import CaseReport, Choice
+from tpkernels.bench.results import Report, result
+from tpkernels.bench.roofline import Rates
+from tpkernels.bench.sweep import Settings, plan_sweep
+from tpkernels.bench.timing import Samples
+from tpkernels.bench.verification import Verdict
 from tpkernels.cli import app
-from tpkernels.cli.bench.file import Report, new_report
-from tpkernels.cli.bench.measuring import CaseReport, Choice
-from tpkernels.cli.bench.results import result
-from tpkernels.cli.bench.roofline import Rates
-from tpkernels.cli.bench.sweep import Settings, plan_sweep
-from tpkernels.cli.check import Verdict
-from tpkernels.cli.timing import Samples
 
 RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)
 SWEEP = {

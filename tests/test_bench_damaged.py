@@ -27,8 +27,8 @@ from damage import (
 )
 from typer.main import get_command
 
-from tpkernels.cli import session
-from tpkernels.cli.bench import command
+from tpkernels.bench import session
+from tpkernels.cli import bench as command
 
 SEED = 20261122
 

@@ -16,10 +16,10 @@ from test_bench_damaged import SEED, nothing_runs
 from test_tuning import spec
 from test_tuning_store import MACHINE, TABLE, cache
 
-from tpkernels.cli.bench.sweep import Settings, plan_sweep, read_file
-from tpkernels.cli.options import UsageError
-from tpkernels.plan import Means, choose
-from tpkernels.tuning import store
+from tpkernels.bench.options import UsageError
+from tpkernels.bench.sweep import Settings, plan_sweep, read_file
+from tpkernels.planning import store
+from tpkernels.planning.choose import Means, choose
 
 __all__ = ["cache", "nothing_runs"]  # fixtures
 SWEEP = {

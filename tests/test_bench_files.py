@@ -17,11 +17,12 @@ from test_bench_report import valid
 from test_cli import processes_of_session
 from typer.testing import CliRunner, Result
 
-from tpkernels.cli import app, session
-from tpkernels.cli.bench import command as bench_command
-from tpkernels.cli.bench.file import new_report, resumed, save
-from tpkernels.cli.bench.sweep import Settings, plan_sweep
-from tpkernels.cli.options import UsageError
+from tpkernels.bench import session
+from tpkernels.bench.file import new_report, resumed, save
+from tpkernels.bench.options import UsageError
+from tpkernels.bench.sweep import Settings, plan_sweep
+from tpkernels.cli import app
+from tpkernels.cli import bench as bench_command
 
 MODULE = [sys.executable, "-m", "tpkernels"]
 SWEEP = ["--op", "reduce_scatter,all_reduce", "--bytes", "4K,8K", "--repeat", "6", "--tp", "2"]
@@ -121,7 +122,7 @@ def test_a_machine_with_an_odd_name_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are kept as they are shown."""
-    monkeypatch.setattr("tpkernels.cli.environment.processor", lambda: "A\xa0CPU\x1b[2J")
+    monkeypatch.setattr("tpkernels.bench.environment.processor", lambda: "A\xa0CPU\x1b[2J")
     monkeypatch.setattr(bench_command, "run_sweep", lambda *_, **__: None)
     file = tmp_path / "bench.json"
     sweep = plan_sweep(Settings(), ranks=None, device="cpu")

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpkernels.cli.bench import baselines, measuring
-from tpkernels.cli.bench.measuring import CaseReport, run_case
-from tpkernels.cli.bench.results import Result, is_right, result
-from tpkernels.cli.bench.roofline import Rates
-from tpkernels.cli.bench.statistics import FEWEST
-from tpkernels.cli.bench.sweep import Effort, Item
-from tpkernels.cli.cases import Case, Outputs, Spec, planned
+from tpkernels.bench import baselines, measuring
+from tpkernels.bench.cases import Case, Outputs, Spec, planned
+from tpkernels.bench.measuring import CaseReport, run_case
+from tpkernels.bench.results import Result, is_right, result
+from tpkernels.bench.roofline import Rates
+from tpkernels.bench.statistics import FEWEST
+from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
-from tpkernels.plan import Plan
+from tpkernels.planning.choose import Plan
 
 SPEC = Spec("matmul_reduce_scatter", (8, 16, 32), torch.float32)
 RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)

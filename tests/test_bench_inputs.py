@@ -14,15 +14,15 @@ import torch
 from damage import RATES, good_report
 from rich.console import Console
 
-from tpkernels.cli import inputs
-from tpkernels.cli.bench import output, page, roofline, table
-from tpkernels.cli.bench.compare import _differences
-from tpkernels.cli.bench.measuring import CaseReport, run_case
-from tpkernels.cli.bench.results import result
-from tpkernels.cli.bench.roofline import Rates
-from tpkernels.cli.bench.sweep import Effort, Item
-from tpkernels.cli.cases import Spec, random_case
-from tpkernels.cli.inputs import COLD, Inputs, copies, last_level_cache_bytes, warm_cases
+from tpkernels.bench import inputs, page, roofline, table
+from tpkernels.bench import report as output
+from tpkernels.bench.cases import Spec, random_case
+from tpkernels.bench.inputs import COLD, Inputs, copies, last_level_cache_bytes, warm_cases
+from tpkernels.bench.measuring import CaseReport, run_case
+from tpkernels.bench.results import result
+from tpkernels.bench.roofline import Rates
+from tpkernels.bench.sweep import Effort, Item
+from tpkernels.cli.compare import _differences
 from tpkernels.launch import Ranks
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
-from tpkernels.cli.bench import measuring
-from tpkernels.cli.bench.measuring import CaseReport, run_case
-from tpkernels.cli.bench.results import Result, result
-from tpkernels.cli.bench.roofline import Rates
-from tpkernels.cli.bench.sweep import Effort, Item
-from tpkernels.cli.cases import MATMUL_OPS, Case, Outputs, Spec, run_tpkernels
+from tpkernels.bench import measuring
+from tpkernels.bench.cases import MATMUL_OPS, Case, Outputs, Spec, run_tpkernels
+from tpkernels.bench.measuring import CaseReport, run_case
+from tpkernels.bench.results import Result, result
+from tpkernels.bench.roofline import Rates
+from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
 
 BOUNDS = {"product": 4.0, "unfused": 2.5}  # times as long as

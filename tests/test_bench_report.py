@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tpkernels.bench import plots
+from tpkernels.bench.file import load
+from tpkernels.bench.options import UsageError
 from tpkernels.cli import app
-from tpkernels.cli.bench import plots
-from tpkernels.cli.bench.file import load
-from tpkernels.cli.options import UsageError
 
 SWEEP = (
     *("bench", "--op", "all_gather_matmul,matmul_reduce_scatter,all_reduce", "--tp", "2"),

@@ -6,16 +6,9 @@ import random
 
 import pytest
 
-from tpkernels.cli.bench.roofline import Rates, Work
-from tpkernels.cli.bench.statistics import (
-    FEWEST,
-    difference,
-    independent,
-    overlap,
-    paired,
-    ratio,
-)
-from tpkernels.cli.cases import Spec
+from tpkernels.bench.cases import Spec
+from tpkernels.bench.roofline import Rates, Work
+from tpkernels.bench.statistics import FEWEST, difference, independent, overlap, paired, ratio
 
 
 def noisy(center: float, count: int, seed: int, spread: float = 0.02) -> list[float]:

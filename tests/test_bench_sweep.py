@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tpkernels import dtypes
-from tpkernels.cli.bench.models import LAYER, MODELS, PROJECTIONS, projection
-from tpkernels.cli.bench.results import key
-from tpkernels.cli.bench.sweep import Settings, plan_sweep, read_file
-from tpkernels.cli.options import UsageError
+from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS, projection
+from tpkernels.bench.options import UsageError
+from tpkernels.bench.results import key
+from tpkernels.bench.sweep import Settings, plan_sweep, read_file
 
 
 def cases(**options: object) -> list[str]:

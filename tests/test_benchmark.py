@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels import benchmarking
-from tpkernels.benchmarking import Timing
+from tpkernels.bench import benchmark as benchmarking
+from tpkernels.bench.benchmark import Timing
 from tpkernels.launch import Ranks
 
 

@@ -20,10 +20,11 @@ from typer.testing import CliRunner, Result
 
 import tpkernels
 from tpkernels.backends import OPS
-from tpkernels.cli import app, session
-from tpkernels.cli.cases import Outputs, Spec, random_case, run_torch, run_tpkernels
-from tpkernels.cli.check import verify
-from tpkernels.cli.timing import Samples, summary
+from tpkernels.bench import session
+from tpkernels.bench.cases import Outputs, Spec, random_case, run_torch, run_tpkernels
+from tpkernels.bench.timing import Samples, summary
+from tpkernels.bench.verification import verify
+from tpkernels.cli import app
 
 MODULE = [sys.executable, "-m", "tpkernels"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -92,7 +93,7 @@ def test_demo_fails_when_an_op_is_wrong(only_rank: None, monkeypatch: pytest.Mon
 def test_demo_fails_when_the_layer_is_wrong(
     only_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpkernels.cli import layer
+    from tpkernels.bench import layer
 
     right, calls = layer._norm, iter(range(100))
     monkeypatch.setattr(layer, "_norm", lambda x: right(x) * (2 if next(calls) == 0 else 1))

@@ -18,8 +18,8 @@ from ranked import check_cases, fresh_group, report
 
 import tpkernels
 from tpkernels import dtypes, groups
-from tpkernels.algorithms import common
-from tpkernels.algorithms.common import Reduction
+from tpkernels.algorithms import reduction as summing
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.symm import cuda
 
 
@@ -78,8 +78,8 @@ def test_sums_have_the_bits_of_the_extension(dtype: torch.dtype, begin: int) -> 
     for reduction in (Reduction(dtype, bias, residual), Reduction(wide, None, None)):
         ours = torch.empty(1000, dtype=reduction.out_dtype)
         theirs = torch.empty_like(ours)
-        common._reduce_by_torch(ours, partials, reduction, begin)
-        common.reduce_into(theirs, partials, reduction, begin)
+        summing._reduce_by_torch(ours, partials, reduction, begin)
+        summing.reduce_into(theirs, partials, reduction, begin)
         assert torch.equal(ours, theirs)
 
 

@@ -15,7 +15,11 @@ import pytest
 import torch.distributed as dist
 from faults import CASES, MATMUL_CASES, PROMPT, Ending, Report
 
-from tpkernels.algorithms import common, direct, links, pipelined, ring, unfused, waiting
+from tpkernels.algorithms import ring, shards, unfused
+from tpkernels.algorithms.direct import cpu as direct
+from tpkernels.algorithms.pipelined import cpu as pipelined
+from tpkernels.transport import point_to_point as links
+from tpkernels.transport import waits as waiting
 
 WORLD = 4
 VICTIM = 2
@@ -25,14 +29,14 @@ STOP_TIMEOUT = 0.6
 def _break_product(on_call: int, then: Any) -> None:
     """Has the local matmul end in ``then()`` at its n-th call from now on."""
     calls = 0
-    whole = common.product
+    whole = shards.product
 
     def product(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         return then() if calls == on_call else whole(*args)
 
-    for module in (common, direct, pipelined, ring, unfused):
+    for module in (shards, direct, pipelined, ring, unfused):
         module.product = product  # type: ignore[assignment]
 
 

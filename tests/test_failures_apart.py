@@ -23,7 +23,7 @@ from ranked import apart
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.algorithms import common, ring, unfused
+from tpkernels.algorithms import ring, shards, unfused
 from tpkernels.backends import OPS
 
 WORLD = 4
@@ -48,14 +48,14 @@ def _repeat(call: Callable[[], None]) -> None:
 
 def _disturb_product(then: Callable[[], object]) -> None:
     """Has ``then()`` run once, within the next local matmul."""
-    whole, left = common.product, [then]
+    whole, left = shards.product, [then]
 
     def product(*args: Any) -> Any:
         if left:
             left.pop()()
         return whole(*args)
 
-    for module in (common, ring, unfused):
+    for module in (shards, ring, unfused):
         module.product = product  # type: ignore[assignment]
 
 

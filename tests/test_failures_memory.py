@@ -18,7 +18,7 @@ from cases import RanksFixture
 from faults import CASES, Ending
 
 import tpkernels
-from tpkernels.algorithms import memory
+from tpkernels.local import memory
 from tpkernels.ops import _autograd
 
 WORLD, POOR = 3, 1

@@ -15,8 +15,8 @@ from ranked import check, check_cases, fresh_group, run_cases
 
 import tpkernels
 from tpkernels import groups
+from tpkernels.planning.table import Measurement, Table
 from tpkernels.symm.device import DeviceWorkspace
-from tpkernels.tuning.table import Measurement, Table
 
 FUSED = ("fused",)
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

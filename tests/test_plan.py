@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tpkernels.backends import OPS, TABLES
-from tpkernels.plan import (
+from tpkernels.planning.choose import (
     ALGORITHMS,
     PIPELINE_MIN_ROWS,
     RING_MIN_BYTES,
@@ -20,7 +20,7 @@ from tpkernels.plan import (
     choose,
     obstacles,
 )
-from tpkernels.problem import Problem
+from tpkernels.planning.problem import Problem
 
 LARGE = 4 * PIPELINE_MIN_ROWS
 

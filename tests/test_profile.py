@@ -18,9 +18,10 @@ from test_cli import MODULE, check_refused, invoke, processes_of_session
 from torch.profiler import profile
 
 import tpkernels
-from tpkernels.algorithms import product, ranges
-from tpkernels.cli import timeline
-from tpkernels.cli.trace import CALL, lanes, merge, rank_of, times, union, without
+from tpkernels.bench import timeline
+from tpkernels.bench.trace import CALL, lanes, merge, rank_of, times, union, without
+from tpkernels.local import matmul as product
+from tpkernels.local import ranges
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist, tpkernels

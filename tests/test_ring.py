@@ -14,8 +14,9 @@ from cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
 from ranked import apart, call, check_cases, fresh_group, report
 
 from tpkernels import groups
-from tpkernels.algorithms import links, ring
-from tpkernels.algorithms.links import Link
+from tpkernels.algorithms import ring
+from tpkernels.transport import point_to_point as links
+from tpkernels.transport.point_to_point import Link
 
 F32, BF16 = torch.float32, torch.bfloat16
 WORLDS = (2, 3, 4, 5)

@@ -18,8 +18,8 @@ from cases import RanksFixture
 from ranked import report
 
 import tpkernels
-from tpkernels import group as group_module
 from tpkernels import groups
+from tpkernels.groups import group as group_module
 
 WORLD = 2
 

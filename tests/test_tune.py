@@ -17,16 +17,16 @@ from test_cli import check_refused, invoke, one_element_off
 
 import tpkernels
 from tpkernels import groups, launch
-from tpkernels.cli import session
-from tpkernels.cli.bench.statistics import paired, ratio
-from tpkernels.cli.cases import Spec, planned, random_case, run_tpkernels
-from tpkernels.cli.inputs import Inputs
-from tpkernels.cli.timing import Samples, Variant, measure
-from tpkernels.cli.tune_case import TuneReport, best_config, measurement, tune_case
-from tpkernels.plan import NOTHING_TUNED, Means, candidates, choose
-from tpkernels.tuning import store
-from tpkernels.tuning.machine import this_machine
-from tpkernels.tuning.table import Config
+from tpkernels.bench import session
+from tpkernels.bench.cases import Spec, planned, random_case, run_tpkernels
+from tpkernels.bench.inputs import Inputs
+from tpkernels.bench.statistics import paired, ratio
+from tpkernels.bench.timing import Samples, Variant, measure
+from tpkernels.bench.tuning import TuneReport, best_config, measurement, tune_case
+from tpkernels.planning import store
+from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
+from tpkernels.planning.machine import this_machine
+from tpkernels.planning.table import Config
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]

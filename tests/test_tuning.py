@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tpkernels.cli.cases import Spec
-from tpkernels.plan import Means, Plan, choose
-from tpkernels.tuning.table import Config, Measurement, Table
+from tpkernels.bench.cases import Spec
+from tpkernels.planning.choose import Means, Plan, choose
+from tpkernels.planning.table import Config, Measurement, Table
 
 
 def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:

@@ -26,11 +26,11 @@ from test_tuning import measured, plan, spec
 import tpkernels
 from tpkernels import groups
 from tpkernels.backends import OPS
-from tpkernels.cli.cases import Spec, random_case, run_tpkernels
-from tpkernels.plan import NOTHING_TUNED
-from tpkernels.tuning import store
-from tpkernels.tuning.machine import Machine, this_machine
-from tpkernels.tuning.table import Table
+from tpkernels.bench.cases import Spec, random_case, run_tpkernels
+from tpkernels.planning import store
+from tpkernels.planning.choose import NOTHING_TUNED
+from tpkernels.planning.machine import Machine, this_machine
+from tpkernels.planning.table import Table
 
 MACHINE = this_machine("cpu", 2, 1, True, threads=1)
 
@@ -65,7 +65,7 @@ def test_each_machine_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
     names = {replace(MACHINE, **change).file_name for change in [{}, *changes]}
     assert len(names) == len(changes) + 1
-    monkeypatch.setattr("tpkernels.tuning.machine.versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr("tpkernels.planning.machine.versions", lambda: {"torch": "1.0"})
     assert MACHINE.file_name not in names
 
 

@@ -16,8 +16,8 @@ from test_tuning import measured, spec
 from test_tuning_store import MACHINE
 
 from tpkernels import cache
-from tpkernels.plan import NOTHING_TUNED
-from tpkernels.tuning import store
+from tpkernels.planning import store
+from tpkernels.planning.choose import NOTHING_TUNED
 
 UPDATES = 60
 

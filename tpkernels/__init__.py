@@ -5,7 +5,7 @@ mesh dimension or a group's name.
 """
 
 from tpkernels import compile, nccl, nn, numerics
-from tpkernels.benchmarking import benchmark
+from tpkernels.bench.benchmark import benchmark
 from tpkernels.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

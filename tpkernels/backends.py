@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from tpkernels import _C, cuda, kernels
-from tpkernels.algorithms import (
-    direct,
-    direct_cuda,
-    fused,
-    pipelined,
-    pipelined_cuda,
-    ring,
-    unfused,
-)
-from tpkernels.algorithms.links import hang_up
-from tpkernels.algorithms.ranges import profiling, recorded_waits
-from tpkernels.group import Group
-from tpkernels.plan import Plan
-from tpkernels.problem import Problem
-from tpkernels.symm.host import HostWorkspace
+from tpkernels import cuda, kernels
+from tpkernels.algorithms import fused, ring, unfused
+from tpkernels.algorithms.direct import cpu as direct
+from tpkernels.algorithms.direct import cuda as direct_cuda
+from tpkernels.algorithms.pipelined import cpu as pipelined
+from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
+from tpkernels.call import Call
+from tpkernels.local.ranges import profiling, recorded_waits
+from tpkernels.planning.choose import Plan
+from tpkernels.planning.problem import Problem
+from tpkernels.transport.point_to_point import hang_up
 
 OPS = (
     "all_gather_matmul",
@@ -64,27 +57,9 @@ def lacking(algorithm: str, device: str, on: torch.device) -> str | None:
     return None
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A checked and planned call on a group, ready to run any number of times."""
-
-    group: Group
-    problem: Problem
-    plan: Plan
-
-    @functools.cached_property
-    def function(self) -> Callable[..., Any]:
-        return TABLES[self.problem.device][self.problem.op, self.plan.algorithm]
-
-    @property
-    def workspace(self) -> HostWorkspace:
-        assert self.group.workspace is not None  # `choose` asks for it only where there is one
-        return self.group.workspace
-
-    @functools.cached_property
-    def layout(self) -> _C.Layout:
-        """The gathered or scattered tensor, as the extension sees it."""
-        return _C.Layout(self.problem.outer, self.problem.inner, self.problem.sizes)
+def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
+    """The function that carries a plan out."""
+    return TABLES[problem.device][problem.op, plan.algorithm]
 
 
 def run(call: Call, execute: Callable[..., Any], *args: Any) -> Any:

@@ -11,24 +11,24 @@ call of another algorithm is found. On GPUs a call only queues its kernel: see q
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from tpkernels import cuda
 from tpkernels._C import Phase
-from tpkernels.algorithms.common import Reduction, after, as_rows, share_rows, share_shape
-from tpkernels.algorithms.memory import empty
-from tpkernels.algorithms.queued import kernel_error, queued
+from tpkernels.algorithms.reduction import Reduction
+from tpkernels.algorithms.shards import as_rows, share_rows, share_shape
+from tpkernels.call import Call
+from tpkernels.cuda.queued import kernel_error, queued
+from tpkernels.local.memory import empty
 from tpkernels.symm.device import DeviceWorkspace
 from tpkernels.symm.side import Side
 from tpkernels.symm.watch import Watch
 
-if TYPE_CHECKING:
-    from tpkernels.backends import Call
+if TYPE_CHECKING:  # it imports Triton
     from tpkernels.kernels.configs import MatmulConfig
-
 
 # Bytes of a share from which on copy engines bring it, rather than programs of the kernel. Not
 # measured.
@@ -57,7 +57,8 @@ def _running(
         channel.watch(Phase.RESULT, 0.0)  # it knows more of the peers
         raise kernel_error(call, "", *failure)
     channel.publish(Phase.RESULT)
-    for peer in after(call):  # who began: the kernels' words keep the ranks in step, not these
+    # Who began: the kernels' words keep the ranks in step, not these.
+    for peer in call.peers_in_ring_order:
         channel.wait(peer, Phase.DATA)
 
 
@@ -127,7 +128,7 @@ def _gather_by_copies(
         space, signature = memory.current, call.plan.signature
         with cuda.CopyCall(space, signature, [whole, *outs]) as copies:
             _, step = kernel.chunk_tiles(config, rows)
-            bring_rows(copies, memory.side, after(call), rows, whole, sizes, step)
+            bring_rows(copies, memory.side, call.peers_in_ring_order, rows, whole, sizes, step)
             try:
                 kernel.multiply_arriving(
                     space, signature, config, weights[0], biases[0], outs[0], whole, sizes
@@ -141,7 +142,7 @@ def _gather_by_copies(
 def bring_rows(
     copies: cuda.CopyCall,
     side: Side,
-    peers: list[int],
+    peers: Sequence[int],
     rows: torch.Tensor,
     whole: torch.Tensor,
     sizes: tuple[int, ...],

@@ -22,27 +22,23 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
-from tpkernels.algorithms.common import (
-    Reduction,
+from tpkernels.algorithms.reduction import Reduction, reduce_into
+from tpkernels.algorithms.shards import (
     as_rows,
     multiply_share,
     partial_of_share,
-    reduce_into,
     share_rows,
     share_shape,
 )
-from tpkernels.algorithms.links import Link, enter
-from tpkernels.algorithms.memory import empty
-from tpkernels.algorithms.product import product
-from tpkernels.algorithms.ranges import TRANSFER, recorded
-from tpkernels.algorithms.waiting import leave
-
-if TYPE_CHECKING:
-    from tpkernels.backends import Call
+from tpkernels.call import Call
+from tpkernels.local.matmul import product
+from tpkernels.local.memory import empty
+from tpkernels.local.ranges import TRANSFER, recorded
+from tpkernels.transport.point_to_point import Link, enter
+from tpkernels.transport.waits import leave
 
 
 @dataclass(frozen=True)

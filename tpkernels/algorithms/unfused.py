@@ -12,26 +12,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from tpkernels.algorithms.common import (
-    Reduction,
-    as_rows,
-    matmul_partial,
-    reduce_into,
-    reduced,
-    share_shape,
-)
-from tpkernels.algorithms.links import enter
-from tpkernels.algorithms.memory import empty
-from tpkernels.algorithms.product import product
-from tpkernels.algorithms.waiting import finish, leave
-
-if TYPE_CHECKING:
-    from tpkernels.backends import Call
+from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
+from tpkernels.algorithms.shards import as_rows, matmul_partial, share_shape
+from tpkernels.call import Call
+from tpkernels.local.matmul import product
+from tpkernels.local.memory import empty
+from tpkernels.transport.point_to_point import enter
+from tpkernels.transport.waits import finish, leave
 
 # A reduction moves in steps whose buffers the allocator keeps, rather than taking fresh pages.
 _STEP_BYTES = 4 << 20

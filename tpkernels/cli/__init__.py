@@ -7,12 +7,7 @@ import sys
 
 import typer
 
-from tpkernels.cli.bench import bench, compare
-from tpkernels.cli.demo import demo
-from tpkernels.cli.explain import explain
-from tpkernels.cli.info import info
-from tpkernels.cli.profile import profile
-from tpkernels.cli.tune import tune
+from tpkernels.cli import bench, compare, demo, explain, info, profile, tune
 
 app = typer.Typer(
     help="Fused communication and compute for tensor parallelism in PyTorch.",
@@ -20,14 +15,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(info)
-app.command()(demo)
-app.command()(bench)
-app.command()(compare)
-app.command()(tune)
-app.command()(explain)
+app.command()(info.info)
+app.command()(demo.demo)
+app.command()(bench.bench)
+app.command()(compare.compare)
+app.command()(tune.tune)
+app.command()(explain.explain)
 # What follows the script is the script's, options too.
-app.command(context_settings={"allow_interspersed_args": False})(profile)
+app.command(context_settings={"allow_interspersed_args": False})(profile.profile)
 
 
 def main() -> None:

@@ -9,19 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpkernels.algorithms.product import native
-from tpkernels.cli.layer import Call, LayerReport, LayerShape, run_layer
-from tpkernels.cli.options import (
-    DTYPES,
-    UsageError,
-    at_least,
-    check_workers,
-    dtype_named,
-    exit_codes,
-)
-from tpkernels.cli.output import console, milliseconds, table
-from tpkernels.cli.session import open_session, world_size
-from tpkernels.cli.timing import summary
+from tpkernels.bench.layer import Call, LayerReport, LayerShape, run_layer
+from tpkernels.bench.options import DTYPES, UsageError, at_least, check_workers, dtype_named
+from tpkernels.bench.output import console, milliseconds, table
+from tpkernels.bench.session import open_session, world_size
+from tpkernels.bench.timing import summary
+from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.local.matmul import native
 
 
 def demo(

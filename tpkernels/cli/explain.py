@@ -9,24 +9,24 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tpkernels.cli.cases import MATMUL_OPS, Spec
-from tpkernels.cli.device import device_known, missing_kernels
-from tpkernels.cli.options import (
+from tpkernels.bench.cases import MATMUL_OPS, Spec
+from tpkernels.bench.device import device_known, missing_kernels
+from tpkernels.bench.options import (
     DTYPES,
     UsageError,
     at_least,
     check_workers,
     dtype_named,
-    exit_codes,
     ops_named,
 )
-from tpkernels.cli.output import console, milliseconds, table
-from tpkernels.cli.specs import check_split, spec_of
-from tpkernels.plan import ALGORITHMS, Means, Plan, choose, obstacles
-from tpkernels.problem import Problem
-from tpkernels.tuning import store
-from tpkernels.tuning.machine import Machine, this_machine
-from tpkernels.tuning.table import Measurement, Table
+from tpkernels.bench.output import console, milliseconds, table
+from tpkernels.bench.specs import check_split, spec_of
+from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.planning import store
+from tpkernels.planning.choose import ALGORITHMS, Means, Plan, choose, obstacles
+from tpkernels.planning.machine import Machine, this_machine
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.table import Measurement, Table
 
 _NEITHER = "not measured"
 

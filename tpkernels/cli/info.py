@@ -13,13 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpkernels import _C, cuda, dtypes, kernels, nccl
-from tpkernels.algorithms.product import native
 from tpkernels.backends import OPS, TABLES, lacking
-from tpkernels.cli import environment
-from tpkernels.cli.cases import MATMUL_OPS, Spec
-from tpkernels.cli.options import DTYPES
-from tpkernels.cli.output import byte_size, console, table
-from tpkernels.plan import ALGORITHMS, Means, obstacles
+from tpkernels.bench import environment
+from tpkernels.bench.cases import MATMUL_OPS, Spec
+from tpkernels.bench.options import DTYPES
+from tpkernels.bench.output import byte_size, console, table
+from tpkernels.local.matmul import native
+from tpkernels.planning.choose import ALGORITHMS, Means, obstacles
 from tpkernels.symm.reach import lacks
 
 _NATIVE = "native: torch multiplies it at full speed"

@@ -11,24 +11,24 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from tpkernels.cli import timeline
-from tpkernels.cli.options import (
+from tpkernels.bench import timeline
+from tpkernels.bench.options import (
     DTYPES,
     UsageError,
     algorithms_named,
     at_least,
     check_workers,
     dtype_named,
-    exit_codes,
     ops_named,
     writable,
     writing,
 )
-from tpkernels.cli.output import console, milliseconds, table
-from tpkernels.cli.recording import Recording, record_op, record_script
-from tpkernels.cli.session import is_leader, open_session, under_torchrun, world_size
-from tpkernels.cli.specs import check_algorithm, check_split, spec_of
-from tpkernels.cli.trace import RankTime, merge, times
+from tpkernels.bench.output import console, milliseconds, table
+from tpkernels.bench.recording import Recording, record_op, record_script
+from tpkernels.bench.session import is_leader, open_session, under_torchrun, world_size
+from tpkernels.bench.specs import check_algorithm, check_split, spec_of
+from tpkernels.bench.trace import RankTime, merge, times
+from tpkernels.cli.exit_codes import exit_codes
 
 
 def profile(

@@ -12,28 +12,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.backends import OPS
-from tpkernels.cache import cache_folder, check_folder, make_folder
-from tpkernels.cli.cases import Spec
-from tpkernels.cli.device import device_named
-from tpkernels.cli.inputs import warm_cases
-from tpkernels.cli.options import (
+from tpkernels.bench.cases import Spec
+from tpkernels.bench.device import device_named
+from tpkernels.bench.inputs import warm_cases
+from tpkernels.bench.options import (
     DTYPES,
     UsageError,
     at_least,
     check_workers,
     dtype_named,
-    exit_codes,
     ops_named,
     writable,
     writing,
 )
-from tpkernels.cli.output import console, milliseconds, table
-from tpkernels.cli.session import is_leader, open_session, ranks_share_gpus, world_size
-from tpkernels.cli.specs import check_split, specs_of
-from tpkernels.cli.timing import summary
-from tpkernels.cli.tune_case import TuneReport, measurement, tune_case
-from tpkernels.plan import ALGORITHMS, Means, Plan, choose
-from tpkernels.tuning import store
+from tpkernels.bench.output import console, milliseconds, table
+from tpkernels.bench.session import is_leader, open_session, ranks_share_gpus, world_size
+from tpkernels.bench.specs import check_split, specs_of
+from tpkernels.bench.timing import summary
+from tpkernels.bench.tuning import TuneReport, measurement, tune_case
+from tpkernels.cache import cache_folder, check_folder, make_folder
+from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.planning import store
+from tpkernels.planning.choose import ALGORITHMS, Means, Plan, choose
 
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
 _BYTES = "4K,64K,1M,16M,64M"

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from tpkernels.kernels.sync import INTERPRETED
-from tpkernels.tuning.table import Config
+from tpkernels.planning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64

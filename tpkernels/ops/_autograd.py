@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import dtypes
-from tpkernels.algorithms.common import as_rows
-from tpkernels.algorithms.memory import empty
-from tpkernels.algorithms.product import product
+from tpkernels.algorithms.shards import as_rows
+from tpkernels.local.matmul import product
+from tpkernels.local.memory import empty
 from tpkernels.ops._library import define
 
 SCHEMA = "_matmul(Tensor x, Tensor w, *, ScalarType? out_dtype=None) -> Tensor"

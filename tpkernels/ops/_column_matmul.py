@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from tpkernels import groups
-from tpkernels.algorithms.common import as_rows
-from tpkernels.algorithms.memory import empty
-from tpkernels.algorithms.product import product
+from tpkernels.algorithms.shards import as_rows
 from tpkernels.groups import GroupLike
+from tpkernels.local.matmul import product
+from tpkernels.local.memory import empty
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, bias_grad
 from tpkernels.ops._library import bias_list, define, define_autocast, define_backward

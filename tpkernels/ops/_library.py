@@ -12,12 +12,13 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from tpkernels import cuda, groups
-from tpkernels.backends import Call, lacking
+from tpkernels.backends import implementation, lacking
+from tpkernels.call import Call
 from tpkernels.errors import TpkernelsError
-from tpkernels.group import Group
-from tpkernels.plan import NOTHING_TUNED, Means, check_algorithm, choose
-from tpkernels.problem import Problem
-from tpkernels.steps import wanted_bytes
+from tpkernels.groups.group import Group
+from tpkernels.planning.choose import NOTHING_TUNED, Means, check_algorithm, choose
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.steps import wanted_bytes
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _MOST_CALLS = 4096  # remembered per group
@@ -212,7 +213,7 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
             nbytes = wanted_bytes(problem, plan.algorithm, means.workspace_bytes)
             group.make_room(nbytes, plan.text)
         if _means(group, missing) == means:
-            return Call(group, problem, plan)
+            return Call(group, problem, plan, implementation(problem, plan))
 
 
 def _means(group: Group, no_kernels: Mapping[str, str] | None = None) -> Means:

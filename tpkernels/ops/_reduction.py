@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpkernels import dtypes
-from tpkernels.algorithms.common import Reduction
+from tpkernels.algorithms.reduction import Reduction
 
 
 def describe(

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from tpkernels import dtypes, groups
-from tpkernels.backends import Call, run
-from tpkernels.group import Group
+from tpkernels.backends import run
+from tpkernels.call import Call
 from tpkernels.groups import GroupLike
+from tpkernels.groups.group import Group
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward, plan_call, remember
-from tpkernels.problem import Problem
+from tpkernels.planning.problem import Problem
 
 SCHEMA = (
     "all_gather(Tensor x, str group, int gather_dim=0, *, SymInt[]? shard_sizes=None, "

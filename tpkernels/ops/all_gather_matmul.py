@@ -9,10 +9,11 @@ from typing import Any, overload
 import torch
 
 from tpkernels import dtypes, groups
-from tpkernels.algorithms.memory import empty
-from tpkernels.backends import Call, run
-from tpkernels.group import Group
+from tpkernels.backends import run
+from tpkernels.call import Call
 from tpkernels.groups import GroupLike
+from tpkernels.groups.group import Group
+from tpkernels.local.memory import empty
 from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
 from tpkernels.ops._library import (
@@ -23,7 +24,7 @@ from tpkernels.ops._library import (
     plan_call,
     remember,
 )
-from tpkernels.problem import Problem
+from tpkernels.planning.problem import Problem
 
 SCHEMA = (
     "all_gather_matmul(Tensor x, Tensor[] weights, str group, int gather_dim=0, "

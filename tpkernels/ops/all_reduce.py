@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from tpkernels import dtypes, groups
-from tpkernels.algorithms.memory import empty
-from tpkernels.backends import Call, run
-from tpkernels.group import Group
+from tpkernels.backends import run
+from tpkernels.call import Call
 from tpkernels.groups import GroupLike
+from tpkernels.groups.group import Group
+from tpkernels.local.memory import empty
 from tpkernels.ops import _check
 from tpkernels.ops._library import (
     define,
@@ -20,7 +21,7 @@ from tpkernels.ops._library import (
     remember,
 )
 from tpkernels.ops._reduction import describe, reduction_of
-from tpkernels.problem import Problem
+from tpkernels.planning.problem import Problem
 
 SCHEMA = (
     "all_reduce(Tensor x, str group, *, ScalarType? out_dtype=None, str algorithm='auto') -> Tensor"

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from tpkernels import groups
-from tpkernels.backends import Call, run
-from tpkernels.group import Group
+from tpkernels.backends import run
+from tpkernels.call import Call
 from tpkernels.groups import GroupLike
+from tpkernels.groups.group import Group
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, algorithm_like, bias_grad
 from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember
 from tpkernels.ops._reduction import describe, reduction_of
-from tpkernels.problem import Problem
+from tpkernels.planning.problem import Problem
 
 SCHEMA = (
     "matmul_reduce_scatter(Tensor x, Tensor w, str group, int scatter_dim=0, "

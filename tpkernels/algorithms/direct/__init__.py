@@ -1,0 +1,1 @@
+"""One matmul, and a collective that reads all peers at once."""

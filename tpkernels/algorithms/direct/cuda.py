@@ -1,0 +1,104 @@
+"""``direct`` on GPUs: one matmul, and one kernel that moves all of it at once.
+
+The kernels, their slots and words are in csrc/cuda/shares.cuh and all_reduce.cuh.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from tpkernels import cuda
+from tpkernels.algorithms.reduction import Reduction
+from tpkernels.algorithms.shards import as_rows, matmul_partial, share_rows, share_shape
+from tpkernels.call import Call
+from tpkernels.cuda import shares
+from tpkernels.cuda.queued import queued
+from tpkernels.local.matmul import product
+from tpkernels.local.memory import empty
+from tpkernels.planning.problem import Problem
+
+
+def rows_by_rank(problem: Problem) -> tuple[int, ...]:
+    """Rows of each rank's share, as ``as_blocks`` counts them."""
+    if len(problem.shape) == 1:
+        return problem.sizes
+    return tuple(share_rows(problem, rank) for rank in range(problem.world))
+
+
+def as_blocks(x: torch.Tensor) -> torch.Tensor:
+    """x as a matrix whose rows are not cut: [..., K] as [rows, K], a vector as a column."""
+    return x.view(-1, 1) if x.dim() == 1 else as_rows(x)
+
+
+def _gather_into(call: Call, x: torch.Tensor, whole: torch.Tensor) -> None:
+    rows, sizes = as_blocks(x.contiguous()), rows_by_rank(call.problem)
+    needs = shares.requirements(sizes, rows.shape[1] * rows.element_size())
+    with queued(call, x.device, *needs) as memory:
+        signature = call.plan.signature
+        cuda.all_gather(memory.current, signature, rows, as_blocks(whole), sizes)
+
+
+def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
+    out = empty(call.problem.shape, x.dtype, x.device)
+    _gather_into(call, x, out)
+    return out
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    whole = empty(call.problem.shape, x.dtype, x.device) if gathered is None else gathered
+    _gather_into(call, x, whole)
+    for w, bias, out in zip(weights, biases, outs, strict=True):
+        product(as_rows(whole), w, as_rows(out), bias)
+
+
+def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
+    rows, sizes = as_blocks(x.contiguous()), rows_by_rank(call.problem)
+    residual = reduction.residual
+    needs = shares.requirements(sizes, rows.shape[1] * rows.element_size())
+    with queued(call, x.device, *needs) as memory:
+        cuda.reduce_scatter(
+            memory.current,
+            call.plan.signature,
+            rows,
+            as_blocks(out),
+            sizes,
+            reduction.bias,
+            None if residual is None else as_blocks(residual),
+        )
+    return out
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    return reduce_scatter(call, matmul_partial(call, x, w), reduction)
+
+
+def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """``out`` may be ``x``."""
+    x = x.contiguous()
+    way = cuda.all_reduce_way(x)
+    needs = cuda.layout(way, prod(x.shape), call.problem.world, x.itemsize, out.itemsize)
+    with queued(call, x.device, needs.words, needs.nbytes) as memory:
+        cuda.all_reduce(
+            memory.current, call.plan.signature, x, out, reduction.bias, reduction.residual, way
+        )
+
+
+def matmul_all_reduce(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    partial = matmul_partial(call, x, w)
+    out = empty(partial.shape, reduction.out_dtype, x.device)
+    all_reduce(call, partial, out, reduction)
+    return out

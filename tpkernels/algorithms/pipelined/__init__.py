@@ -1,0 +1,1 @@
+"""One matmul per peer, overlapped with the peers' own work."""

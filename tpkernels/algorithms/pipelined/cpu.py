@@ -1,0 +1,164 @@
+"""One matmul per peer, overlapped with the peers' own work; the matmul itself moves the data.
+
+all_gather_matmul      each rank publishes its rows and multiplies them, then multiplies the
+                       peers' rows where they lie, in order of arrival, into the output's rows.
+matmul_reduce_scatter  each rank multiplies the rows of rank+1, rank+2, ... straight into shared
+                       memory, publishing each part when it is done, its own rows last; then it
+                       sums its part.
+matmul_all_reduce      the same, and each rank publishes its sum, which the others copy.
+
+Sync: every step of `rows` rows is one call of the channel, so its proof holds
+(csrc/host/channel.h); each rank waits for a word of every peer in every step, also for parts
+without rows. A step takes as many rows as the workspace holds (steps.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tpkernels._C import Phase
+from tpkernels.algorithms.reduction import Reduction, reduce_into
+from tpkernels.algorithms.shards import (
+    as_rows,
+    multiply_share,
+    partial_of_share,
+    share_rows,
+    share_shape,
+)
+from tpkernels.call import Call
+from tpkernels.local.matmul import product
+from tpkernels.local.memory import empty
+from tpkernels.local.ranges import COPY, TRANSFER, recorded
+from tpkernels.planning.steps import LINE_BYTES, step_rows
+
+
+def _steps(call: Call, rows: int, per_rank: int = 1) -> tuple[int, Iterator[int]]:
+    """Rows of one step, the same on all ranks, and where the steps begin. Each rank has one row in
+    ``per_rank`` of them."""
+    fitting = per_rank * step_rows(call.problem, call.workspace.usable_bytes)
+    step = max(1, min(rows, fitting))
+    return step, iter(range(0, max(rows, 1), step))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // LINE_BYTES) * LINE_BYTES
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    problem, workspace, rank = call.problem, call.workspace, call.group.rank
+    x = x.contiguous()
+    segment, offset = workspace.locate(x)
+    flat, width = as_rows(x), x.shape[-1]
+    row_bytes = width * x.element_size()
+    rows = [share_rows(problem, r) for r in range(problem.world)]
+    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
+    whole = None if gathered is None else as_rows(gathered)
+
+    def multiply(share: torch.Tensor, owner: int, begin: int) -> None:
+        multiply_share(problem, owner, begin, share, factors, whole)
+
+    step, begins = _steps(call, max(rows))
+    channel = workspace.channel
+    for begin in begins:
+        mine = flat[begin : begin + step]
+        channel.begin(call.plan.signature, call.plan.text)
+        if segment:
+            channel.locate(segment, offset + begin * row_bytes)
+        else:
+            with recorded(COPY):
+                workspace.view(rank, x.dtype, tuple(mine.shape)).copy_(mine)
+        channel.publish(Phase.DATA)
+        multiply(mine, rank, begin)
+        waiting = list(call.peers_in_ring_order)
+        while waiting:
+            peer = channel.wait_any(waiting, Phase.DATA)
+            waiting.remove(peer)
+            count = max(0, min(step, rows[peer] - begin))
+            with recorded(TRANSFER):
+                multiply(workspace.peer_data(peer, x.dtype, (count, width)), peer, begin)
+            if channel.in_segment(peer):
+                channel.publish(Phase.READ, peer)
+        if segment:  # the memory is the user's again when we return
+            for peer in call.peers_in_ring_order:
+                channel.wait(peer, Phase.READ, rank)
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    problem, workspace, rank = call.problem, call.workspace, call.group.rank
+    assert problem.dim is not None  # a reduce-scatter has one
+    flat, wire = as_rows(x), problem.dtype
+    by_columns = problem.dim == len(problem.shape) - 1
+    world = range(problem.world)
+    if by_columns:
+        rows, columns = [problem.rows for _ in world], list(problem.sizes)
+    else:
+        rows, columns = [share_rows(problem, r) for r in world], [w.shape[1] for _ in world]
+    out = empty(share_shape(problem, rank), reduction.out_dtype, x.device)
+    result = as_rows(out)
+    step, begins = _steps(call, max(rows))
+    slot = _aligned(step * max(columns) * wire.itemsize)
+    channel = workspace.channel
+    for begin in begins:
+        counts = [max(0, min(step, rows[r] - begin)) for r in world]
+        channel.begin(call.plan.signature, call.plan.text)
+        for owner in [*call.peers_in_ring_order, rank]:
+            to = workspace.view(rank, wire, (counts[owner], columns[owner]), owner * slot)
+            partial_of_share(problem, owner, begin, flat, w, to)
+            channel.publish(Phase.DATA, owner)
+        for peer in call.peers_in_ring_order:
+            channel.wait(peer, Phase.DATA, rank)
+        mine = (counts[rank], columns[rank])
+        partials = [workspace.view(r, wire, mine, rank * slot) for r in world]
+        to = result[begin : begin + counts[rank]]
+        reduce_into(to, partials, reduction, begin * columns[rank])
+    return out
+
+
+def matmul_all_reduce(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    problem, workspace, rank = call.problem, call.workspace, call.group.rank
+    flat, wire, columns = as_rows(x), problem.dtype, w.shape[1]
+    out = empty(problem.shape, reduction.out_dtype, x.device)
+    result = as_rows(out)
+    step, begins = _steps(call, problem.rows, per_rank=problem.world)
+    results_at = _aligned(step * columns * wire.itemsize)
+    channel = workspace.channel
+    for begin in begins:
+        count = min(step, problem.rows - begin)
+        part = -(-count // problem.world)
+        edges = [min(count, r * part) for r in range(problem.world + 1)]
+        channel.begin(call.plan.signature, call.plan.text)
+
+        def partial(of: int, owner: int, edges: list[int] = edges) -> torch.Tensor:
+            shape = (edges[owner + 1] - edges[owner], columns)
+            return workspace.view(of, wire, shape, edges[owner] * columns * wire.itemsize)
+
+        def total(owner: int, edges: list[int] = edges) -> torch.Tensor:
+            shape = (edges[owner + 1] - edges[owner], columns)
+            return workspace.view(owner, reduction.out_dtype, shape, results_at)
+
+        for owner in [*call.peers_in_ring_order, rank]:
+            product(flat[begin + edges[owner] : begin + edges[owner + 1]], w, partial(rank, owner))
+            channel.publish(Phase.DATA, owner)
+        for peer in call.peers_in_ring_order:
+            channel.wait(peer, Phase.DATA, rank)
+        partials = [partial(r, rank) for r in range(problem.world)]
+        reduce_into(total(rank), partials, reduction, (begin + edges[rank]) * columns)
+        channel.publish(Phase.RESULT)
+        for owner in [rank, *call.peers_in_ring_order]:
+            channel.wait(owner, Phase.RESULT)
+            with recorded(COPY):
+                result[begin + edges[owner] : begin + edges[owner + 1]].copy_(total(owner))
+    return out

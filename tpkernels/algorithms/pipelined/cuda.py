@@ -1,0 +1,167 @@
+"""``pipelined`` on GPUs: a matmul of the vendor's per peer, copy engines beside it.
+
+Algorithm: on the current stream one matmul per peer, on a second stream the peer copies.
+all_gather_matmul      own rows first; those of rank+1, rank+2, ... when they have been fetched.
+matmul_reduce_scatter  the partial of the rows of rank+1, rank+2, ..., each told to its owner when
+                       it is done, the own rows last; meanwhile those of rank-1, rank-2, ... are
+                       fetched: in that order they are done.
+matmul_all_reduce      the same over rows cut evenly; then the sums are fetched.
+
+Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side.py forks and joins
+the second stream. A rank's memory is its partial of all rows, at the same place on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tpkernels.algorithms.reduction import Reduction
+from tpkernels.algorithms.shards import as_rows, share_rows, share_shape
+from tpkernels.call import Call
+from tpkernels.cuda import CopyCall, sum_partials
+from tpkernels.cuda.queued import queued
+from tpkernels.local.matmul import product
+from tpkernels.local.memory import empty
+from tpkernels.shards import shard_sizes
+from tpkernels.symm.side import Side
+
+# Words of a call: the first and the last are the call's own.
+DATA, _RESULT, _WORDS = 1, 2, 4
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    problem = call.problem
+    sizes = [share_rows(problem, rank) for rank in range(problem.world)]
+    whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
+    rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
+    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
+    with (
+        queued(call, x.device, _WORDS, -(-max(sizes) * row_bytes // 2)) as memory,
+        CopyCall(memory.current, call.plan.signature, [whole, *outs]) as copies,
+    ):
+        gather_and_multiply(
+            copies, memory.side, call.peers_in_ring_order, sizes, rows, as_rows(whole), factors
+        )
+
+
+def gather_and_multiply(
+    copies: CopyCall,
+    side: Side,
+    peers: Sequence[int],
+    sizes: list[int],
+    rows: torch.Tensor,
+    whole: torch.Tensor,
+    factors: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
+) -> None:
+    """Within a call. rows [sizes[rank], K]; whole [sum(sizes), K] and each (w, bias, out) get the
+    rows of all, in the order of ``peers``."""
+    begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    arrived = {}
+    side.fork()
+    with side.current():
+        copies.put(rows, 0)
+        copies.publish(DATA)
+        for peer in peers:
+            copies.fetch(peer, DATA, whole.narrow(0, begins[peer], sizes[peer]), 0)
+            arrived[peer] = side.mark()
+    try:
+        whole.narrow(0, begins[copies.rank], sizes[copies.rank]).copy_(rows)
+        for owner in (copies.rank, *peers):
+            side.wait(arrived.get(owner))
+            at = slice(begins[owner], begins[owner] + sizes[owner])
+            for w, bias, out in factors:
+                product(rows if owner == copies.rank else whole[at], w, out[at], bias)
+    finally:
+        side.join()
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    problem, columns = call.problem, w.shape[1]
+    sizes = [share_rows(problem, rank) for rank in range(problem.world)]
+    out = empty(share_shape(problem, call.group.rank), reduction.out_dtype, x.device)
+    nbytes = sum(sizes) * columns * problem.dtype.itemsize
+    with (
+        queued(call, x.device, _WORDS, -(-nbytes // 2)) as memory,
+        CopyCall(memory.current, call.plan.signature, [out]) as copies,
+    ):
+        partials = multiply_and_scatter(
+            copies, memory.side, call.peers_in_ring_order, sizes, as_rows(x), w, problem.dtype
+        )
+        sum_partials(as_rows(out), partials, reduction.bias, _residual_rows(reduction))
+    return out
+
+
+def multiply_and_scatter(
+    copies: CopyCall,
+    side: Side,
+    peers: Sequence[int],
+    sizes: list[int],
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    wire: torch.dtype,
+) -> list[torch.Tensor]:
+    """Within a call: all ranks' partials [sizes[rank], N] of this rank's rows of ``rows @ w``, by
+    rank. rows [sum(sizes), K], w [K, N]."""
+    rank, columns = copies.rank, w.shape[1]
+    begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    row_bytes = columns * wire.itemsize
+    partials = [empty((sizes[rank], columns), wire, rows.device) for _ in sizes]
+    side.fork()
+    try:
+        for owner in (*peers, rank):
+            part = rows[begins[owner] : begins[owner] + sizes[owner]]
+            if owner == rank:
+                product(part, w, partials[rank])
+                continue
+            shape = (sizes[owner], columns)
+            product(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
+            copies.publish(DATA, owner)
+        with side.current():
+            for source in reversed(peers):
+                copies.fetch(source, DATA, partials[source], begins[rank] * row_bytes)
+    finally:
+        side.join()
+    return partials
+
+
+def _residual_rows(reduction: Reduction) -> torch.Tensor | None:
+    return None if reduction.residual is None else as_rows(reduction.residual)
+
+
+def matmul_all_reduce(
+    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+) -> torch.Tensor:
+    problem, rank, columns = call.problem, call.group.rank, w.shape[1]
+    out = empty(problem.shape, reduction.out_dtype, x.device)
+    rows, result = as_rows(x), as_rows(out)
+    sizes = shard_sizes(rows.shape[0], problem.world)
+    begins = [sum(sizes[:r]) for r in range(problem.world)]
+    results_at = -(-rows.shape[0] * columns * problem.dtype.itemsize // 256) * 256
+    nbytes = results_at + max(sizes) * columns * reduction.out_dtype.itemsize
+    with (
+        queued(call, x.device, _WORDS, -(-nbytes // 2)) as memory,
+        CopyCall(memory.current, call.plan.signature, [out]) as copies,
+    ):
+        partials = multiply_and_scatter(
+            copies, memory.side, call.peers_in_ring_order, sizes, rows, w, problem.dtype
+        )
+        own = result.narrow(0, begins[rank], sizes[rank])
+        residual = _residual_rows(reduction)
+        more = None if residual is None else residual.narrow(0, begins[rank], sizes[rank])
+        sum_partials(own, partials, reduction.bias, more)
+        copies.put(own, results_at)
+        copies.publish(_RESULT)
+        for peer in call.peers_in_ring_order:
+            copies.fetch(peer, _RESULT, result.narrow(0, begins[peer], sizes[peer]), results_at)
+    return out

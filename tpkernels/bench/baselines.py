@@ -1,0 +1,125 @@
+"""What the ops are measured beside.
+
+unfused    the op with algorithm "unfused": the same local product, nothing overlapped
+torch      what one writes without this package: torch.distributed and torch.matmul
+matmul     torch.matmul of the local sizes, no communication
+product    the local product as the algorithms do it, no communication
+nccl       torch.matmul and NCCL through `tpkernels.nccl.Communicator` (CUDA)
+symm_mem   torch.ops.symm_mem.fused_* (CUDA)
+
+A fused op cannot be faster than the faster of `matmul` and `product`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from tpkernels import nccl
+from tpkernels.bench.cases import Case, run_matmul, run_product, run_torch
+from tpkernels.bench.inputs import Inputs
+from tpkernels.bench.session import gather_objects
+from tpkernels.errors import TpkernelsError
+from tpkernels.local.matmul import native
+
+BASELINES = ("unfused", "torch", "matmul", "product", "nccl", "symm_mem")
+LOCAL = ("matmul", "product")  # no communication
+
+Runs = dict[str, Callable[[], object]]
+
+
+@contextlib.contextmanager
+def baselines(
+    case: Case, inputs: Inputs, *, torch_matmul_seconds: float, most: float, wanted: bool
+) -> Iterator[tuple[Runs, dict[str, str]]]:
+    """The baselines of a case, `unfused` aside, and why others are left out. Collective.
+
+    Args:
+        torch_matmul_seconds: what one local torch.matmul is expected to take.
+        most: seconds above which baselines with a torch.matmul are left out.
+        wanted: whether those with a torch.matmul are.
+    """
+    runs: Runs = {}
+    left_out: dict[str, str] = {}
+    if case.weights:
+        runs["product"] = lambda: run_product(inputs.whole())
+    with contextlib.ExitStack() as stack:
+        if not wanted:
+            yield runs, left_out
+            return
+        found: Runs = {"torch": lambda: run_torch(inputs.sharded())}
+        if case.weights:
+            found["matmul"] = lambda: run_matmul(inputs.whole())
+        if case.x.is_cuda:
+            ways = {"nccl": lambda: _nccl(case, inputs, stack), "symm_mem": lambda: _symm_mem(case)}
+            for name, prepare in ways.items():
+                run, obstacle = _agreed(prepare)
+                if run is None:
+                    left_out[name] = obstacle
+                else:
+                    found[name] = lambda run=run: run(inputs.sharded())  # type: ignore[misc]
+        if torch_matmul_seconds > most:
+            slow = "" if native(case.x.dtype) else ": no instructions for this dtype"
+            reason = f"torch.matmul would take some {torch_matmul_seconds:.2g} s a call{slow}"
+            left_out |= dict.fromkeys(found, reason)
+            found = {}
+        yield runs | found, left_out
+
+
+def _agreed(
+    prepare: Callable[[], Callable[[Case], object]],
+) -> tuple[Callable[[Case], object] | None, str]:
+    """What ``prepare`` makes, if it can on every rank; otherwise the first obstacle."""
+    run, obstacle = None, ""
+    try:
+        run = prepare()
+    except (NotImplementedError, RuntimeError, AttributeError, TpkernelsError) as error:
+        obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
+    obstacles = [each for each in gather_objects(obstacle) if each]
+    return (None, obstacles[0]) if obstacles else (run, "")
+
+
+def _nccl(case: Case, inputs: Inputs, stack: contextlib.ExitStack) -> Callable[[Case], object]:
+    """The op's collective by NCCL, and a torch.matmul. Runs it once."""
+    if min(case.sizes) != max(case.sizes):
+        raise NotImplementedError("NCCL takes equal shards only")
+    assert dist.group.WORLD is not None
+    comm = stack.enter_context(nccl.Communicator(dist.group.WORLD))
+
+    def run(given: Case) -> object:
+        if given.op == "all_gather_matmul":
+            whole = comm.all_gather(given.x)
+            return [torch.matmul(whole, w) for w in given.weights]
+        y = torch.matmul(given.x, given.weights[0]) if given.weights else given.x
+        if given.op == "all_gather":
+            return comm.all_gather(y)
+        return comm.reduce_scatter(y) if "scatter" in given.op else comm.all_reduce(y)
+
+    run(inputs.sharded())
+    comm.wait()
+    return run
+
+
+def _symm_mem(case: Case) -> Callable[[Case], object]:
+    """torch's own fused op. Runs it once."""
+    if case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
+        raise NotImplementedError(f"torch.ops.symm_mem has no fused {case.op}")
+    if min(case.sizes) != max(case.sizes):
+        raise NotImplementedError("torch.ops.symm_mem takes equal shards only")
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert dist.group.WORLD is not None
+    name, ops = dist.group.WORLD.group_name, torch.ops.symm_mem
+    symmetric.enable_symm_mem_for_group(name)
+
+    def run(given: Case) -> object:
+        if given.op == "all_gather_matmul":
+            return ops.fused_all_gather_matmul(given.x, list(given.weights), 0, name)
+        return ops.fused_matmul_reduce_scatter(given.x, given.weights[0], "sum", 0, name)
+
+    run(case)
+    torch.cuda.synchronize()
+    return run

@@ -1,0 +1,219 @@
+"""One op on this rank's part of the data, and the ways to run it that are compared.
+
+torch       what one writes without this package: a collective of torch.distributed, a torch.matmul
+tpkernels   the op, with any algorithm
+matmul      torch.matmul of the local sizes, no communication
+product     the local product as the algorithms do it (`algorithms.product`), no communication
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tpkernels import dtypes, groups
+from tpkernels.bench.output import byte_size
+from tpkernels.local.matmul import product
+from tpkernels.ops._reduction import describe
+from tpkernels.planning.choose import Plan
+from tpkernels.planning.problem import Problem
+
+MATMUL_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+Outputs = list[torch.Tensor]
+
+# torch 2.13 renamed them; the old names warn.
+_gather_shards = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_shards = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An op on global data: (M, N, K) of a matmul, or (elements,) of a collective alone."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def problem(self, world: int, device: str = "cpu") -> Problem:
+        """What the planner is asked. The first dim is gathered or scattered."""
+        shape = self.shape
+        if self.op in MATMUL_OPS:
+            m, n, k = self.shape
+            shape = (m, k) if self.op == "all_gather_matmul" else (m, n)
+        split = "all_reduce" not in self.op
+        return Problem(
+            op=self.op,
+            device=device,
+            world=world,
+            shape=shape,
+            dim=0 if split else None,
+            sizes=tuple(tpkernels.shard_sizes(shape[0], world)) if split else (),
+            dtype=self.dtype,
+            options=describe(self.dtype, self.dtype) if "reduce" in self.op else (),
+        )
+
+    def __str__(self) -> str:
+        if self.op in MATMUL_OPS:
+            size = ", ".join(map(str, self.shape))
+        else:
+            size = byte_size(self.shape[0] * self.dtype.itemsize)
+        return f"{size} {dtypes.name(self.dtype)}"
+
+    @property
+    def other(self) -> int:
+        """The extent of the matmul that is no part of the problem; 0 without one."""
+        return 0 if len(self.shape) == 1 else self.shape[1 if "gather" in self.op else 2]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """An op with this rank's inputs. The first dim is what is gathered or scattered; rank ``r`` has
+    ``sizes[r]`` of it (of an all-reduce it checks as many).
+
+    x [rows, K] and weights [K, N] for a matmul, x [elements] and no weights for a collective alone.
+    """
+
+    op: str
+    x: torch.Tensor
+    sizes: tuple[int, ...]
+    weights: tuple[torch.Tensor, ...] = ()
+    residual: torch.Tensor | None = None
+
+    def copy(self) -> Case:
+        """The case with an ``x`` of its own: all_reduce works in place."""
+        return replace(self, x=self.x.clone())
+
+
+def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
+    """Random inputs of this rank, a weight in the layout of ``linear.weight.t()``. The same ones on
+    every device."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1000 + rank)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, spec.dtype)
+
+    sizes = tuple(tpkernels.shard_sizes(spec.shape[0], world))
+    if spec.op not in MATMUL_OPS:
+        (elements,) = spec.shape
+        x = normal(sizes[rank] if spec.op == "all_gather" else elements)
+        return Case(spec.op, x, sizes)
+    m, n, k = spec.shape
+    scale = 1 / math.sqrt(k)
+    if spec.op == "all_gather_matmul":
+        return Case(
+            spec.op, normal(sizes[rank], k), sizes, (normal(n // world, k, scale=scale).t(),)
+        )
+    return Case(spec.op, normal(m, k // world), sizes, (normal(n, k // world, scale=scale).t(),))
+
+
+def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
+    """The op of this package; ``all_reduce`` in place."""
+    group = _world()
+    x, sizes, residual = case.x, case.sizes, case.residual
+    match case.op:
+        case "all_gather_matmul":
+            return tpkernels.all_gather_matmul(
+                x, case.weights, group, shard_sizes=sizes, algorithm=algorithm
+            )
+        case "matmul_reduce_scatter":
+            (w,) = case.weights
+            y = tpkernels.matmul_reduce_scatter(
+                x, w, group, residual=residual, shard_sizes=sizes, algorithm=algorithm
+            )
+        case "matmul_all_reduce":
+            (w,) = case.weights
+            y = tpkernels.matmul_all_reduce(x, w, group, residual=residual, algorithm=algorithm)
+        case "all_gather":
+            y = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=algorithm)
+        case "reduce_scatter":
+            y = tpkernels.reduce_scatter(x, group, shard_sizes=sizes, algorithm=algorithm)
+        case _:
+            y = tpkernels.all_reduce_(x, group, algorithm=algorithm)
+    return [y]
+
+
+def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
+    """Runs the op and says what it chose."""
+    calls = groups.get(_world()).calls
+    calls.clear()
+    outputs = run_tpkernels(case, algorithm)
+    (call,) = calls.values()
+    plan: Plan = call.plan
+    return outputs, plan
+
+
+def run_torch(case: Case) -> Outputs:
+    """The unfused way; ``all_reduce`` in place."""
+    x, sizes = case.x, case.sizes
+    match case.op:
+        case "all_gather_matmul":
+            whole = _all_gather(x, sizes)
+            return [torch.matmul(whole, w) for w in case.weights]
+        case "matmul_reduce_scatter":
+            y = _reduce_scatter(torch.matmul(x, case.weights[0]), sizes)
+        case "matmul_all_reduce":
+            y = torch.matmul(x, case.weights[0])
+            dist.all_reduce(y)
+        case "all_gather":
+            y = _all_gather(x, sizes)
+        case "reduce_scatter":
+            y = _reduce_scatter(x, sizes)
+        case _:
+            y = x
+            dist.all_reduce(y)
+    return [y if case.residual is None else y + case.residual]
+
+
+def run_matmul(case: Case) -> Outputs:
+    """torch.matmul on operands that are all here: see `gathered`."""
+    return [torch.matmul(case.x, w) for w in case.weights]
+
+
+def run_product(case: Case) -> Outputs:
+    """The product of this package on operands that are all here: see `gathered`."""
+    rows = case.x.shape[0]
+    return [product(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
+
+
+def gathered(case: Case) -> Case:
+    """The case with the operand that the local matmul has: all rows of an all-gather."""
+    if case.op != "all_gather_matmul":
+        return case
+    return replace(case, x=_all_gather(case.x, case.sizes))
+
+
+def _world() -> str:
+    world = dist.group.WORLD
+    assert world is not None  # cases run on ranks
+    return groups.name_of(world)
+
+
+def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The shards one after the other. The collective takes equal ones only: others are padded."""
+    largest = max(sizes)
+    even = min(sizes) == largest
+    if not even:
+        padded = x.new_zeros(largest, *x.shape[1:])
+        padded[: x.shape[0]] = x
+        x = padded
+    whole = x.new_empty(largest * len(sizes), *x.shape[1:])
+    _gather_shards(whole, x)
+    if even:
+        return whole
+    shards = whole.split(largest)
+    return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
+
+
+def _reduce_scatter(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    out = x.new_empty(sizes[dist.get_rank()], *x.shape[1:])
+    if min(sizes) == max(sizes):
+        _reduce_shards(out, x)
+    else:
+        dist.reduce_scatter(out, list(x.split(list(sizes))))
+    return out

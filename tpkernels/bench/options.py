@@ -1,0 +1,128 @@
+"""Values from command lines and files, and the error for what is none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tpkernels import dtypes
+from tpkernels.backends import OPS
+from tpkernels.planning.choose import check_algorithm
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_BY_NAME = DTYPES | {dtypes.name(dtype): dtype for dtype in DTYPES.values()}
+_MOST = 10**12  # elements, bytes, repetitions, seconds
+_MOST_DIGITS = 20  # with leading zeros
+_MOST_WORKERS = 1024
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class UsageError(ValueError):
+    """What was asked for cannot be done; said before any rank starts."""
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype called ``bf16`` or ``bfloat16``."""
+    if name not in _BY_NAME:
+        raise UsageError(f"unknown dtype '{name}'; there are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def ops_named(names: list[str]) -> list[str]:
+    """``names``, each an op, without repetitions."""
+    for name in names:
+        if name not in OPS:
+            raise UsageError(f"unknown op '{name}'; there are {', '.join(OPS)}")
+    return list(dict.fromkeys(names))
+
+
+def algorithms_named(names: list[str]) -> list[str]:
+    """``names``, each an algorithm or auto, without repetitions."""
+    for name in names:
+        if name != "auto":
+            try:
+                check_algorithm(name)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+    return list(dict.fromkeys(names))
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """(M, N, K) of ``"M,N,K"``."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(map(number_in, parts)):
+        raise UsageError(
+            f"shape '{text}' is not M,N,K: three positive numbers, as in 2048,4096,4096"
+        )
+    return tuple(map(number_in, parts))
+
+
+def sizes_of(text: str) -> list[int]:
+    """Bytes of each of ``"64K,1M,32M"``; the units are powers of 1024."""
+    sizes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", part.strip(), re.IGNORECASE)
+        if match is None or not number_in(match[1]):
+            raise UsageError(f"size '{part}' is not a number of bytes as in 65536, 64K or 32M")
+        sizes.append(number_in(match[1]) * _UNITS[match[2].upper()])
+    return sizes
+
+
+def number_in(text: str) -> int:
+    """The positive number that a text is; 0 where it is none, or larger than any that is useful."""
+    text = text.strip()
+    number = int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
+    return number if number <= _MOST else 0
+
+
+def at_least(least: int, **values: int) -> None:
+    """Each of ``values`` is ``least`` or more, and none beyond use."""
+    for name, value in values.items():
+        if value < least:
+            raise UsageError(f"--{name} is {value}; it must be at least {least}")
+        if value > _MOST:
+            raise UsageError(f"--{name} is {value}; it must be at most {_MOST}")
+
+
+def check_workers(**values: int) -> None:
+    """Each of ``values``, of ranks or threads, is 1 or more, and no more than there can be."""
+    at_least(1, **values)
+    for name, value in values.items():
+        if value > _MOST_WORKERS:
+            raise UsageError(f"--{name} is {value}; it must be at most {_MOST_WORKERS}")
+
+
+def read_input(path: Path, *, most: int) -> bytes:
+    """The content of a file that the user names. ``UsageError`` where it cannot be read or has more
+    than ``most`` bytes."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}") from error
+    if len(content) > most:
+        raise UsageError(f"'{path}' has more than {most} bytes")
+    return content
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """``UsageError`` if what the block does cannot be written to a file or a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from error
+
+
+def writable(path: Path) -> Path:
+    """``path``, if a file can be written there."""
+    existed = path.exists()
+    with writing(path):
+        path.open("a").close()
+    if not existed:
+        path.unlink(missing_ok=True)
+    return path

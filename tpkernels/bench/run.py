@@ -1,0 +1,131 @@
+"""The loop over the cases of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from tpkernels import dtypes
+from tpkernels.bench.file import roofline, save
+from tpkernels.bench.inputs import COLD
+from tpkernels.bench.measuring import probe, run_case
+from tpkernels.bench.results import Report, key, result
+from tpkernels.bench.roofline import Rates, Work, slowest_rates
+from tpkernels.bench.session import Session, is_leader, launched_ranks, open_session
+from tpkernels.bench.sweep import Item, Sweep
+
+_START_SECONDS = 0.3  # of a case, whatever its size: inputs, set-up, barriers
+# Weighs cases, measures nothing.
+_NOMINAL = Rates(flops=5e10, torch_flops=5e10, copy_bytes=1e10, copy_over_cache=COLD)
+
+
+def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) -> None:
+    """Measures what ``report`` lacks and adds it, saving to ``path`` after every case. Under a
+    launcher rank 0's report is what counts.
+
+    Raises:
+        RankError: ranks failed. Like an interrupt, this loses the case that was being measured.
+    """
+    with _progress(Console(stderr=True)) as progress:
+        bar = _Bar(sweep, progress)
+        for world in dict.fromkeys(item.world for item in sweep.items):
+            items = [item for item in sweep.items if item.world == world]
+            if launched_ranks() is None and {key(item) for item in items} <= _done(report):
+                continue  # no ranks need start
+            with open_session(
+                world, threads=sweep.threads, timeout=timeout, device=sweep.device
+            ) as session:
+                _run_world(items, sweep, report, path if session.leader else None, session, bar)
+    report["complete"] = True
+    if path is not None and is_leader():
+        save(report, path)
+
+
+def _run_world(
+    items: list[Item],
+    sweep: Sweep,
+    report: Report,
+    path: Path | None,
+    session: Session,
+    bar: _Bar,
+) -> None:
+    """All cases of one world size."""
+    known = {(each["tp"], each["dtype"]): each for each in report["rooflines"]}
+    done, known = session.run(_same, (_done(report), known))[0]
+    rates = {
+        dtype: Rates(
+            flops=each["tflops"] * 1e12,
+            torch_flops=each["torch_tflops"] * 1e12,
+            copy_bytes=each["copy_gb_per_s"] * 1e9,
+            copy_over_cache=each["copy_over_cache"],
+        )
+        for (tp, dtype), each in known.items()
+        if tp == items[0].world
+    }
+    for item in items:
+        bar.begin(item)
+        if key(item) not in done:
+            dtype = dtypes.name(item.spec.dtype)
+            if dtype not in rates:
+                rates[dtype] = slowest_rates(session.run(probe, item.spec.dtype, sweep.device))
+                report["rooflines"].append(roofline(item.world, dtype, rates[dtype]))
+            reports = session.run(
+                run_case, item.spec, sweep.algorithms, sweep.effort, rates[dtype], sweep.device
+            )
+            report["results"].append(result(item, rates[dtype], reports))
+            if path is not None:
+                save(report, path)
+        bar.end(item)
+
+
+def _done(report: Report) -> set[str]:
+    return {found["case"] for found in report["results"]}
+
+
+def _same(value: object) -> object:
+    """Lets ranks hear what rank 0 has."""
+    return value
+
+
+class _Bar:
+    """Progress: cases count by the time they are expected to take."""
+
+    def __init__(self, sweep: Sweep, progress: Progress) -> None:
+        self._progress, self._done = progress, 0
+        total = sum(map(_weight, sweep.items))
+        self._task = progress.add_task("", total=total, done=0, cases=len(sweep.items))
+
+    def begin(self, item: Item) -> None:
+        self._progress.update(self._task, description=key(item))
+
+    def end(self, item: Item) -> None:
+        self._done += 1
+        self._progress.update(self._task, advance=_weight(item), done=self._done)
+
+
+def _weight(item: Item) -> float:
+    return _START_SECONDS + Work.of(item.spec, item.world).least_seconds(_NOMINAL)
+
+
+def _progress(console: Console) -> Progress:
+    """Shown on a terminal only."""
+    return Progress(
+        TextColumn("{task.fields[done]}/{task.fields[cases]}"),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        speed_estimate_period=1e9,  # of all cases so far: one may take minutes
+        disable=not (console.is_terminal and is_leader()),
+    )

@@ -1,0 +1,165 @@
+"""Whether a result is right: against float64, within a bound that follows from the op's contract.
+
+An error may be as large as that of the unfused way on the same inputs, in the same element, plus
+the smaller of
+
+    sqrt(K) * eps * (|A| @ |B|)                           the contract of all ops
+    eps/2 * (|y| + sum_r |p_r|) + K * 2^-24 * |A| @ |B|   products and sums in fp32, one rounding of
+                                                          the result y and of each partial p_r
+
+The first alone is too weak for 16-bit dtypes: on random data in bf16 it exceeds the result itself
+from K = 256 or so. A residual is one more term of the sum. Each rank checks rows of its own; all
+ranks get the verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.bench.cases import Case, Outputs
+from tpkernels.bench.session import gather_objects, tensors_of_all
+
+_PANEL_ELEMENTS = 1 << 21  # of the result are compared at a time
+_SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
+
+
+@dataclass(frozen=True, order=True)
+class Verdict:
+    """The largest ``error / bound``, and both in that element."""
+
+    ratio: float = 0.0
+    error: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def right(self) -> bool:
+        return self.ratio <= 1
+
+
+WRONG = Verdict(math.inf, math.inf, 0.0)
+
+# One summand of the result: rows of A with B, or a summand itself and no B.
+Term = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def verify(
+    case: Case, baseline: Outputs | None, candidates: Mapping[str, Outputs]
+) -> dict[str, Verdict]:
+    """Compares the results that ``candidates`` got for ``case`` with float64. Collective.
+
+    Args:
+        baseline: what the unfused way got; None: nothing is allowed for its error.
+    """
+    verdicts = {name: _same_everywhere(case, outputs) for name, outputs in candidates.items()}
+    for i, terms in enumerate(_terms(case)):
+        shape, dtype = _shape(case, i), case.x.dtype
+        for name, outputs in candidates.items():
+            if outputs[i].shape != shape or outputs[i].dtype != dtype:
+                verdicts[name] = WRONG
+        results = {name: _mine(case, outputs[i]) for name, outputs in candidates.items()}
+        residual = None if case.residual is None else _mine(case, case.residual)
+        for columns, exact, bound in _panels(case, terms, residual):
+            allowed = bound
+            if baseline is not None:
+                allowed = bound + (_mine(case, baseline[i])[:, columns] - exact).abs()
+            for name, result in results.items():
+                if verdicts[name] != WRONG:
+                    found = _worst(result[:, columns], exact, allowed)
+                    verdicts[name] = max(verdicts[name], found)
+    return {name: max(everyone[name] for everyone in gather_objects(verdicts)) for name in verdicts}
+
+
+def _shape(case: Case, i: int) -> torch.Size:
+    """Of this rank's result ``i``."""
+    rows, rest = case.x.shape[0], case.x.shape[1:]
+    if case.op.startswith("all_gather"):
+        rows = sum(case.sizes)
+    elif case.op.endswith("reduce_scatter"):
+        rows = case.sizes[dist.get_rank()]
+    return torch.Size([rows, *(case.weights[i].shape[1:] if case.weights else rest)])
+
+
+def _terms(case: Case) -> list[list[Term]]:
+    """For each output the summands of the rows that this rank checks."""
+    rank = dist.get_rank()
+    everyone = tensors_of_all(case.x)
+    if case.op == "all_gather":
+        return [[(_matrix(torch.cat(everyone)), None)]]
+    if case.op == "all_gather_matmul":
+        whole = torch.cat(everyone)
+        return [[(whole, w)] for w in case.weights]
+    shares = [_matrix(x.split(list(case.sizes))[rank]) for x in everyone]
+    if not case.weights:
+        return [[(share, None) for share in shares]]
+    return [list(zip(shares, tensors_of_all(case.weights[0]), strict=True))]
+
+
+def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
+    """The rows that this rank checks, as a matrix: those it has, or its part of an all-reduce."""
+    if "all_reduce" in case.op:
+        whole = whole.split(list(case.sizes))[dist.get_rank()]
+    return _matrix(whole)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.view(1, -1) if x.dim() == 1 else x
+
+
+def _panels(
+    case: Case, terms: list[Term], residual: torch.Tensor | None
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Columns, the exact result there and the bound without the unfused way's error."""
+    first, factor = terms[0]
+    rows, width = first.shape[0], (first if factor is None else factor).shape[1]
+    step = max(1, _PANEL_ELEMENTS // max(rows, 1))
+    partials = factor is not None and case.op != "all_gather_matmul"  # these travel, rounded
+    depth = sum(1 if b is None else a.shape[1] for a, b in terms)
+    for begin in range(0, width if rows else 0, step):
+        columns = slice(begin, min(begin + step, width))
+        total = first.new_zeros(rows, columns.stop - begin, dtype=torch.float64)
+        rounded, magnitude = torch.zeros_like(total), torch.zeros_like(total)
+        summands = list(terms) if residual is None else [*terms, (residual, None)]
+        for a, b in summands:
+            if b is None:
+                part = a[:, columns].double()
+                magnitude += part.abs()
+            else:
+                part = a.double() @ b[:, columns].double()
+                magnitude += a.float().abs() @ b[:, columns].float().abs()
+                rounded += part.abs() if partials else 0
+            total += part
+        yield columns, total, _bound(case, total, rounded, magnitude, depth)
+
+
+def _bound(
+    case: Case, total: torch.Tensor, rounded: torch.Tensor, magnitude: torch.Tensor, depth: int
+) -> torch.Tensor:
+    if case.op == "all_gather":
+        return torch.zeros_like(total)
+    eps = torch.finfo(case.x.dtype).eps
+    contract = math.sqrt(depth) * eps * magnitude
+    additions = depth + len(case.sizes) + 1
+    rounding = eps / 2 * (total.abs() + rounded) + additions * 2.0**-24 * magnitude
+    return torch.minimum(contract, _SECOND_ORDER * rounding)
+
+
+def _worst(result: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> Verdict:
+    error = (result - exact).abs()
+    ratio = torch.where(error == 0, 0.0, error / allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+    at = int(ratio.argmax())
+    return Verdict(*(float(values.view(-1)[at]) for values in (ratio, error, allowed)))
+
+
+def _same_everywhere(case: Case, outputs: Outputs) -> Verdict:
+    """An all-reduce must leave the same bits on every rank."""
+    if "all_reduce" not in case.op:
+        return Verdict()
+    bits = outputs[0].contiguous().view(torch.uint8)
+    first = bits.clone()
+    dist.broadcast(first, src=0)
+    return Verdict() if torch.equal(first, bits) else WRONG

@@ -1,0 +1,40 @@
+"""A checked and planned call on a group, ready to run any number of times."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tpkernels import _C
+from tpkernels.groups.group import Group
+from tpkernels.planning.choose import Plan
+from tpkernels.planning.problem import Problem
+from tpkernels.symm.host import HostWorkspace
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What an algorithm is given besides tensors. ``function`` is its implementation of the op."""
+
+    group: Group
+    problem: Problem
+    plan: Plan
+    function: Callable[..., Any]
+
+    @property
+    def workspace(self) -> HostWorkspace:
+        assert self.group.workspace is not None  # `choose` asks for it only where there is one
+        return self.group.workspace
+
+    @functools.cached_property
+    def layout(self) -> _C.Layout:
+        """The gathered or scattered tensor, as the extension sees it."""
+        return _C.Layout(self.problem.outer, self.problem.inner, self.problem.sizes)
+
+    @functools.cached_property
+    def peers_in_ring_order(self) -> tuple[int, ...]:
+        """The other ranks from the next one on, so that not all turn to the same one at once."""
+        rank, world = self.group.rank, self.group.world
+        return tuple((rank + i) % world for i in range(1, world))

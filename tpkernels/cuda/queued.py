@@ -1,0 +1,54 @@
+"""Calls on CUDA tensors that only queue kernels and copies over symmetric memory.
+
+Sync: among the kernels as in kernels/sync.py. A thread watches the peers and ends the kernels'
+waits when one is lost. A failure shows in the results, which are NaN, and is raised by the group's
+next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from tpkernels.call import Call
+from tpkernels.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    TpkernelsError,
+)
+from tpkernels.symm import device
+from tpkernels.symm.cuda import CudaSpace
+
+
+@contextlib.contextmanager
+def queued(call: Call, on: torch.device, words: int, buffer_bytes: int) -> Iterator[CudaSpace]:
+    """A call that is left to run, in a workspace (``current``) of that many words from each source
+    and such buffers; what became of the calls before is found here."""
+    memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
+    failure = memory.failure()
+    if failure is None or failure[0] == device.ABORTED:
+        memory.check()
+    if failure is not None:
+        raise kernel_error(call, "an earlier call of the group, found by ", *failure)
+    with memory.in_order():
+        yield memory
+
+
+def kernel_error(
+    call: Call, where: str, kind: int, peer: int, expected: int, seen: int
+) -> TpkernelsError:
+    """What a kernel's wait has seen, as an exception."""
+    error = {
+        device.TIMEOUT: CollectiveTimeoutError,
+        device.MISMATCH: CollectiveMismatchError,
+        device.ABORTED: PeerLostError,
+    }[kind]
+    return error(
+        f"{where}{call.plan.text}: rank {call.group.rank} waited in its kernel for rank {peer}: "
+        f"expected word {expected:#018x}, seen {seen:#018x}, timeout {call.group.timeout:g} s. The "
+        "results are NaN and the group is broken: make a new one.",
+        peer=peer,
+    )

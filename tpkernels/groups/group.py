@@ -1,0 +1,280 @@
+"""A process group as the ops see it: its ranks, the workspace they share, what they agreed on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpkernels import defaults
+from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
+from tpkernels.groups.waiting_thread import Waiter
+from tpkernels.planning import store
+from tpkernels.planning.machine import this_machine
+from tpkernels.planning.table import Table
+from tpkernels.symm.exchange import Member, Presence, exchange, tell_left
+from tpkernels.symm.host import HostWorkspace
+from tpkernels.symm.reach import share_a_host
+
+
+class Group:
+    """A process group with its workspace. Calls on it are ordered by ``lock``."""
+
+    def __init__(self, pg: dist.ProcessGroup, forget: Callable[[Group], None]) -> None:
+        # Not ours to keep alive: a destroyed process group takes its workspace with it.
+        self._pg = weakref.ref(pg, lambda _: forget(self))
+        self.name: str = pg.group_name
+        self.rank: int = pg.rank()
+        self.world: int = pg.size()
+        self.timeout = defaults.TIMEOUT
+        self.workspace_bytes = defaults.WORKSPACE_BYTES
+        self.workspace: HostWorkspace | None = None
+        self.why_not_shared: str | None = None  #: why the ranks share no memory
+        self.hosts = 1
+        self._tuned: dict[str, Table] = {}  # rank 0's, by the kind of device
+        self.calls: dict[Hashable, Any] = {}  # checked and planned calls, by their arguments
+        self.lock = threading.RLock()
+        self.waiter = Waiter()
+        self.in_call = False  #: a call runs on the thread that holds `lock`
+        self._ready = False
+        self._broken: str | None = None
+        self._presence = Presence()
+        self._owner: int | None = None  # the process that has the group, where it is not this one
+        self._no_gpu_kernels: dict[tuple[torch.device, str], str | None] = {}
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The process group; alive as long as it is registered with torch."""
+        pg = self._pg()
+        if pg is None:
+            raise GroupBrokenError(f"process group '{self.name}' has been destroyed")
+        return pg
+
+    def ready(self) -> Group:
+        """Makes the workspace at the first call; collective then."""
+        if not self._ready:
+            self.init(defaults.TIMEOUT, defaults.WORKSPACE_BYTES)
+        return self
+
+    @property
+    def shared_memory(self) -> bool:
+        """Whether all ranks map each other's memory."""
+        return self.workspace is not None
+
+    def by_gloo(self, device: str) -> bool:
+        """Whether gloo, which moves the host's memory, has the group's tensors of a device type."""
+        try:
+            return self.pg._get_backend(torch.device(device)).name() == "gloo"
+        except RuntimeError:  # no backend has
+            return False
+
+    def init(self, timeout: float, workspace_bytes: int) -> None:
+        """See ``tpkernels.init``."""
+        with self.lock:
+            self.check_usable()
+            if self._ready:
+                if (timeout, workspace_bytes) == (self.timeout, self.workspace_bytes):
+                    return
+                raise ValueError(
+                    f"group '{self.name}' is in use with timeout={self.timeout:g}, "
+                    f"workspace_bytes={self.workspace_bytes}; it cannot change to {timeout:g}, "
+                    f"{workspace_bytes}"
+                )
+            member = self.member(timeout)
+            with self._together(ValueError, MemoryError):  # they may try again
+                one_machine = self._agree_on_memory(member, workspace_bytes)
+                if self.why_not_shared is None:
+                    self.workspace = HostWorkspace(member, workspace_bytes)
+                elif one_machine and self.rank == 0 and self.world > 1:
+                    warnings.warn(
+                        "the ranks are on one machine but share no memory, and so take the slower "
+                        f"process group: {self.why_not_shared}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            self.timeout, self.workspace_bytes = timeout, workspace_bytes
+            self._ready = True
+
+    def _agree_on_memory(self, member: Member, workspace_bytes: int) -> bool:
+        """Finds out with the other ranks whether all give the same options and can share memory
+        (``why_not_shared``), and whether all run on one machine."""
+        options = {"timeout": member.timeout, "workspace_bytes": workspace_bytes}
+        say = {"options": options, "host": socket.gethostname()}
+        self.why_not_shared, said = share_a_host(member, say)
+        for rank, other in enumerate(said):
+            if other["options"] != options:
+                raise ValueError(
+                    f"tpkernels.init of group '{self.name}': rank {self.rank} gives {options}, "
+                    f"rank {rank} gives {other['options']}; all ranks must give the same"
+                )
+        one_machine = len({other["boot_id"] for other in said} - {None}) <= 1
+        if self.why_not_shared is not None:
+            self.hosts = len({other["host"] for other in said})
+        return one_machine
+
+    def tuned(self, device: str) -> Table:
+        """The times that rank 0 finds in its cache for tensors of a device type: what each rank
+        found by itself might differ, and with it the choices. Collective at the first call."""
+        if self.world > 1 and device not in self._tuned:
+            with self.lock:
+                if device not in self._tuned:  # another thread was first
+                    with self._together():
+                        self._tuned[device] = self._tuned_by_rank_0(device)
+        return self._tuned.get(device, Table())
+
+    def use_times(self, device: str, table: Table) -> None:
+        """Has calls be planned by other times from here on, on all ranks alike: for tuning."""
+        with self.lock:
+            self._tuned[device] = table
+            self.calls.clear()
+
+    def _tuned_by_rank_0(self, device: str) -> Table:
+        found, ignored = Table(), ""
+        if self.rank == 0:
+            machine = this_machine(device, self.world, self.hosts, self.shared_memory)
+            found, ignored = store.load(machine)
+        purpose, say = f"the first call on {device}", {"table": store.to_json(found)}
+        if self.workspace is not None:
+            said = self.workspace.exchange(purpose, say)
+        else:
+            said = exchange(self.member(self.timeout), purpose, say)
+        if ignored:  # now that nobody waits for this rank: a warning may be an error
+            warnings.warn(ignored, RuntimeWarning, stacklevel=2)
+        return store.from_json(said[0]["table"])
+
+    def no_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
+        """Why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's being
+        ``device``; None: they can. ``own`` is what this rank knows already. The ranks find out
+        together, at the first call, by trying: collective."""
+        if self.workspace is None:
+            return own
+        key = device, kernels
+        if key not in self._no_gpu_kernels:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
+                    "before the capture of a graph"
+                )
+            with self.lock:
+                if key not in self._no_gpu_kernels:  # another thread was first
+                    with self._together():
+                        self._no_gpu_kernels[key] = self._try_gpu_kernels(device, kernels, own)
+        return self._no_gpu_kernels[key]
+
+    def _try_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
+        try:
+            assert self.workspace is not None  # the caller has looked
+            self.workspace.open_cuda(device, kernels, own)
+        except NotImplementedError as obstacle:
+            return f"does not run here: {obstacle}"
+        return None
+
+    def make_room(self, nbytes: int, text: str) -> None:
+        """Has the data buffers hold ``nbytes`` each for a call, as far as they may and can grow.
+        Collective where they grow: all ranks ask for the same."""
+        if self.workspace is not None and self.workspace.wants(nbytes):
+            with self.lock, self._together():
+                self.workspace.grow(nbytes, text)
+
+    def make_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See ``tpkernels.empty``."""
+        with self.lock:
+            self.check_usable()
+            if self.workspace is None:
+                raise NotImplementedError(
+                    "symmetric tensors need memory that all ranks share, which those of group "
+                    f"'{self.name}' do not: {self.why_not_shared}"
+                )
+            with self._together(MemoryError):
+                return self.workspace.make_symmetric(shape, dtype)
+
+    def member(self, timeout: float) -> Member:
+        """This rank's place in the group, for an exchange through its store."""
+        store = self.pg.get_group_store()
+        return Member(store, self.name, self.rank, self.world, timeout, self._presence)
+
+    @contextlib.contextmanager
+    def _together(self, *alike: type[Exception]) -> Iterator[None]:
+        """What all ranks do together: an error breaks the group, unless it is one of ``alike``,
+        which all ranks raise."""
+        self.check_usable()
+        try:
+            yield
+        except alike:
+            raise
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    def leave(self, error: BaseException) -> None:
+        """This rank left a call with ``error``: peers that wait for it are told, and no further
+        call can run."""
+        if self._broken is not None:
+            return
+        self._broken = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if self.workspace is not None:
+            peer = error.peer if isinstance(error, TpkernelsError) else None
+            late = isinstance(error, CollectiveTimeoutError)
+            self.workspace.abandon(self._broken, late, -1 if peer is None else peer)
+        elif not self._ready:
+            with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
+                tell_left(self.member(self.timeout), error)
+
+    def disown(self, owner: int) -> None:
+        """This process is a fork of the rank, process ``owner``: it can neither take its place nor
+        end its calls."""
+        if self._owner is None:  # otherwise it was a fork's already
+            self._owner = owner
+        self.in_call = False
+        self.lock = threading.RLock()  # a thread that the fork did not copy may have held it
+        self.waiter = Waiter()
+
+    def check_usable(self) -> None:
+        """Raises ``GroupBrokenError`` after a failure and in a fork of the rank, ``RuntimeError``
+        within a call. The caller holds ``lock``."""
+        if self._owner is not None:
+            raise GroupBrokenError(
+                f"group '{self.name}' belongs to process {self._owner}, and process {os.getpid()} "
+                "was forked from it: use the group there, or make a process group here"
+            )
+        if self.in_call:  # of this thread, which holds the lock
+            raise RuntimeError(
+                f"group '{self.name}' is in a call already on this thread: a signal handler, or a "
+                "callback, cannot use it within a call"
+            )
+        if self._broken is not None:
+            raise GroupBrokenError(
+                f"group '{self.name}' is broken and can run no more calls; make a new group. "
+                f"It broke with: {self._broken}"
+            )
+
+    def within_call(self) -> bool:
+        """Whether this very thread is in a call."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self.in_call
+        finally:
+            self.lock.release()
+
+    def close(self, *, wait: bool = False) -> None:
+        """Gives the workspace back, unless another thread is in a call: then it goes with the last
+        use of it, or this waits for the end of the call."""
+        if not self.lock.acquire(blocking=wait):
+            return
+        try:
+            self.calls.clear()
+            self.waiter.close()
+            if self.workspace is not None:
+                self.workspace.close()
+                self.workspace = None
+        finally:
+            self.lock.release()

@@ -1,0 +1,196 @@
+"""Which algorithm a call runs: Problem -> Plan. Pure: no device, no communication.
+
+All that a choice rests on is shared by the ranks, so that all choose alike: the problem, the means
+of the group, and the table of measured times, which is rank 0's (`group.Group.tuned`).
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+
+from tpkernels import defaults
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.steps import step_bytes, step_rows
+from tpkernels.planning.table import Config, Series, Table
+
+ALGORITHMS = ("unfused", "ring", "direct", "pipelined", "fused")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice, its reason in words, and how the call is named to peers."""
+
+    algorithm: str
+    reason: str
+    text: str = field(repr=False)
+    signature: int = field(repr=False)
+    config: Config = ()  #: of the fused kernels, where a measured one is better than the table's
+
+
+# Rows that one rank contributes to an all-gather, or receives from a reduction, from which on the
+# matmul is split into one part per rank. Below, a GEMM of few rows streams the weights from memory
+# and splitting it streams them once per part. AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21:
+# `tpkernels bench` (benchmarks/results).
+PIPELINE_MIN_ROWS = 256
+
+# Bytes of the tensor that travels from which on `ring` is faster than `unfused` where ranks share
+# no memory; smaller ones take the messages as long as the bytes, and `ring` sends more of them. AMD
+# EPYC Zen 3, 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python -m benchmarks.hosts`
+# (benchmarks/results/cpu-2core-zen3-hosts.md).
+RING_MIN_BYTES = 8 << 20
+
+
+NOTHING_TUNED = Table()
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a group has for its calls, the same on all ranks.
+
+    Attributes:
+        shared_memory: whether all ranks of the group can map each other's memory.
+        workspace_bytes: what each of the two data buffers of a rank may take, where there are any.
+        no_kernels: the algorithms whose kernels cannot run, and why.
+    """
+
+    shared_memory: bool
+    workspace_bytes: int = defaults.WORKSPACE_BYTES
+    no_kernels: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose(
+    problem: Problem, means: Means, *, requested: str = "auto", tuned: Table = NOTHING_TUNED
+) -> Plan:
+    """The plan for ``problem``.
+
+    Args:
+        requested: an algorithm's name, or "auto".
+        tuned: measured times, the same on all ranks. Where they tell that another algorithm is
+            clearly faster than the one of the thresholds, "auto" is the fastest.
+
+    Raises:
+        ValueError: ``requested`` is no algorithm.
+        NotImplementedError: the algorithm asked for cannot run this problem; the message says
+            what it needs.
+    """
+    place = problem.place if tuned.measurements and problem.world > 1 else None
+    if requested != "auto":
+        check_algorithm(requested)
+        obstacle = _obstacle(problem, requested, means)
+        if obstacle is not None:
+            raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {obstacle}")
+        return _cut(_plan(problem, requested, "asked for"), tuned, place)
+    ruled = _by_rule(problem, means)
+    if place is not None:
+        measured = tuned.choice(*place, candidates(problem, means), unless=ruled[0])
+        if measured is not None:
+            return _cut(_plan(problem, *measured), tuned, place)
+    return _plan(problem, *ruled)
+
+
+def _cut(plan: Plan, tuned: Table, place: tuple[Series, int] | None) -> Plan:
+    """The plan with the block sizes that were measured best for its kernels, if any were."""
+    if place is None or plan.algorithm != "fused":
+        return plan
+    return replace(plan, config=tuned.config(*place))
+
+
+def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
+    """The algorithm where nothing is known but the thresholds, and why."""
+    if problem.world == 1:
+        return "unfused", "one rank: nothing to communicate"
+    if not means.shared_memory:
+        return _across_hosts(problem, means)
+    if problem.device == "cuda":
+        return "unfused", "on this GPU nothing is known to be faster"
+    if not problem.has_matmul:
+        return "direct", "no matmul to overlap with"
+    rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
+    obstacle = _obstacle(problem, "pipelined", means)
+    if obstacle is not None:
+        return "direct", f"pipelined {obstacle}"
+    if rows < PIPELINE_MIN_ROWS:
+        return "direct", f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
+    if most < PIPELINE_MIN_ROWS:
+        return "direct", f"the workspace holds {most} rows a rank < {PIPELINE_MIN_ROWS}"
+    return "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}"
+
+
+def candidates(problem: Problem, means: Means) -> list[str]:
+    """What "auto" may take: all that can run, but for the kernels under Triton's interpreter."""
+    found = obstacles(problem, means)
+    tests_only = {"fused"} if problem.device == "cpu" else set()
+    return [name for name, why in found.items() if why is None and name not in tests_only]
+
+
+def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
+    reason, rows = "the ranks share no memory", _rows_per_part(problem)
+    if problem.device == "cuda":
+        return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
+    if problem.nbytes < RING_MIN_BYTES:
+        return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
+    if problem.has_matmul and rows < PIPELINE_MIN_ROWS:
+        return "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}"
+    if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
+        return "unfused", f"{reason}; ring has measured no faster"
+    if _obstacle(problem, "ring", means) is not None:
+        return "unfused", f"{reason}; a gather of K is not split"
+    return "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
+
+
+def check_algorithm(name: str) -> None:
+    """``ValueError`` for a name that is no algorithm of this package."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm '{name}'; there are auto, {', '.join(ALGORITHMS)}")
+
+
+def obstacles(problem: Problem, means: Means) -> dict[str, str | None]:
+    """For each algorithm, why it cannot run ``problem`` (None: it can)."""
+    return {name: _obstacle(problem, name, means) for name in ALGORITHMS}
+
+
+def _rows_per_part(problem: Problem) -> int:
+    """Rows of the smallest matmul that a split per rank makes (ranks without rows aside)."""
+    if problem.dim is None:
+        return problem.rows // problem.world
+    if problem.dim == len(problem.shape) - 1:
+        return problem.rows
+    return min((size for size in problem.sizes if size), default=0) * prod(
+        problem.shape[problem.dim + 1 : -1]
+    )
+
+
+def _obstacle(problem: Problem, algorithm: str, means: Means) -> str | None:
+    last = problem.dim == len(problem.shape) - 1
+    if algorithm in ("ring", "pipelined") and problem.op == "all_gather_matmul" and last:
+        return "cannot gather the dim that the matmul sums over (it would round each part)"
+    if algorithm in ("unfused", "ring"):
+        return None
+    if not means.shared_memory:
+        return "needs memory that all ranks share, which this group's ranks do not"
+    if algorithm in ("pipelined", "fused") and not problem.has_matmul:
+        return "overlaps a matmul, and this op has none"
+    if algorithm == "fused" or problem.device == "cuda":
+        vector = problem.dim == 0 and not problem.has_matmul
+        if problem.dim is not None and (problem.outer != 1 or (last and not vector)):
+            return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"
+        if problem.dtype == torch.float64:
+            return "accumulates in float32 and takes no float64"
+    elif algorithm == "pipelined" and step_rows(problem, means.workspace_bytes) < 1:
+        return (
+            f"needs {step_bytes(problem)} bytes for a row of each rank, and the workspace has "
+            f"{means.workspace_bytes}; give tpkernels.init a larger workspace_bytes"
+        )
+    return means.no_kernels.get(algorithm)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(problem: Problem, algorithm: str, reason: str) -> Plan:
+    text = f"{problem} [{algorithm}]"
+    return Plan(algorithm, reason, text, zlib.crc32(text.encode()) or 1)

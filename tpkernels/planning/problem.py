@@ -1,0 +1,91 @@
+"""One call as all ranks see it: what a plan is made for, and what ranks must agree on.
+
+What may differ by rank (the columns of a column-parallel weight, the K of a row-parallel one) is
+not part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from tpkernels import dtypes
+from tpkernels.planning.table import Series
+from tpkernels.shards import shard_sizes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call as all ranks see it.
+
+    ``shape`` is the global shape of what travels: the gathered ``x`` of an all-gather, the
+    unreduced sum of a reduction. ``dim`` is gathered or scattered (None for an all-reduce), rank
+    ``r`` holding ``sizes[r]`` rows of it. ``dtype`` is what travels; ``options`` is the rest that
+    ranks must share.
+    """
+
+    op: str
+    device: str
+    world: int
+    shape: tuple[int, ...]
+    dim: int | None
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    options: tuple[str, ...] = ()
+
+    @property
+    def has_matmul(self) -> bool:
+        """Whether it multiplies, and does not only communicate."""
+        return "matmul" in self.op
+
+    @property
+    def outer(self) -> int:
+        """Elements before ``dim``: how many blocks one rank's share consists of."""
+        return prod(self.shape[: self.dim]) if self.dim is not None else 1
+
+    @property
+    def inner(self) -> int:
+        """Elements after ``dim``."""
+        return prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix product: all dims but the last."""
+        return prod(self.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor that travels."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def place(self) -> tuple[Series, int] | None:
+        """Among which measured problems this one stands, and its extent; None: among none, because
+        it is not split evenly along its rows, or along its elements where there is no matmul.
+
+        A bias and a residual change nothing: all algorithms add them where they sum anyway.
+        """
+        matmul = self.has_matmul
+        width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
+        if not total:
+            return None
+        extent = total // width
+        if self.dim is not None:
+            if self.outer != 1 or (matmul and self.dim == len(self.shape) - 1):
+                return None
+            each = self.inner // width
+            if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
+                return None
+        options = tuple(one for one in self.options if one not in ("bias", "residual"))
+        dtype = dtypes.name(self.dtype)
+        return Series(self.op, self.device, self.world, width, dtype, options), extent
+
+    def __str__(self) -> str:
+        parts = [f"{list(self.shape)} {dtypes.name(self.dtype)}"]
+        if self.dim is not None:
+            even = len(set(self.sizes)) == 1
+            split = f"{self.sizes[0]} a rank" if even else str(list(self.sizes))
+            parts.append(f"dim {self.dim} by {split}")
+        return f"{self.op}({', '.join([*parts, *self.options])})"

@@ -1,0 +1,53 @@
+"""How much of a rank's data buffers a call on CPU tensors takes, and how `pipelined` is cut to fit
+into them. All of it follows from what the ranks share."""
+
+from __future__ import annotations
+
+from math import prod
+
+from tpkernels.planning.problem import Problem
+
+LINE_BYTES = 64  # parts of a step begin on cache lines
+# Bytes of a chunk for each rank in which `direct` moves large tensors: `kLimits` of
+# csrc/host/collectives.cpp.
+_CHUNK_BYTES = 512 << 10
+_SLACK_BYTES = 4 << 10
+
+
+def step_bytes(problem: Problem) -> int:
+    """What a step of `pipelined` on CPU tensors takes of a data buffer for one row of each rank."""
+    width, world = problem.shape[-1], problem.world
+    if problem.op == "all_gather_matmul":
+        return width * problem.dtype.itemsize
+    if problem.dim is None:  # partials, and sums in a dtype of 4 bytes at the most, or 8 of 8
+        return world * width * (problem.dtype.itemsize + max(4, problem.dtype.itemsize))
+    if problem.dim == len(problem.shape) - 1:
+        width = max(problem.sizes)
+    return world * width * problem.dtype.itemsize
+
+
+def step_rows(problem: Problem, workspace_bytes: int) -> int:
+    """Rows of each rank that fit a step of `pipelined` on CPU tensors."""
+    return (workspace_bytes - 2 * problem.world * LINE_BYTES) // max(step_bytes(problem), 1)
+
+
+def wanted_bytes(problem: Problem, algorithm: str, workspace_bytes: int) -> int:
+    """What a call makes use of in each data buffer; with less it takes more steps."""
+    if algorithm == "pipelined":
+        rows = -(-problem.rows // problem.world) if problem.dim is None else _most_rows(problem)
+        steps = max(1, min(rows, step_rows(problem, workspace_bytes)))
+        return steps * step_bytes(problem) + 2 * problem.world * LINE_BYTES
+    if algorithm == "direct":  # of the sums, which are there too, an element has 4 bytes or 8
+        with_sums = 1 + -(-max(4, problem.dtype.itemsize) // problem.dtype.itemsize)
+        moved = min(problem.nbytes, _CHUNK_BYTES * problem.world)
+        return moved * with_sums + _SLACK_BYTES
+    return 0
+
+
+def _most_rows(problem: Problem) -> int:
+    """Matrix rows of the largest share."""
+    assert problem.dim is not None  # an all-reduce has no shares
+    if problem.dim == len(problem.shape) - 1:
+        return problem.rows
+    inner = prod(problem.shape[problem.dim + 1 : -1])
+    return problem.outer * max(problem.sizes) * inner

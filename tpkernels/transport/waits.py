@@ -1,0 +1,78 @@
+"""What the algorithms over torch.distributed share: how a call begins, waits for a work, and ends.
+
+Sync: before anything of a call is sent, its ranks find out whether they are in the same one. Where
+there is a workspace, by its barrier. The words that follow order nothing; they tell how far a rank
+has come: READ, it has called torch.distributed; RESULT, it is through. Where there is none, by
+greetings (links.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from tpkernels._C import Phase
+from tpkernels.call import Call
+from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
+from tpkernels.groups.group import Group
+from tpkernels.local.ranges import TRANSFER, WAIT, recorded
+
+_LOOK = timedelta(seconds=0.02)  # between looks at the peers
+
+
+def finish(call: Call, work: Any) -> None:
+    """Waits for torch.distributed, and watches the peers meanwhile: gloo itself tells only the
+    neighbours of a rank that it died, and nobody that it gave up. On GPUs it is the stream that
+    waits, and torch.distributed that watches."""
+    group = call.group
+    if call.problem.device == "cuda":
+        work.wait()
+        return
+    if group.workspace is not None:
+        group.workspace.channel.publish(Phase.READ)
+    with recorded(TRANSFER), recorded(WAIT):
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised below
+                work.wait(_LOOK)
+                return
+            _watch(group, 0.0)
+    try:
+        work.wait()
+    except TpkernelsError:
+        raise
+    except RuntimeError as error:
+        raise_failure(call, error, getattr(error, "peer", None))
+
+
+def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn:
+    """Raises what torch.distributed's ``error`` means: what is known of the peers, or of ``peer``,
+    the rank that was waited for."""
+    group, late = call.group, "timed out" in str(error).lower()
+    # A connection may close a little before the kernel reports the process as ended.
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until and group.workspace is not None:
+        _watch(group, group.timeout if late else 0.0)
+        time.sleep(0.005)
+    kind = CollectiveTimeoutError if late else PeerLostError
+    whom = "torch.distributed" if peer is None else f"rank {peer}"
+    raise kind(
+        f"{call.plan.text}: rank {group.rank} waited for {whom}, timeout {group.timeout:g} s: "
+        f"{error}. The group is broken: make a new one.",
+        peer=peer,
+    ) from error
+
+
+def _watch(group: Group, waited: float) -> None:
+    """Raises if a peer is lost, or late: those first that have not called torch.distributed."""
+    if group.workspace is not None:
+        group.workspace.channel.watch(Phase.READ, waited)
+        group.workspace.channel.watch(Phase.RESULT, waited)
+
+
+def leave(call: Call) -> None:
+    """Tells the peers that this rank needs nothing more of them: its process may end."""
+    workspace = call.group.workspace
+    if workspace is not None and call.group.world > 1 and call.problem.device == "cpu":
+        workspace.channel.publish(Phase.RESULT)
