@@ -44,9 +44,9 @@ def _workspace(device: str) -> DeviceWorkspace:
         return group.workspace.device(WORDS, BUFFER_BYTES >> 4, "the GPU suite")
     own = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(own)
-    obstacle = group.no_gpu_kernels(own, "CUDA", cuda.obstacle(own))
-    if obstacle is not None:
-        raise NotImplementedError(obstacle)
+    reason = group.unsupported_kernels(own, "CUDA", cuda.unsupported(own))
+    if reason is not None:
+        raise NotImplementedError(reason)
     return group.workspace.cuda(own, WORDS, BUFFER_BYTES, "the GPU suite").current
 
 

@@ -23,7 +23,7 @@ from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.cuda.copies import CopyCall
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.side import Side
+from tpkernels.symm.side_stream import SideStream
 
 RATES = (50.0, 150.0, 300.0, 450.0)  # GB/s into a rank
 LATENCY_US, COPY_SMS = 2.0, 16
@@ -50,7 +50,7 @@ class Imitated:
             DeviceWorkspace(regions, rank, WORDS, buffer_bytes, TIMEOUT, place, own=memory[rank])
             for rank in range(world)
         ]
-        self.side = Side(place)
+        self.side = SideStream(place)
         self.peers = list(range(1, world))
         self.streams = [torch.cuda.Stream() for _ in self.peers] if place.type == "cuda" else []
 

@@ -188,7 +188,7 @@ void bind_channel(py::module_& m) {
 }
 
 void bind_collectives(py::module_& m) {
-  py::class_<Layout>(m, "Layout")
+  py::class_<ShardLayout>(m, "ShardLayout")
       .def(py::init<std::size_t, std::size_t, std::vector<std::size_t>>(), py::arg("outer"),
            py::arg("inner"), py::arg("sizes"));
 
@@ -205,7 +205,7 @@ void bind_collectives(py::module_& m) {
   m.def(
       "all_gather",
       [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
-         std::uint64_t segment, std::size_t offset, std::uintptr_t out, const Layout& layout,
+         std::uint64_t segment, std::size_t offset, std::uintptr_t out, const ShardLayout& layout,
          int dtype) {
         all_gather(channel, {signature, text}, source(in, segment, offset), pointer(out), layout,
                    static_cast<DType>(dtype));
@@ -214,7 +214,7 @@ void bind_collectives(py::module_& m) {
   m.def(
       "reduce_scatter",
       [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
-         std::uint64_t segment, std::size_t offset, std::uintptr_t out, const Layout& layout,
+         std::uint64_t segment, std::size_t offset, std::uintptr_t out, const ShardLayout& layout,
          int wire, const Epilogue& epilogue) {
         reduce_scatter(channel, {signature, text}, source(in, segment, offset), pointer(out),
                        layout, static_cast<DType>(wire), epilogue);

@@ -51,7 +51,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    torch.manual_seed(0)  # the same on all ranks: each keeps its share of the same model
+    torch.manual_seed(0)  # the same on all ranks: each keeps its shard of the same model
     model = Block(group)
     tokens = torch.randint(0, VOCAB, (SEQUENCE + 1, BATCH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -30,7 +30,7 @@ class Case:
     op: str
     shape: tuple[int, ...]  #: the gathered x, or the unreduced sum: that of `plan.Problem`
     dim: int = 0  #: gathered or scattered
-    sizes: tuple[int, ...] | None = None  #: given as shard_sizes; None: equal shares, none given
+    sizes: tuple[int, ...] | None = None  #: given as shard_sizes; None: equal shards, none given
     dtype: torch.dtype = torch.float32
     algorithm: str = "auto"
     k: tuple[int, ...] = ()  #: of a reduction: K of rank r is k[r % len(k)]
@@ -65,14 +65,14 @@ class Case:
     def scattered(self) -> bool:
         return "reduce_scatter" in self.op
 
-    def shares(self, world: int) -> tuple[int, ...]:
+    def shards(self, world: int) -> tuple[int, ...]:
         """Rows of each rank along ``dim``."""
         return self.sizes or (self.shape[self.dim] // world,) * world
 
-    def share(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    def shard(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
         """Rank's part of the gathered or scattered tensor."""
-        shares = self.shares(world)
-        return whole.narrow(self.dim, sum(shares[:rank]), shares[rank])
+        shards = self.shards(world)
+        return whole.narrow(self.dim, sum(shards[:rank]), shards[rank])
 
     def values(self) -> Case:
         """The case without what changes no value."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tpkernels import groups
 from tpkernels.ops import _check
 from tpkernels.symm import cuda, host
-from tpkernels.symm.cuda import CudaSpace
+from tpkernels.symm.cuda import CudaWorkspace
 
 FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
@@ -46,15 +46,15 @@ class SharedMemory:
 
 @contextlib.contextmanager
 def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
-    """CPU tensors take the way of CUDA tensors, and the kernels know of no obstacle."""
+    """CPU tensors take the way of CUDA tensors, and the kernels know of no reason."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_check, "device", lambda _: "cuda")
-        patch.setattr("tpkernels.ops._library.lacking", lambda *_: None)
+        patch.setattr("tpkernels.ops._library.unsupported", lambda *_: None)
         patch.setattr(cuda, "symmetric", memory)
         patch.setattr(host, "_FIRST_WORDS", 4)  # and so have to grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)
         yield patch
 
 
-def space_of(group: dist.ProcessGroup) -> CudaSpace:
+def space_of(group: dist.ProcessGroup) -> CudaWorkspace:
     return faults.workspace_of(group)._cuda[torch.device("cpu")]

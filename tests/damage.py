@@ -56,8 +56,10 @@ def good_report() -> Report:
     for item in sweep.items:
         samples = {
             name: Samples(tuple(1e-3 * (1 + i + j / 50) for j in range(6)), calls=2, warmup=1)
-            for i, name in enumerate(("auto", "direct", "unfused", "torch", "matmul", "product"))
-            if item.spec.op != "all_reduce" or name not in ("matmul", "product")
+            for i, name in enumerate(
+                ("auto", "direct", "unfused", "torch", "matmul", "local_matmul")
+            )
+            if item.spec.op != "all_reduce" or name not in ("matmul", "local_matmul")
         }
         choices = {
             name: Choice(name.replace("auto", "direct"), "4 rows a rank", Verdict(0.5, 0.5, 1.0))

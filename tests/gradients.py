@@ -43,7 +43,7 @@ def output_grads(case: Case, rank: int, world: int) -> list[torch.Tensor]:
         outs = [made((*case.shape[:-1], n), rank, i) for i, n in enumerate(columns(case, rank))]
         return [made(case.shape, rank), *outs] if case.return_gathered else outs
     whole = made(case.shape)
-    return [case.share(whole, rank, world) if case.scattered else whole]
+    return [case.shard(whole, rank, world) if case.scattered else whole]
 
 
 def _sum_of_products(
@@ -86,7 +86,7 @@ def _exactly(value: torch.Tensor, dtype: torch.dtype) -> Expected:
 
 
 def _share(case: Case, whole: Expected, rank: int, world: int) -> Expected:
-    exact, bound = (case.share(part, rank, world) for part in (whole.exact, whole.bound))
+    exact, bound = (case.shard(part, rank, world) for part in (whole.exact, whole.bound))
     return replace(whole, exact=exact, bound=bound)
 
 
@@ -150,7 +150,7 @@ def call(
     linear = "transposed" if case.weight_layout == "linear" else case.weight_layout
     if "all_gather" in case.op:
         options["shard_sizes"] = case.sizes
-        x = leaf(case.share(reference.gathered_x(case), rank, world), case.layout)
+        x = leaf(case.shard(reference.gathered_x(case), rank, world), case.layout)
         if not case.n:
             return [x], [tpkernels.all_gather(x, group, case.dim, **options)]
         pairs = reference.column_weights(case, rank)
@@ -180,7 +180,7 @@ def call(
     factors = list(inputs)
     bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
     if residual is not None and case.scattered:
-        residual = case.share(residual, rank, world)
+        residual = case.shard(residual, rank, world)
     for name, extra in (("bias", bias), ("residual", residual)):
         if extra is not None:
             inputs.append(leaf(extra))
@@ -216,7 +216,9 @@ def cases_job(cases: Sequence[Case], save_gathered: bool) -> list[str]:
             try:
                 failures += check(case, group, save_gathered)
             except Exception as error:
-                groups.get(group.group_name).leave(error)  # so that no peer waits for this rank
+                groups.get(group.group_name).mark_broken(
+                    error
+                )  # so that no peer waits for this rank
                 raise
     return failures
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_reference import far, share
+from nn_reference import far, shard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tpkernels
@@ -116,7 +116,7 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
         got_logits, got_loss, got = run(parallel)
     told |= {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
     for name, _ in parallel.named_parameters():
-        told[name] = far(got.get(name), share(parallel, name, grads[name]), 1e-11)
+        told[name] = far(got.get(name), shard(parallel, name, grads[name]), 1e-11)
     if set(got) != set(grads):
         told["parameters"] = f"{sorted(set(got) ^ set(grads))} are in one only"
 
@@ -128,7 +128,7 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
     errors = {"logits": error(got_logits, logits, logits)}
     worst = max(error(grads_32[name], whole, whole) for name, whole in grads.items())
     for name, grad in got.items():
-        errors[name] = error(grad, share(parallel, name, grads[name]), grads[name])
+        errors[name] = error(grad, shard(parallel, name, grads[name]), grads[name])
     for name, off in errors.items():
         limit = 2 * limits.get(name, worst)
         if off > limit:

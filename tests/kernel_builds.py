@@ -26,8 +26,8 @@ WORLD = 4
 
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "matmul": (matmul.matmul_kernel, {"before": None}),
-    "share": (
-        all_gather_matmul.share_kernel,
+    "shard": (
+        all_gather_matmul.shard_kernel,
         {"BLOCK": all_gather_matmul.COPY_BLOCK},
     ),
     "all_gather_matmul": (

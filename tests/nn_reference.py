@@ -126,11 +126,11 @@ def inputs(
     return ids, targets, (angles.cos(), angles.sin())
 
 
-def share(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
+def shard(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
     """The part of an unsharded parameter, or its gradient, that is this rank's."""
     owner, _, last = name.rpartition(".")
     splits = getattr(model.get_submodule(owner), "splits", {})
-    return splits[last].share(whole) if last in splits else whole
+    return splits[last].shard(whole) if last in splits else whole
 
 
 def far(got: torch.Tensor | None, want: torch.Tensor, scale: float = 1e-12) -> str | None:

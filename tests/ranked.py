@@ -93,7 +93,7 @@ def placed(case: Case, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[to
     largest = x.numel()
     if "all_gather" in case.op:
         whole = list(case.shape)
-        whole[case.dim] = max(case.shares(group.size()))
+        whole[case.dim] = max(case.shards(group.size()))
         largest = math.prod(whole)
     elif case.k:
         largest = x[..., 0].numel() * max(case.k)
@@ -110,9 +110,9 @@ def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor:
 
 def _gather(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torch.Tensor]:
     rank, world = group.rank(), group.size()
-    share = case.share(reference.gathered_x(case), rank, world)
+    shard = case.shard(reference.gathered_x(case), rank, world)
     options: dict[str, Any] = {"shard_sizes": case.sizes, "algorithm": case.algorithm}
-    with placed(case, share, group) as x:
+    with placed(case, shard, group) as x:
         if not case.n:
             results = [tpkernels.all_gather(x, given, case.dim, **options)]
         else:
@@ -130,7 +130,7 @@ def _gather(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torc
             )
             if case.return_gathered:
                 results = [results[0], *results[1]]
-        assert torch.equal(x, share), "the input was changed"
+        assert torch.equal(x, shard), "the input was changed"
     return results
 
 
@@ -145,7 +145,7 @@ def _reduce(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torc
     if w is not None:
         bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
         if residual is not None and case.scattered:
-            residual = case.share(residual, rank, world)
+            residual = case.shard(residual, rank, world)
         options |= {
             "bias": None if bias is None else place(bias, case.layout),
             "residual": None if residual is None else place(residual, case.layout),
@@ -200,7 +200,7 @@ def check_cases(
             failures += check(case, group, given)
         except Exception as error:
             failures.append(f"{case}: {traceback.format_exc()}")
-            groups.get(group.group_name).leave(error)  # so that no peer waits for this rank
+            groups.get(group.group_name).mark_broken(error)  # so that no peer waits for this rank
             break
     return failures
 

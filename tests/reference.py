@@ -217,6 +217,6 @@ def expected(case: Case, rank: int, world: int) -> list[Expected]:
         return found + _gathered_products(values, rank)
     sum_ = _reduced(values, world)
     if case.scattered:
-        exact, bound = (case.share(part, rank, world) for part in (sum_.exact, sum_.bound))
+        exact, bound = (case.shard(part, rank, world) for part in (sum_.exact, sum_.bound))
         return [Expected(exact, bound, sum_.dtype)]
     return [sum_]

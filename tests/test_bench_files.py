@@ -271,7 +271,7 @@ def test_compare_finds_what_has_become_wrong(written: Path, tmp_path: Path) -> N
         (["/nowhere/a.json"], "cannot read '/nowhere/a.json': No such file"),
         (["{written}", "--threshold", "-1"], "--threshold is -1; it must be 0 or more"),
         (["{written}", "--relative-to", "gloo"], "unknown baseline 'gloo'; there are unfused,"),
-        (["{written}", "--relative-to", "product"], "in common, timed beside 'product'"),
+        (["{written}", "--relative-to", "local_matmul"], "in common, timed beside 'local_matmul'"),
     ],
 )
 def test_compare_refuses(written: Path, args: list[str], message: str) -> None:

@@ -49,7 +49,7 @@ def asleep(sleeps: Sleeps) -> CaseReport:
     """On a rank: results are checked as ever, only the times are made up."""
     with (
         mock.patch.object(measuring, "run_tpkernels", sleeps.call),
-        mock.patch.object(baselines, "run_product", sleeps.product),
+        mock.patch.object(baselines, "run_local_matmul", sleeps.product),
     ):
         return run_case(SPEC, ["auto"], EFFORT, RATES, "cpu")
 
@@ -78,7 +78,7 @@ def test_the_slowest_rank_shows(ranks: Callable[[int], Ranks]) -> None:
     own = found["times"]["auto"]
     assert own["median"] >= 80 and min(own["samples"]) >= 80
     assert own["skew"] >= 60
-    assert found["times"]["product"]["skew"] < 40
+    assert found["times"]["local_matmul"]["skew"] < 40
 
 
 def spoiled(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
@@ -99,7 +99,7 @@ def test_a_wrong_op_is_not_timed(ranks: Callable[[int], Ranks]) -> None:
     wrong = found["algorithms"]["auto"]
     assert not wrong["right"] and not is_right(found)
     assert wrong["ect"] is None and wrong["e_overlap"] is None and wrong["speedup"] == {}
-    assert set(found["times"]) == {"direct", "unfused", "product"}
+    assert set(found["times"]) == {"direct", "unfused", "local_matmul"}
     assert found["algorithms"]["direct"]["right"]
 
 
@@ -130,4 +130,4 @@ def test_baselines_beyond_the_budget_are_left_out_with_the_reason(
     found = result(Item(SPEC, 2), RATES, ranks(2).run(slow_torch))
     assert found["left_out"].keys() == {"torch", "matmul"}
     assert "torch.matmul would take some 4.1e+03 s a call" in found["left_out"]["torch"]
-    assert set(found["times"]) == {"auto", "unfused", "product"} and is_right(found)
+    assert set(found["times"]) == {"auto", "unfused", "local_matmul"} and is_right(found)

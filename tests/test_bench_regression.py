@@ -22,7 +22,7 @@ from tpkernels.bench.roofline import Rates
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
 
-BOUNDS = {"product": 4.0, "unfused": 2.5}  # times as long as
+BOUNDS = {"local_matmul": 4.0, "unfused": 2.5}  # times as long as
 EFFORT = Effort(repeat=12, seconds=None, cold=False, baselines=False)
 RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)
 

@@ -56,11 +56,11 @@ def test_the_json_obeys_the_schema(folder: Path) -> None:
     first = found["results"][0]
     assert (first["op"], first["shape"], first["tp"]) == ("all_gather_matmul", [2, 960, 576], 2)
     assert first["labels"] == ["smollm2-135m qkv"]
-    assert set(first["times"]) == {"auto", "unfused", "torch", "matmul", "product"}
+    assert set(first["times"]) == {"auto", "unfused", "torch", "matmul", "local_matmul"}
     for time in first["times"].values():
         assert len(time["samples"]) == time["iterations"] == 6
         assert 0 < time["min"] <= time["median"] <= time["p95"] <= time["max"]
-    assert first["times"]["product"]["gb_per_s"] is None
+    assert first["times"]["local_matmul"]["gb_per_s"] is None
     assert found["results"][-1]["times"]["auto"]["tflops"] is None
 
 

@@ -160,7 +160,7 @@ def test_bench_does_not_time_what_is_wrong(
     assert "WRONG" in result.output
     (found,) = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert not found["algorithms"]["auto"]["right"]
-    assert set(found["times"]) == {"torch", "matmul", "product"}
+    assert set(found["times"]) == {"torch", "matmul", "local_matmul"}
     assert 'class="wrong">WRONG' in (tmp_path / "report.html").read_text()
 
 

@@ -151,7 +151,7 @@ def recorded() -> Iterator[Recorder]:
 
 
 def _inputs(rank: int, rows: int = 4) -> list[torch.Tensor]:
-    """Shares of two layers, each smaller on the rank on which the other is large. Small integers,
+    """Shards of two layers, each smaller on the rank on which the other is large. Small integers,
     whose sums are exact."""
     draw = torch.Generator().manual_seed(rank)
     n, m = ((3, 40), (30, 4))[rank]

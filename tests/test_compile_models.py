@@ -87,7 +87,7 @@ class Parallel:
         torch._dynamo.reset()
         counters.clear()
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
         chunks = x.chunk(self.mesh.size(), 1)
         return chunks[self.mesh.get_local_rank()].contiguous() if self.sequence else x
 
@@ -99,9 +99,9 @@ class Parallel:
         x = torch.randn(batch, rows, WIDTH, dtype=torch.float64, generator=draw)
         expected = self.whole(x)
         (expected**2).sum().backward()
-        y = compiled(self.share(x))
+        y = compiled(self.shard(x))
         (y**2).sum().backward()
-        pairs = {"y": (y, self.share(expected))}
+        pairs = {"y": (y, self.shard(expected))}
         for (name, p), whole in zip(
             self.model.named_parameters(), self.whole.parameters(), strict=True
         ):

@@ -1,4 +1,4 @@
-"""All ranks run the ops in one order, also where their shares differ."""
+"""All ranks run the ops in one order, also where their shards differ."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _two_layers(group: str) -> Callable[..., Any]:
 
 
 def uneven_job() -> list[str]:
-    """7 and 8 features in two shares, of which the last is the smaller one."""
+    """7 and 8 features in two shards, of which the last is the smaller one."""
     with fresh_group() as group, fresh_cache():
         n, m = ((4, 4), (3, 4))[group.rank()]
         shapes = [(4, 6), (4, 6), (6, n), (6, m), (n, 8), (m, 8)]
@@ -89,7 +89,7 @@ def test_inductor_runs_uneven_shares_in_one_order(ranks: RanksFixture) -> None:
 
 
 def narrow_job(least: int) -> list[str]:
-    """Inductor makes no matmul of one column's products, on the rank with the smallest share."""
+    """Inductor makes no matmul of one column's products, on the rank with the smallest shard."""
     with fresh_group() as group:
         k, name = (2, least)[group.rank()], group.group_name
         with tpkernels.compile.fuse_collectives(group) as told:

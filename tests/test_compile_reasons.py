@@ -155,9 +155,9 @@ LEFT_ALONE = {
         lambda x, w, _, g: reduce((x @ w).view(15, 4), g), ((6, 6), (6, 10)),
         reasons=("it is not known how the product is laid out in what it reduces",),
     ),
-    "shares that end within a batch": Graph(
+    "shards that end within a batch": Graph(
         lambda x, w, *g: scatter((x @ w).flatten(0, 1), 0, *g), ((3, "2W", 6), (6, 5)),
-        reasons=("the shares of [12, 5] are not blocks of the product's rows",),
+        reasons=("the shards of [12, 5] are not blocks of the product's rows",),
     ),
     "columns in several blocks": Graph(
         lambda x, w, *g: scatter((x @ w).unflatten(1, (2, -1)), 2, *g), ((4, 6), (6, "2W")),

@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(
     assert failure is not None and failure[:2] == (device.TIMEOUT, 1), failure
     assert failure[2] == (5 << 32) | (int(failure[2]) & 0xFFFFFFFF)
     assert TIMEOUT <= seconds < 2 * TIMEOUT + PROMPT, seconds
-    before_any_wait = {"one_shot": 1, "two_shot": 1, "multimem": 1}  # the word of its only share
+    before_any_wait = {"one_shot": 1, "two_shot": 1, "multimem": 1}  # the word of its only shard
     assert told == before_any_wait.get(way, 0)
 
 

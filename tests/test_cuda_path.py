@@ -96,7 +96,7 @@ class NoPeers(SharedMemory):
         raise RuntimeError("no peer access")
 
 
-def obstacle_job(op: str, kind: str) -> list[Ending]:
+def unsupported_job(op: str, kind: str) -> list[Ending]:
     """Rank 1 cannot; then all go on without kernels."""
     unlucky = dist.get_rank() == 1
     memory = {"memory": NoMemory, "peers": NoPeers}.get(kind, SharedMemory)
@@ -105,7 +105,7 @@ def obstacle_job(op: str, kind: str) -> list[Ending]:
         if unlucky and kind == "old":
             told = "needs compute capability 8.0; Tesla V100 has 7.0"
             lacking = {"fused": told}
-            patch.setattr("tpkernels.ops._library.lacking", lambda name, *_: lacking.get(name))
+            patch.setattr("tpkernels.ops._library.unsupported", lambda name, *_: lacking.get(name))
         if unlucky and kind == "unlike":
             patch.setattr(cuda, "_describe", lambda _: "H100 (sm_90, 114 processors)")
         call = functools.partial(faults.run_op, op, group)
@@ -126,7 +126,7 @@ def obstacle_job(op: str, kind: str) -> list[Ending]:
 def test_what_one_rank_lacks_is_refused_by_all(
     interpreting: RanksFixture, op: str, kind: str, words: str
 ) -> None:
-    for first, second, unfused in interpreting(2).run(obstacle_job, op, kind):
+    for first, second, unfused in interpreting(2).run(unsupported_job, op, kind):
         assert first.error == "NotImplementedError" and words in first.text, first
         assert second.error == first.error and second.text == first.text
         assert unfused.error == "", unfused

@@ -17,7 +17,7 @@ from cuda_rehearsal import FUSED_OPS, pretending, space_of
 from faults import Ending
 
 import tpkernels
-from tpkernels.symm.cuda import CudaSpace
+from tpkernels.symm.cuda import CudaWorkspace
 
 QUICK_OPS = [FUSED_OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in FUSED_OPS[1:])]
 
@@ -135,7 +135,7 @@ def queued_job(op: str) -> tuple[int, int]:
         dist.barrier()
         call()
         in_order = int((buffers != 0xA5).sum())
-        patch.setattr(CudaSpace, "failure", lambda _: None)
+        patch.setattr(CudaWorkspace, "failure", lambda _: None)
         if group.rank() == 0:
             call()  # fails
         dist.barrier()

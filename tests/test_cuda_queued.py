@@ -38,7 +38,7 @@ def cases_job(driver: str, cases: Sequence[Case], max_delay_us: int = 0) -> list
 
 
 def cases_of(world: int) -> list[Case]:
-    """Uneven and empty shares, every epilogue; later ones need more memory than there is."""
+    """Uneven and empty shards, every epilogue; later ones need more memory than there is."""
     found = []
     for rows in (5, 2 * world, 90):
         for sizes in uneven_splits(rows, world):
@@ -201,7 +201,7 @@ def without_kernels_job(driver: str) -> list[Ending]:
         group = faults.new_group()
         if group.rank() == 1:
             lacking = {"direct": "needs the CUDA kernels: none here"}
-            patch.setattr("tpkernels.ops._library.lacking", lambda name, *_: lacking.get(name))
+            patch.setattr("tpkernels.ops._library.unsupported", lambda name, *_: lacking.get(name))
         call = functools.partial(faults.run_op, "matmul_all_reduce", group)
         return [faults.ending_of(functools.partial(call, way)) for way in ("direct", "unfused")]
 

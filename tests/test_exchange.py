@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.symm import exchange as exchange_module
-from tpkernels.symm.exchange import Member, Presence, exchange, tell_left
+from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 
 WORLD = 3
 PROMPT = 0.5
 
 
-def members(store: dist.Store, world: int = WORLD, timeout: float = 5.0) -> list[Member]:
+def members(store: dist.Store, world: int = WORLD, timeout: float = 5.0) -> list[Participant]:
     """The ranks of a group that has just been made."""
-    return [Member(store, "group", rank, world, timeout, Presence()) for rank in range(world)]
+    return [Participant(store, "group", rank, world, timeout, Presence()) for rank in range(world)]
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -43,7 +43,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def all_say(ranks: list[Member], word: object, purpose: str = "init") -> list[Any]:
+def all_say(ranks: list[Participant], word: object, purpose: str = "init") -> list[Any]:
     return together([lambda m=m: exchange(m, purpose, {"word": word}) for m in ranks])
 
 
@@ -94,13 +94,13 @@ def test_a_rank_may_be_ahead(store: dist.Store) -> None:
     """It begins the next exchange before others have noticed that this one is over."""
     ranks, rounds = members(store), 30
 
-    def talk(member: Member) -> list[Any]:
-        draw = random.Random(member.rank)
+    def talk(participant: Participant) -> list[Any]:
+        draw = random.Random(participant.rank)
         found = []
         for i in range(rounds):
             if draw.random() < 0.3:
                 time.sleep(draw.random() * 0.02)
-            found.append(exchange(member, "init", {"word": i}))
+            found.append(exchange(participant, "init", {"word": i}))
         return found
 
     want = [[{"word": i}] * WORLD for i in range(rounds)]
@@ -120,18 +120,21 @@ def random_lives(seed: int, attempts: int) -> list[str]:
         delays = [draw.random() * 0.05 for _ in ranks]
 
         def say(
-            member: Member, i: int = attempt, quits: int | None = quitter, waits: Any = delays
+            participant: Participant,
+            i: int = attempt,
+            quits: int | None = quitter,
+            waits: Any = delays,
         ) -> Any:
-            time.sleep(waits[member.rank])
-            if member.rank == quits:
-                until = time.monotonic() + waits[member.rank]
+            time.sleep(waits[participant.rank])
+            if participant.rank == quits:
+                until = time.monotonic() + waits[participant.rank]
 
                 def quit_now() -> None:
                     if time.monotonic() > until:
                         raise ArithmeticError("enough")
 
-                member = replace(member, watch=quit_now)
-            return exchange(member, "init", {"word": i})
+                participant = replace(participant, watch=quit_now)
+            return exchange(participant, "init", {"word": i})
 
         calls = [lambda m=m, say=say: say(m) for m in ranks if m.rank != absent]
         for result in together(calls):

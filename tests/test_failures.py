@@ -29,15 +29,15 @@ STOP_TIMEOUT = 0.6
 def _break_product(on_call: int, then: Any) -> None:
     """Has the local matmul end in ``then()`` at its n-th call from now on."""
     calls = 0
-    whole = shards.product
+    whole = shards.local_matmul
 
-    def product(*args: Any) -> Any:
+    def local_matmul(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         return then() if calls == on_call else whole(*args)
 
     for module in (shards, direct, pipelined, ring, unfused):
-        module.product = product  # type: ignore[assignment]
+        module.local_matmul = local_matmul  # type: ignore[assignment]
 
 
 def _break_gloo(first: Callable[[], object]) -> None:
@@ -79,7 +79,7 @@ def disturbed_job(
     if rank == VICTIM and where == "before":
         time.sleep(0.1)
         disturb()
-    if rank == VICTIM and where == "product":
+    if rank == VICTIM and where == "local_matmul":
         _break_product(2 if algorithm in ("pipelined", "ring") else 1, disturb)
     if rank == VICTIM and where == "gloo":
         _break_gloo(disturb)
@@ -120,7 +120,7 @@ def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
 
 @pytest.mark.parametrize(("op", "algorithm"), MATMUL_CASES)
 def test_a_rank_killed_in_its_matmul_is_reported(op: str, algorithm: str) -> None:
-    _kill(op, algorithm, "product")
+    _kill(op, algorithm, "local_matmul")
 
 
 @pytest.mark.parametrize("op", [op for op, algorithm in CASES if algorithm == "unfused"])
@@ -168,7 +168,7 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-@pytest.mark.parametrize("where", ["inside", "product"])
+@pytest.mark.parametrize("where", ["inside", "local_matmul"])
 def test_a_rank_stopped_within_a_call_is_a_timeout(op: str, where: str) -> None:
     for report in _stop(op, "pipelined", where):
         assert report.first.peer is not None, report

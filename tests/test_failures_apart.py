@@ -48,22 +48,22 @@ def _repeat(call: Callable[[], None]) -> None:
 
 def _disturb_product(then: Callable[[], object]) -> None:
     """Has ``then()`` run once, within the next local matmul."""
-    whole, left = shards.product, [then]
+    whole, left = shards.local_matmul, [then]
 
-    def product(*args: Any) -> Any:
+    def local_matmul(*args: Any) -> Any:
         if left:
             left.pop()()
         return whole(*args)
 
     for module in (shards, ring, unfused):
-        module.product = product  # type: ignore[assignment]
+        module.local_matmul = local_matmul  # type: ignore[assignment]
 
 
 def disturbed_job(
     op: str, algorithm: str, where: str, number: int, timeout: float
 ) -> tuple[Report, float] | None:
-    """The victim sends itself a signal: "before" it comes to the call, or in its "product", when
-    all have come and the others wait for what it makes."""
+    """The victim sends itself a signal: "before" the call, or in its "local_matmul", when all have
+    entered the call and the others wait for the result."""
     group, rank = _group(timeout), dist.get_rank()
     survivors = [r for r in range(WORLD) if r != VICTIM]
     others = [faults.new_group(ranks=survivors)] if rank != VICTIM else []
@@ -82,7 +82,7 @@ def disturbed_job(
     return None if rank == VICTIM else (report, faults.disturbed_at())
 
 
-WITHIN = [(op, way, "product") for op in MATMULS for way in WAYS]
+WITHIN = [(op, way, "local_matmul") for op in MATMULS for way in WAYS]
 CASES = [*((op, way, "before") for op in OPS for way in WAYS), *WITHIN]
 QUICK_CASES = [
     pytest.param(*case, marks=[] if case in WITHIN else [pytest.mark.slow]) for case in CASES

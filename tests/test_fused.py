@@ -106,7 +106,7 @@ def tuned_job() -> list[str]:
             case = replace(case, sizes=None if case.sizes is None else (35, 35))
             found += check_cases([case], group)
             (call,) = own.calls.values()
-            place = call.problem.place
+            place = call.problem.tuning_key
             assert place is not None and call.plan.config == ()
             one = Measurement(*place, other=33, ms={"fused": 1.0}, date="2026-11-21", config=cut)
             own.use_times("cpu", Table((one,)))

@@ -71,7 +71,7 @@ def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = " ".join(invoke("info").output.split())
     assert "2.18.5, from a wheel: /a/libnccl.so.2, without ncclMemAlloc, ncclMemFree" in shown
     assert json.loads(invoke("info", "--json").stdout)["nccl"] == {**found, "features": features}
-    monkeypatch.setattr(nccl, "facts", lambda: {"obstacle": "no NCCL: nobody has one"})
+    monkeypatch.setattr(nccl, "facts", lambda: {"unsupported": "no NCCL: nobody has one"})
     assert "no NCCL: nobody has one" in " ".join(invoke("info").output.split())
 
 
@@ -81,7 +81,9 @@ def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "image_status", lambda: f"none: {remedy}")
     for name in ("info", "device"):  # by module name: the package has a command called info
         module = importlib.import_module(f"tpkernels.cli.{name}")
-        monkeypatch.setattr(module, "lacking", lambda way, *_: remedy if way == "fused" else None)
+        monkeypatch.setattr(
+            module, "unsupported", lambda way, *_: remedy if way == "fused" else None
+        )
     shown = " ".join(invoke("info").output.split())
     assert f"none: {remedy}" in shown and f"fused {remedy}" in shown
     problem = ["--op", "matmul_all_reduce", "--m", "64", "--n", "64", "--k", "64"]

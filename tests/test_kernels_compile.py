@@ -55,15 +55,15 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     found = build(name, dtype, arch, config)
     assert found.stack == 0 and found.local == 0, found
     assert found.shared <= SHARED_BYTES[arch]
-    assert (found.count(TENSOR_CORES[arch]) > 0) == (dtype is not tl.float32 and name != "share")
-    communicates = name not in ("matmul", "share")
+    assert (found.count(TENSOR_CORES[arch]) > 0) == (dtype is not tl.float32 and name != "shard")
+    communicates = name not in ("matmul", "shard")
     assert (found.count(ACQUIRE) > 0) == communicates
     assert (found.count(RELEASE) > 0) == communicates
     assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"share"}))
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"shard"}))
 @pytest.mark.parametrize("few", [True, False])
 def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
     for candidate in CANDIDATES[few]:
@@ -73,7 +73,7 @@ def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
 
 
 @pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "share"}))
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
 def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
     """Odd sizes exclude tensor descriptors; fewer arguments must not break what needs them."""
     config = replace(TABLE[90, 2, False], tma=False)
@@ -81,7 +81,7 @@ def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
     assert found.count(TENSOR_CORES[90]) > 0
 
 
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "share"}))
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
     """Before each release there is a barrier, and between the two no store of data."""

@@ -106,8 +106,8 @@ def test_without_proc_nothing_is_known(system: Path) -> None:
 
 
 def test_the_message_gives_the_numbers(system: Path) -> None:
-    assert limits.lacks_memory(1000 * MIB, 8) is None
-    assert limits.lacks_memory(1001 * MIB, 8) == (
+    assert limits.short_of_memory(1000 * MIB, 8) is None
+    assert limits.short_of_memory(1001 * MIB, 8) == (
         "the ranks' shared memory takes 8 x 1001 MiB, and only 8000 MiB are free"
     )
 

@@ -123,7 +123,7 @@ def test_no_rows_at_all(ranks: RanksFixture, world: int) -> None:
 
 
 def test_steps_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
-    """Shares larger than the workspace, and rows so wide that a step makes it grow."""
+    """Shards larger than the workspace, and rows so wide that a step makes it grow."""
     steps = Case(op=OP, shape=(600 * world, 40), k=(6,), biases=(F32,))
     blocks = replace(steps, shape=(3, 180 * world, 2, 40), dim=1, residual=F32)
     columns = replace(steps, shape=(1000, 30 * world), dim=1, residual=F32)
@@ -136,7 +136,7 @@ def test_steps_through_a_small_workspace(ranks: RanksFixture, world: int) -> Non
 
 
 def test_chunks_of_a_collective(ranks: RanksFixture, world: int) -> None:
-    """Shares of several chunks (csrc/host/collectives.cpp), which begin in the midst of a row."""
+    """Shards of several chunks (csrc/host/collectives.cpp), which begin in the midst of a row."""
     rows = Case(op=OP, shape=(500 * world, 333), k=(3,), biases=(F32,), residual=F32)
     columns = replace(rows, shape=(1500, 111 * world), dim=1)
     run_cases(ranks, world, exact(rows, columns, dtypes=(F32,)), SMALLEST_WORKSPACE)

@@ -152,7 +152,7 @@ def test_one_that_is_too_old_is_passed_over(fake_nccl: Build, places: dict[str, 
         nccl.load()
     for part in (old.path, "no ncclCommFinalize", "libnccl-of-nobody", "pip install nvidia-nccl"):
         assert part in str(caught.value)
-    assert nccl.facts() == {"obstacle": str(caught.value)}
+    assert nccl.facts() == {"unsupported": str(caught.value)}
 
 
 def test_what_is_loaded_is_seen(fake_nccl: Build) -> None:

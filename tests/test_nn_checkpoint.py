@@ -108,16 +108,16 @@ def refusals_job() -> list[str]:
     with fresh_group() as group:
         layer = tnn.ColumnParallelLinear(5, 6, group, bias=False, dtype=F64)
         uneven = tnn.ColumnParallelLinear(5, 6, group, bias=False, out_sizes=[5, 1], dtype=F64)
-        share = layer.state_dict()["weight"]
+        shard = layer.state_dict()["weight"]
         mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))["dp"]
         doings: list[Any] = [
-            lambda: pickle.dumps(share),
-            lambda: share + 1,
+            lambda: pickle.dumps(shard),
+            lambda: shard + 1,
             lambda: layer.load_state_dict({"weight": torch.zeros(3, 5)}),
             lambda: layer.load_state_dict(uneven.state_dict()),
             lambda: layer.load_state_dict({}),
-            lambda: torch.zeros(6, 5, dtype=F64).copy_(share),
-            lambda: share.copy_(uneven.state_dict()["weight"]),
+            lambda: torch.zeros(6, 5, dtype=F64).copy_(shard),
+            lambda: shard.copy_(uneven.state_dict()["weight"]),
             lambda: fully_shard(layer, mesh=mesh).state_dict(),
         ]
         for do in doings:
@@ -131,7 +131,7 @@ def refusals_job() -> list[str]:
 
 def test_refusals(ranks: RanksFixture) -> None:
     expected = [
-        "TypeError: a ShardTensor is one rank's share and is not pickled",
+        "TypeError: a ShardTensor is one rank's shard and is not pickled",
         "take .local, or .full_tensor() on all ranks",
         "has shape [3, 5], the unsharded parameter [6, 5]",
         "load it through torch.distributed.checkpoint, or unsharded",

@@ -169,7 +169,7 @@ def masked_job() -> list[str]:
         qkv = tnn.QKVParallelLinear.from_linear(*linears, 4, group)
         rows = torch.randn(3, 8)
         for layer, linear, y in zip(qkv.layers, linears, qkv(rows), strict=True):
-            want = layer.splits["weight"].share(linear(rows).t()).t()
+            want = layer.splits["weight"].shard(linear(rows).t()).t()
             if (y - want).abs().max() > 1e-5 or set(layer.splits) != set(linear._parameters) - (
                 set() if linear.bias is not None else {"bias"}
             ):

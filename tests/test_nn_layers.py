@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RanksFixture
-from nn_reference import F64, SWEEP, far, share
+from nn_reference import F64, SWEEP, far, shard
 from ranked import fresh_group, report
 from torch import nn
 
@@ -84,7 +84,7 @@ def outputs(module: nn.Module, x: torch.Tensor, **options: Any) -> list[torch.Te
 
 
 def part(x: torch.Tensor, split: Split | None) -> torch.Tensor:
-    return x if split is None else split.share(x)
+    return x if split is None else split.shard(x)
 
 
 def wrong(check: Check, sizes: list[int] | None) -> Iterator[str]:
@@ -115,7 +115,7 @@ def wrong(check: Check, sizes: list[int] | None) -> Iterator[str]:
     for name, parameter in check.layer.named_parameters():
         grad = theirs.pop(name).grad
         assert grad is not None
-        told[name] = far(parameter.grad, share(check.layer, name, grad))
+        told[name] = far(parameter.grad, shard(check.layer, name, grad))
     told["parameters"] = f"there is no {sorted(theirs)}" if theirs else None
     for what, said in told.items():
         if said is not None:

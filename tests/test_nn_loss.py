@@ -49,7 +49,7 @@ def loss_job(vocab: int) -> list[str]:
         for name, (logits, target) in samples(vocab).items():
             for reduction in ("mean", "sum", "none"):
                 whole = logits.clone().requires_grad_()
-                mine = split.share(logits).clone().requires_grad_()
+                mine = split.shard(logits).clone().requires_grad_()
                 want = F.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction=reduction)
                 want = want.view(ROWS) if reduction == "none" else want
                 got = tnn.vocab_parallel_cross_entropy(
@@ -66,7 +66,7 @@ def loss_job(vocab: int) -> list[str]:
                 assert whole.grad is not None
                 # torch's is nan where an ignored row holds infinities.
                 exact = whole.grad.masked_fill((target == -100).unsqueeze(-1), 0)
-                pairs = {"loss": (got, want), "gradient": (mine.grad, split.share(exact))}
+                pairs = {"loss": (got, want), "gradient": (mine.grad, split.shard(exact))}
                 for what, (one, other) in pairs.items():
                     said = far(one, other)
                     if said is not None:
@@ -101,7 +101,7 @@ def low_precision_job() -> Any:
         logits = torch.randn(64, 1000 * group.size())
         target = torch.randint(0, logits.shape[1], (64,))
         split = Split.of(1, logits.shape[1], None, group.rank(), group.size(), "vocab")
-        mine = split.share(logits).bfloat16().requires_grad_()
+        mine = split.shard(logits).bfloat16().requires_grad_()
         with recorded_calls() as made, Largest() as largest:
             loss = tnn.vocab_parallel_cross_entropy(mine, target, group, logits.shape[1])
             loss.backward()

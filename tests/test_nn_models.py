@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import RanksFixture
-from nn_reference import SWEEP, Model, Shape, far, inputs, share, whole_logits
+from nn_reference import SWEEP, Model, Shape, far, inputs, shard, whole_logits
 from ranked import fresh_group, report
 from torch.utils.checkpoint import checkpoint
 
@@ -38,11 +38,11 @@ def check(model: Model, rerun: bool = False) -> list[str]:
     got.backward()
     told = {"loss": far(got.detach(), want.detach())}
     mine = model(ids, rotary)
-    told["logits"] = far(mine, replace(model.head.splits["weight"], dim=2).share(logits))
+    told["logits"] = far(mine, replace(model.head.splits["weight"], dim=2).shard(logits))
     for name, parameter in model.named_parameters():
         grad = whole[name].grad
         assert grad is not None
-        told[name] = far(parameter.grad, share(model, name, grad))
+        told[name] = far(parameter.grad, shard(model, name, grad))
     return [f"{name}: {said}" for name, said in told.items() if said is not None]
 
 

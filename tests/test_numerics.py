@@ -1,4 +1,4 @@
-"""Reports of differences: exact by hand, the same in tiles, and a wrong shard found where it is."""
+"""Reports of differences: exact by hand, the same in tiles, and a wrong share found where it is."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def test_a_wrong_shard_is_located(dim: int, wrong: int) -> None:
     sizes = [40, 0, 17, 23]
     torch.manual_seed(2)
     whole = torch.randn((80, 48) if dim == 0 else (48, 80))
-    shards = [shard.clone() for shard in whole.split(sizes, dim)]
-    shards[wrong] = shards[wrong].roll(1, dim)
-    out = torch.cat(shards, dim).bfloat16()
+    shares = [share.clone() for share in whole.split(sizes, dim)]
+    shares[wrong] = shares[wrong].roll(1, dim)
+    out = torch.cat(shares, dim).bfloat16()
     grid = (sizes, 2) if dim == 0 else (2, sizes)
     report = compare(whole, out, 1e-2, 1e-2, grid)
     expected = [(wrong, 0), (wrong, 1)] if dim == 0 else [(0, wrong), (1, wrong)]
@@ -222,10 +222,10 @@ def alone() -> Iterator[None]:
 
 def test_a_dtensor_is_gathered(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Share
 
     x = torch.randn(4, 6)
-    sharded = DTensor.from_local(x.clone(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    sharded = DTensor.from_local(x.clone(), init_device_mesh("cpu", (1,)), [Share(0)])
     assert compare(x, sharded, 0, 0).passed
     x[2] += 1
     assert failing(compare(sharded, x, 0, 0, (4, 1))) == [(2, 0)]

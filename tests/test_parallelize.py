@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RanksFixture
-from nn_reference import share
+from nn_reference import shard
 from ranked import recorded_calls, report
 
 import tpkernels
@@ -94,7 +94,7 @@ def use_job(how: str) -> list[str]:
         logits, _, grads = hf_models.run(single, *lengths)
         got_logits, _, got = hf_models.run(parallel, *lengths, call=call)
         pairs = {"logits": (got_logits, logits)}
-        pairs |= {name: (got[name], share(parallel, name, grads[name])) for name in got}
+        pairs |= {name: (got[name], shard(parallel, name, grads[name])) for name in got}
         for name, (one, other) in pairs.items():
             if other.numel() and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
                 told.append(f"{sequence=}: {name} is off by {(one - other).abs().max():.3g}")
@@ -148,7 +148,7 @@ def test_state_dicts_are_the_unsharded_models(ranks: RanksFixture) -> None:
 
 
 def clipping_job() -> list[str]:
-    """Of a model with uneven shares, tied weights and norms that all ranks have."""
+    """Of a model with uneven shards, tied weights and norms that all ranks have."""
     single, told = hf_models.make("qwen3", tied=True), []
     parallel = tpkernels.parallelize(copy.deepcopy(single), hf_models.mesh_of_all())
     ids = torch.arange(14).view(1, 14)

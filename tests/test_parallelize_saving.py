@@ -84,16 +84,16 @@ def test_the_files_are_the_unsharded_models(
 
 
 def arguments_job(base: str) -> list[str]:
-    """State dicts of the caller's, whole or of shares; the base model alone; a copy; twice."""
+    """State dicts of the caller's, whole or of shards; the base model alone; a copy; twice."""
     folder, told, mesh = Path(base), [], hf_models.mesh_of_all()
     model = hf_models.make("llama")
     parallel = tpkernels.parallelize(copy.deepcopy(model), mesh)
     other = copy.deepcopy(parallel)
     with torch.no_grad():
         other.model.norm.weight.zero_()
-    shares = {name: value for name, value in parallel.state_dict().items() if "norm" not in name}
+    shards = {name: value for name, value in parallel.state_dict().items() if "norm" not in name}
     whole = tnn.full_state_dict(parallel, rank0_only=True)
-    parallel.save_pretrained(folder / "shares", True, shares)
+    parallel.save_pretrained(folder / "shards", True, shards)
     parallel.save_pretrained(folder / "whole", state_dict=whole)
     parallel.save_pretrained(folder / "twice")
     parallel.save_pretrained(save_directory=str(folder / "twice"), is_main_process=True)
@@ -101,9 +101,9 @@ def arguments_job(base: str) -> list[str]:
     other.save_pretrained(folder / "copy")
     if dist.get_rank() == 0:
         want = model.state_dict()
-        for name in ("shares", "whole", "twice", "base", "copy"):
+        for name in ("shards", "whole", "twice", "base", "copy"):
             got = safetensors.load_file(folder / name / "model.safetensors")
-            names = {each for each in want if name != "shares" or "norm" not in each}
+            names = {each for each in want if name != "shards" or "norm" not in each}
             if name == "base":
                 names = {each[6:] for each in names if each.startswith("model.")}
             if set(got) != names:
@@ -165,7 +165,7 @@ def test_a_group_that_is_not_all_ranks(ranks: RanksFixture, tmp_path: Path) -> N
 
 
 def replicas_job(base: str) -> list[str]:
-    """Two replicas in two shares each: one is told to write."""
+    """Two replicas in two shards each: one is told to write."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallel = tpkernels.parallelize(hf_models.make("llama"), mesh["tp"])
     mine = Path(base) / f"{mesh['dp'].get_local_rank()}"

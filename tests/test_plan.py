@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tpkernels.backends import OPS, TABLES
+from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import (
-    ALGORITHMS,
     PIPELINE_MIN_ROWS,
     RING_MIN_BYTES,
     Means,
     Plan,
     choose,
-    obstacles,
+    unsupported_algorithms,
 )
 from tpkernels.planning.problem import Problem
 
@@ -160,17 +160,17 @@ def test_an_unknown_algorithm_is_refused(requested: str) -> None:
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_possible_can_be_asked_for_and_exists(op: str, shared_memory: bool) -> None:
-    found = obstacles(problem(op), Means(shared_memory=shared_memory))
+    found = unsupported_algorithms(problem(op), Means(shared_memory=shared_memory))
     assert list(found) == list(ALGORITHMS)
-    for algorithm, obstacle in found.items():
-        if obstacle is None:
+    for algorithm, reason in found.items():
+        if reason is None:
             plan = choose(problem(op), Means(shared_memory=shared_memory), requested=algorithm)
             assert plan.algorithm == algorithm
             assert (op, algorithm) in TABLES["cpu"]
         else:
-            assert obstacle.strip()
+            assert reason.strip()
     assert choose(problem(op), Means(shared_memory=shared_memory)).algorithm in [
-        algorithm for algorithm, obstacle in found.items() if obstacle is None
+        algorithm for algorithm, reason in found.items() if reason is None
     ]
 
 
@@ -199,8 +199,8 @@ def test_signatures_tell_calls_apart() -> None:
     plans: dict[tuple[Problem, str], Plan] = {}
     for op in OPS:
         for one in variants(op):
-            for algorithm, obstacle in obstacles(one, Means(shared_memory=True)).items():
-                if obstacle is None:
+            for algorithm, reason in unsupported_algorithms(one, Means(shared_memory=True)).items():
+                if reason is None:
                     plan = choose(one, Means(shared_memory=True), requested=algorithm)
                     plans[one, algorithm] = plan
     for first, second in itertools.combinations(plans.values(), 2):

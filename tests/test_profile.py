@@ -264,7 +264,9 @@ def test_bad_input_is_one_line_before_any_rank_starts(
 def test_without_matplotlib_there_is_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "obstacle", lambda: "no picture without matplotlib: pip install")
+    monkeypatch.setattr(
+        timeline, "unsupported", lambda: "no picture without matplotlib: pip install"
+    )
     shown = invoke("profile", "--op", "all_reduce", "--bytes", "4K", "--out", str(tmp_path))
     assert shown.exit_code == 0, shown.output
     assert "no picture without matplotlib" in shown.output
@@ -276,10 +278,10 @@ def test_no_range_is_opened_where_no_profiler_runs(monkeypatch: pytest.MonkeyPat
     opened: list[str] = []
     range_of = ranges._Range
     monkeypatch.setattr(ranges, "_Range", lambda name: opened.append(name) or range_of(name))
-    product.product(x, x, torch.empty(4, 4))
+    product.local_matmul(x, x, torch.empty(4, 4))
     assert not opened and not ranges.profiling()
     with profile():
-        product.product(x, x, torch.empty(4, 4))
+        product.local_matmul(x, x, torch.empty(4, 4))
         assert ranges.profiling()
     assert opened == [ranges.MATMUL]
     assert tpkernels.__version__

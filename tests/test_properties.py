@@ -38,13 +38,13 @@ def _dims(draw: Draw, least: int) -> list[int]:
 
 
 def _split(draw: Draw, world: int, dims: list[int]) -> tuple[int, tuple[int, ...] | None]:
-    """Replaces a dim's size by a sum of shares; (dim, shares or None where they are equal)."""
+    """Replaces a dim's size by a sum of shards; (dim, shards or None where they are equal)."""
     dim = draw(st.integers(0, len(dims) - 1))
     if draw(st.booleans()):
         dims[dim] *= world
         return dim, None
-    share = st.one_of(st.just(0), st.integers(0, 9), st.just(33))
-    sizes = draw(st.lists(share, min_size=world, max_size=world))
+    shard = st.one_of(st.just(0), st.integers(0, 9), st.just(33))
+    sizes = draw(st.lists(shard, min_size=world, max_size=world))
     sizes[draw(st.integers(0, world - 1))] += 1  # nothing at all is a case of its own
     dims[dim] = sum(sizes)
     return dim, tuple(sizes)

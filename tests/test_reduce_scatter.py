@@ -106,7 +106,7 @@ def test_nothing_to_reduce(ranks: RanksFixture, world: int) -> None:
 
 
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
-    """Shares of several chunks (csrc/host/collectives.cpp), also with gaps between their blocks."""
+    """Shards of several chunks (csrc/host/collectives.cpp), also with gaps between their blocks."""
     cases = [Case(op=OP, shape=(500 * world, 333)), Case(op=OP, shape=(5, 100 * world, 333), dim=1)]
     cases += [Case(op=OP, shape=(700, 333), sizes=sizes) for sizes in uneven_splits(700, world)]
     options: dict[str, Any] = {"integers": (True,), "workspace_bytes": SMALLEST_WORKSPACE}

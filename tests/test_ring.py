@@ -16,7 +16,7 @@ from ranked import apart, call, check_cases, fresh_group, report
 from tpkernels import groups
 from tpkernels.algorithms import ring
 from tpkernels.transport import point_to_point as links
-from tpkernels.transport.point_to_point import Link
+from tpkernels.transport.point_to_point import PeerLinks
 
 F32, BF16 = torch.float32, torch.bfloat16
 WORLDS = (2, 3, 4, 5)
@@ -160,9 +160,9 @@ def test_the_steps_of_the_ring(world: int) -> None:
 def traffic_job(case: Case) -> int:
     """Bytes that this rank sends in one call, greetings aside."""
     sent = 0
-    begin = Link._start
+    begin = PeerLinks._start
 
-    def count(link: Link, sends: Any, receives: Any, tag: int) -> Any:
+    def count(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
         nonlocal sent
         if tag != links._GREETING_TAG:
             sent += sum(tensor.nbytes for tensor, _ in sends)
@@ -170,9 +170,9 @@ def traffic_job(case: Case) -> int:
 
     with apart(), fresh_group() as group:
         call(case, group)
-        Link._start = count  # type: ignore[method-assign]
+        PeerLinks._start = count  # type: ignore[method-assign]
         call(case, group)
-        Link._start = begin  # type: ignore[method-assign]
+        PeerLinks._start = begin  # type: ignore[method-assign]
     return sent
 
 
@@ -189,7 +189,7 @@ def test_no_more_travels_than_must(ranks: RanksFixture, world: int) -> None:
         Case(op="all_reduce", shape=(rows, 10), dtype=BF16),
         Case(op="matmul_all_reduce", shape=(rows, 10), k=(8,), dtype=BF16),
     ]:
-        share = prod(case.shape) * 2 // world
+        shard = prod(case.shape) * 2 // world
         twice = 2 if "all_reduce" in case.op else 1
         sent = ranks(world).run(traffic_job, replace(case, algorithm="ring"))
-        assert sum(sent) == world * (world - 1) * share * twice, (case, sent)
+        assert sum(sent) == world * (world - 1) * shard * twice, (case, sent)

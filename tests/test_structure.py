@@ -13,7 +13,7 @@ import torch
 
 import tpkernels
 from tpkernels.backends import OPS, TABLES
-from tpkernels.planning.choose import ALGORITHMS
+from tpkernels.planning.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tpkernels"

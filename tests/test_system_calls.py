@@ -21,7 +21,7 @@ import tpkernels
 from tpkernels import _C
 
 
-def lacking_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str], Ending, str]:
+def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str], Ending, str]:
     """A kernel without a call, or a filter that forbids it, on one rank."""
     group = faults.group_of(dist.new_group())
     open_it = getattr(_C, call)
@@ -49,7 +49,7 @@ def test_ranks_without_a_system_call_go_by_the_process_group(
 ) -> None:
     name = call.replace("open_pidfd", "pidfd_open").replace("open_memfd", "memfd_create")
     for at, (shared, caught, ending, refused) in enumerate(
-        ranks(2).run(lacking_job, call, rank, refusal)
+        ranks(2).run(unsupported_job, call, rank, refusal)
     ):
         assert not shared and not ending.error, ending
         why = f"rank {rank} cannot share memory: {name}: {os.strerror(refusal)}"
@@ -97,5 +97,5 @@ def test_a_python_without_the_functions_does_as_well(tmp_path: Path) -> None:
 
 
 def test_one_rank_needs_no_system_call(ranks: RanksFixture) -> None:
-    ((shared, caught, ending, _),) = ranks(1).run(lacking_job, "open_memfd", 0, 38)
+    ((shared, caught, ending, _),) = ranks(1).run(unsupported_job, "open_memfd", 0, 38)
     assert not shared and not ending.error and not caught, (ending, caught)

@@ -17,9 +17,9 @@ def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:
 
 
 def measured(spec: Spec, **ms: float) -> Measurement:
-    place = spec.problem(2).place
-    assert place is not None
-    return Measurement(*place, other=spec.other, ms=ms, date="2026-11-21")
+    tuning_key = spec.problem(2).tuning_key
+    assert tuning_key is not None
+    return Measurement(*tuning_key, other=spec.other, ms=ms, date="2026-11-21")
 
 
 def plan(spec: Spec, *found: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
@@ -95,9 +95,11 @@ def test_kernels_are_cut_as_was_measured_best() -> None:
     assert config(100, few, replace(many, config=other)) == ()
     assert config(65, few) == config(64) == config(64, few, requested="direct") == ()
     on_gpu = replace(spec(64).problem(2), device="cuda")
-    place = on_gpu.place
-    assert place is not None
-    taken = choose(on_gpu, Means(shared_memory=True), tuned=Table((replace(few, series=place[0]),)))
+    tuning_key = on_gpu.tuning_key
+    assert tuning_key is not None
+    taken = choose(
+        on_gpu, Means(shared_memory=True), tuned=Table((replace(few, series=tuning_key[0]),))
+    )
     assert (taken.algorithm, taken.config) == ("fused", cut)
 
 

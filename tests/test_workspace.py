@@ -120,16 +120,16 @@ def poor_job(poor: int) -> tuple[list[str], list[str], int]:
     """One rank has no memory when the workspace is to grow."""
     group = faults.group_of(dist.new_group())
     tpkernels.init(group, 20.0, 16 * MIB)
-    lacks = host.lacks_memory
+    lacks = host.short_of_memory
     if group.rank() == poor:
-        host.lacks_memory = lambda nbytes, world: "told to have no memory"
+        host.short_of_memory = lambda nbytes, world: "told to have no memory"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         failures = []
         for rows in (800, 900, 800):
             case = Case(op="all_gather_matmul", shape=(rows * group.size(), 2048), n=(3,))
             failures += check(Case(**{**vars(case), "integers": True}), group)
-    host.lacks_memory = lacks
+    host.short_of_memory = lacks
     workspace = groups.get(group.group_name).workspace
     assert workspace is not None
     texts = [str(one.message) for one in caught]

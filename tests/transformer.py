@@ -86,7 +86,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def loss(way: Way, p: Parameters, tokens: torch.Tensor) -> torch.Tensor:
-    """This rank's share of the mean loss; tokens [SEQUENCE + 1, BATCH]."""
+    """This rank's shard of the mean loss; tokens [SEQUENCE + 1, BATCH]."""
     rows = slice(way.rank * SEQUENCE // way.world, (way.rank + 1) * SEQUENCE // way.world)
     inputs, targets = tokens[:-1][rows], tokens[1:][rows]
     x = p["embedding"][inputs] + p["positions"][rows, None]

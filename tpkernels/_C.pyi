@@ -63,7 +63,7 @@ class Channel:
         self, seed: int, max_delay_us: int, single_buffer: bool = False, skip_waits: bool = False
     ) -> None: ...
 
-class Layout:
+class ShardLayout:
     def __init__(self, outer: int, inner: int, sizes: Sequence[int]) -> None: ...
 
 class Epilogue:
@@ -84,7 +84,7 @@ def all_gather(
     segment: int,
     offset: int,
     out: int,
-    layout: Layout,
+    layout: ShardLayout,
     dtype: int,
 ) -> None: ...
 def reduce_scatter(
@@ -95,7 +95,7 @@ def reduce_scatter(
     segment: int,
     offset: int,
     out: int,
-    layout: Layout,
+    layout: ShardLayout,
     wire: int,
     epilogue: Epilogue,
 ) -> None: ...
@@ -277,7 +277,7 @@ class CudaKernels:
     def begin(self, stream: int, space: CudaSpace) -> None: ...
     def publish(self, stream: int, space: CudaSpace, to: int, index: int) -> None: ...
     def pass_on(self, stream: int, space: CudaSpace, source: int, index: int) -> None: ...
-    def spoil(self, stream: int, space: CudaSpace, out: int, nbytes: int) -> None: ...
+    def poison(self, stream: int, space: CudaSpace, out: int, nbytes: int) -> None: ...
     def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None: ...
     def fetch(
         self,

@@ -16,6 +16,7 @@ from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.call import Call
 from tpkernels.local.ranges import profiling, recorded_waits
+from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.problem import Problem
 from tpkernels.transport.point_to_point import hang_up
@@ -47,13 +48,14 @@ TABLES = {
 }
 
 
-def lacking(algorithm: str, device: str, on: torch.device) -> str | None:
-    """Why the kernels of an algorithm cannot run on tensors of a device type, this process's being
-    ``on``; None: it can tell no reason, or there are none."""
-    if algorithm == "fused":
-        return kernels.obstacle(device)
-    if device == "cuda" and algorithm in ("direct", "pipelined"):
-        return cuda.obstacle(on)
+def unsupported(algorithm: str, device: str, on: torch.device) -> str | None:
+    """Why the kernels of an algorithm cannot run on tensors of a device type; None: they can, or
+    the algorithm has none. ``on`` is this process's device of that type."""
+    match ALGORITHMS[algorithm].kernels.get(device):
+        case "Triton":
+            return kernels.unsupported(device)
+        case "CUDA":
+            return cuda.unsupported(on)
     return None
 
 
@@ -76,7 +78,7 @@ def run(call: Call, execute: Callable[..., Any], *args: Any) -> Any:
                     return execute(call, *args)
             return execute(call, *args)
         except BaseException as error:
-            group.leave(error)
+            group.mark_broken(error)
             hang_up(call, error)
             raise
         finally:

@@ -2,7 +2,7 @@
 //
 // Problem: out = round(sum_r(x_r) + bias + residual) on every rank.
 //
-// Algorithm: the elements are cut into segments and each segment into one share a block. One-shot:
+// Algorithm: the elements are cut into segments and each segment into one part per block. One-shot:
 // one segment, pushed to all ranks, summed by all. Two-shot: a segment per rank, pushed to its
 // owner, summed there, and the result pushed to all. Both sum in rank order: the same bits
 // everywhere. Multimem: every rank lays its x out, the owner of a segment has the switch add it,
@@ -10,7 +10,7 @@
 // rounds to the dtype of x: the numerics contract (fixed rank order) does NOT hold, so nothing
 // chooses it by default.
 //
-// Sync: the word TILES + b says that block b of the source has laid its shares down here (multimem:
+// Sync: the word TILES + b says that block b of the source has laid its shards down here (multimem:
 // at its own place), TILES + blocks + b that its result is here. Blocks wait for namesakes only.
 #pragma once
 
@@ -26,7 +26,7 @@ TPK_DEVICE Range segment_of(const AllReduce& call, int owner) {
 }
 
 // What this block has of a segment.
-TPK_DEVICE Range share_of(const AllReduce& call, int owner) {
+TPK_DEVICE Range shard_of(const AllReduce& call, int owner) {
   return share_in(segment_of(call, owner), call.segment);
 }
 
@@ -41,9 +41,9 @@ TPK_DEVICE u64 slot_of(const Peers& peers, const AllReduce& call, int rank, int 
   return buffer_of(peers, rank) + source * call.slot_bytes;
 }
 
-// Sums this block's share of the segment, out of the slots and of x.
+// Sums this block's shard of the segment, out of the slots and of x.
 template <int D>
-TPK_DEVICE void sum_share(const Peers& peers, const AllReduce& call, Range segment, Range share) {
+TPK_DEVICE void sum_share(const Peers& peers, const AllReduce& call, Range segment, Range shard) {
   const u64 in = size_of(D), out = size_of(call.epilogue.out_dtype);
   const auto partials = [&](int r) {
     return r == peers.space.rank ? address_of(call.x) + segment.first * in
@@ -55,21 +55,21 @@ TPK_DEVICE void sum_share(const Peers& peers, const AllReduce& call, Range segme
     epilogue.residual = static_cast<const char*>(epilogue.residual) + segment.first * size;
   }
   sum_range<D>(partials, peers.space.world, address_of(call.out) + segment.first * out,
-               call.begin + segment.first, share.first - segment.first, share.last - segment.first,
+               call.begin + segment.first, shard.first - segment.first, shard.last - segment.first,
                epilogue, thread(), threads());
 }
 
 template <int D>
 TPK_DEVICE void one_shot(const Peers& peers, const AllReduce& call) {
   const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const Range all = segment_of(call, 0), share = share_of(call, 0);
+  const Range all = segment_of(call, 0), shard = shard_of(call, 0);
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
-    push_share(call, slot_of(peers, call, to, rank) + share.first * size_of(D), share);
+    push_share(call, slot_of(peers, call, to, rank) + shard.first * size_of(D), shard);
     publish(peers, to, word);
   }
   wait_for_all(peers, word);
-  sum_share<D>(peers, call, all, share);
+  sum_share<D>(peers, call, all, shard);
 }
 
 // Where the result that begins at element `first` stands in the buffer of `rank`.
@@ -82,12 +82,12 @@ TPK_DEVICE void two_shot(const Peers& peers, const AllReduce& call) {
   const int rank = peers.space.rank, world = peers.space.world;
   const int word = kTiles + block(), result = word + blocks();
   const u64 size = size_of(call.epilogue.out_dtype);
-  const Range own = share_of(call, rank);
+  const Range own = shard_of(call, rank);
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
-    const Range share = share_of(call, to);
-    const u64 offset = (share.first - segment_of(call, to).first) * size_of(D);
-    push_share(call, slot_of(peers, call, to, rank) + offset, share);
+    const Range shard = shard_of(call, to);
+    const u64 offset = (shard.first - segment_of(call, to).first) * size_of(D);
+    push_share(call, slot_of(peers, call, to, rank) + offset, shard);
     publish(peers, to, word);
   }
   wait_for_all(peers, word);
@@ -102,9 +102,9 @@ TPK_DEVICE void two_shot(const Peers& peers, const AllReduce& call) {
   for (int i = 1; i < world; ++i) {
     const int owner = (rank + i) % world;
     wait_for(peers, owner, result);
-    const Range share = share_of(call, owner);
-    copy_block(address_of(call.out) + share.first * size, result_of(peers, call, rank, share.first),
-               (share.last - share.first) * size);
+    const Range shard = shard_of(call, owner);
+    copy_block(address_of(call.out) + shard.first * size, result_of(peers, call, rank, shard.first),
+               (shard.last - shard.first) * size);
   }
 }
 
@@ -115,15 +115,15 @@ TPK_DEVICE void multimem(const Peers& peers, const AllReduce& call) {
   const int word = kTiles + block(), result = word + blocks();
   const u64 size = size_of(D), here = buffer_of(peers, space.rank);
   for (int owner = 0; owner < space.world; ++owner) {
-    const Range share = share_of(call, owner);
-    push_share(call, here + share.first * size, share);
+    const Range shard = shard_of(call, owner);
+    push_share(call, here + shard.first * size, shard);
   }
   fence_aliases();
   publish_to_all(peers, word);
   wait_for_all(peers, word);
   fence_aliases();
   const u64 everywhere = call.multicast + (here - space.regions[space.rank]);
-  const Range own = share_of(call, space.rank);
+  const Range own = shard_of(call, space.rank);
   // The last pack may hold bytes behind the end; nobody copies them out.
   const u64 last = everywhere + own.last * size, stride = threads() * sizeof(Pack);
   for (u64 at = everywhere + own.first * size + thread() * sizeof(Pack); at < last; at += stride) {
@@ -134,9 +134,9 @@ TPK_DEVICE void multimem(const Peers& peers, const AllReduce& call) {
   wait_for_all(peers, result);
   fence_aliases();
   for (int owner = 0; owner < space.world; ++owner) {
-    const Range share = share_of(call, owner);
-    copy_block(address_of(call.out) + share.first * size, here + share.first * size,
-               (share.last - share.first) * size);
+    const Range shard = shard_of(call, owner);
+    copy_block(address_of(call.out) + shard.first * size, here + shard.first * size,
+               (shard.last - shard.first) * size);
   }
 }
 #endif

@@ -48,7 +48,7 @@ struct AllReduce {
 };
 
 // Of a tensor of rows of `row` elements, rank r has, or is to have, rows [starts[r], starts[r+1]).
-struct Shares {
+struct Shards {
   const void* x;      // all-gather: this rank's rows; reduce-scatter: its partial of all rows
   void* out;          // all-gather: all rows; reduce-scatter: this rank's
   const int* starts;  // world + 1 of them
@@ -77,7 +77,7 @@ struct Signal {
 };
 
 // What a failed call leaves behind.
-struct Spoil {
+struct Poison {
   void* out;
   u64 bytes;
 };
@@ -94,6 +94,6 @@ constexpr int kReduceThreads = 512;
 constexpr int kSumThreads = 256;
 constexpr int kSignalThreads = 32;
 constexpr int kPacedThreads = 1024;
-constexpr int kSpoilThreads = 256;
+constexpr int kPoisonThreads = 256;
 
 }  // namespace tpkernels::cuda

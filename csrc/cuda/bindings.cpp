@@ -108,7 +108,7 @@ void bind_calls(py::class_<Kernels>& kernels) {
 
 // Of `starts`, in the device's memory, there are world + 1.
 void bind_shares(py::class_<Kernels>& kernels) {
-  using Function = void (Kernels::*)(Stream, const Space&, int, const Shares&);
+  using Function = void (Kernels::*)(Stream, const Space&, int, const Shards&);
   const auto bind = [&](const char* name, Function function) {
     kernels.def(
         name,
@@ -144,9 +144,9 @@ void bind_signals(py::class_<Kernels>& kernels) {
           },
           py::arg("stream"), py::arg("space"), py::arg("source"), py::arg("index"), ReleaseGil())
       .def(
-          "spoil",
+          "poison",
           [](Kernels& k, Stream stream, const Space& space, Address out, std::uint64_t bytes) {
-            k.spoil(stream, space, {pointer<void>(out), bytes});
+            k.poison(stream, space, {pointer<void>(out), bytes});
           },
           py::arg("stream"), py::arg("space"), py::arg("out"), py::arg("nbytes"), ReleaseGil())
       .def(

@@ -73,12 +73,12 @@ void Kernels::all_reduce(Stream stream, const Space& space, Way way, int blocks,
   launch(kernel, blocks, kReduceThreads, stream, space, call);
 }
 
-void Kernels::gather(Stream stream, const Space& space, int blocks, const Shares& shares) {
-  launch(gather_, blocks, kReduceThreads, stream, space, shares);
+void Kernels::gather(Stream stream, const Space& space, int blocks, const Shards& shards) {
+  launch(gather_, blocks, kReduceThreads, stream, space, shards);
 }
 
-void Kernels::scatter(Stream stream, const Space& space, int blocks, const Shares& shares) {
-  launch(scatter_, blocks, kReduceThreads, stream, space, shares);
+void Kernels::scatter(Stream stream, const Space& space, int blocks, const Shards& shards) {
+  launch(scatter_, blocks, kReduceThreads, stream, space, shards);
 }
 
 void Kernels::sum_partials(Stream stream, int blocks, const SumPartials& call) {
@@ -109,8 +109,8 @@ void Kernels::end(Stream stream, const Space& space) {
   launch(end_, 1, kSignalThreads, stream, space);
 }
 
-void Kernels::spoil(Stream stream, const Space& space, const Spoil& results) {
-  launch(spoil_, 1, kSpoilThreads, stream, space, results);
+void Kernels::poison(Stream stream, const Space& space, const Poison& results) {
+  launch(spoil_, 1, kPoisonThreads, stream, space, results);
 }
 
 }  // namespace tpkernels::cuda

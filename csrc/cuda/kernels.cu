@@ -2,26 +2,26 @@
 // at first use where there was no nvcc; hence no headers but those beside it.
 #include "cuda/all_reduce.cuh"
 #include "cuda/paced_copy.cuh"
-#include "cuda/shares.cuh"
+#include "cuda/shards.cuh"
 
 using namespace tpkernels::cuda;
 
 namespace {
 
-// A grid that starts after a failure only spoils its results.
+// A grid that starts after a failure only poisons its results.
 template <class Run>
-TPK_DEVICE void within_call(const Space& space, const Spoil& results, const Run& run) {
+TPK_DEVICE void within_call(const Space& space, const Poison& results, const Run& run) {
   const Peers peers = enter(space);
   if (peers.usable) run(peers);
-  if (leave(peers)) spoil(results);
+  if (finish(peers)) poison(results);
 }
 
-TPK_DEVICE Spoil results_of(const AllReduce& call) {
+TPK_DEVICE Poison results_of(const AllReduce& call) {
   return {call.out, call.count * size_of(call.epilogue.out_dtype)};
 }
 
-TPK_DEVICE u64 elements(const Shares& shares, int first, int last) {
-  return static_cast<u64>(shares.starts[last] - shares.starts[first]) * shares.row;
+TPK_DEVICE u64 elements(const Shards& shards, int first, int last) {
+  return static_cast<u64>(shards.starts[last] - shards.starts[first]) * shards.row;
 }
 
 }  // namespace
@@ -52,18 +52,18 @@ TPK_KERNEL(kReduceThreads) multimem_all_reduce(TPK_GIVEN Space space, TPK_GIVEN 
 }
 #endif
 
-TPK_KERNEL(kReduceThreads) one_shot_gather(TPK_GIVEN Space space, TPK_GIVEN Shares shares) {
-  const u64 bytes = elements(shares, 0, space.world) * size_of(shares.wire);
-  within_call(space, {shares.out, bytes}, [&](const Peers& peers) { gather(peers, shares); });
+TPK_KERNEL(kReduceThreads) one_shot_gather(TPK_GIVEN Space space, TPK_GIVEN Shards shards) {
+  const u64 bytes = elements(shards, 0, space.world) * size_of(shards.wire);
+  within_call(space, {shards.out, bytes}, [&](const Peers& peers) { gather(peers, shards); });
 }
 
-TPK_KERNEL(kReduceThreads) one_shot_scatter(TPK_GIVEN Space space, TPK_GIVEN Shares shares) {
-  const u64 count = elements(shares, space.rank, space.rank + 1);
-  const Spoil results{shares.out, count * size_of(shares.epilogue.out_dtype)};
+TPK_KERNEL(kReduceThreads) one_shot_scatter(TPK_GIVEN Space space, TPK_GIVEN Shards shards) {
+  const u64 count = elements(shards, space.rank, space.rank + 1);
+  const Poison results{shards.out, count * size_of(shards.epilogue.out_dtype)};
   within_call(space, results, [&](const Peers& peers) {
-    if (shares.wire == kF32) return scatter<kF32>(peers, shares);
-    if (shares.wire == kF16) return scatter<kF16>(peers, shares);
-    scatter<kBF16>(peers, shares);
+    if (shards.wire == kF32) return scatter<kF32>(peers, shards);
+    if (shards.wire == kF16) return scatter<kF16>(peers, shards);
+    scatter<kBF16>(peers, shards);
   });
 }
 
@@ -87,7 +87,7 @@ TPK_KERNEL(kPacedThreads) paced_copy(TPK_GIVEN PacedCopy call) { paced_copy_piec
 
 // Of one block each; see cuda/copies.h for the calls that they make up.
 
-TPK_KERNEL(kSignalThreads) call_barrier(TPK_GIVEN Space space) { leave(enter(space)); }
+TPK_KERNEL(kSignalThreads) call_barrier(TPK_GIVEN Space space) { finish(enter(space)); }
 
 TPK_KERNEL(kSignalThreads) call_begin(TPK_GIVEN Space space) { begin_call(space); }
 
@@ -105,6 +105,6 @@ TPK_KERNEL(kSignalThreads) call_wait(TPK_GIVEN Space space, TPK_GIVEN Signal sig
 TPK_KERNEL(kSignalThreads) call_end(TPK_GIVEN Space space) { end_call(space); }
 
 // Behind the end of a call: its results, if a wait has failed.
-TPK_KERNEL(kSpoilThreads) call_spoil(TPK_GIVEN Space space, TPK_GIVEN Spoil results) {
-  if (!join_call(space).usable) spoil(results);
+TPK_KERNEL(kPoisonThreads) call_spoil(TPK_GIVEN Space space, TPK_GIVEN Poison results) {
+  if (!join_call(space).usable) poison(results);
 }

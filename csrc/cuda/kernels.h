@@ -33,8 +33,8 @@ class Kernels {
 
   // Calls of one launch.
   void all_reduce(Stream stream, const Space& space, Way way, int blocks, const AllReduce& call);
-  void gather(Stream stream, const Space& space, int blocks, const Shares& shares);
-  void scatter(Stream stream, const Space& space, int blocks, const Shares& shares);
+  void gather(Stream stream, const Space& space, int blocks, const Shards& shards);
+  void scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
   void sum_partials(Stream stream, int blocks, const SumPartials& call);
   void barrier(Stream stream, const Space& space);
   void paced_copy(Stream stream, int blocks, const PacedCopy& call);
@@ -44,7 +44,7 @@ class Kernels {
   void publish(Stream stream, const Space& space, const Signal& signal);
   void wait(Stream stream, const Space& space, const Signal& signal);
   void end(Stream stream, const Space& space);
-  void spoil(Stream stream, const Space& space, const Spoil& results);
+  void poison(Stream stream, const Space& space, const Poison& results);
 
   Handle context() const { return context_; }
 

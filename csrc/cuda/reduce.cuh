@@ -9,8 +9,8 @@
 
 namespace tpkernels::cuda {
 
-constexpr int kGroup = 8;       // elements that a thread sums at a time
-constexpr u64 kShareUnit = 64;  // elements; a multiple of kGroup and of the cache line
+constexpr int kGroup = 8;      // elements that a thread sums at a time
+constexpr u64 kPartUnit = 64;  // elements; a multiple of kGroup and of the cache line
 
 struct Range {
   u64 first;
@@ -24,10 +24,10 @@ TPK_DEVICE u64 size_of(int dtype) { return dtype == kF32 ? 4 : 2; }
 
 // What this block has of a segment; segments that are `length` long at most are cut alike.
 TPK_DEVICE Range share_in(Range segment, u64 length) {
-  const u64 units = (length + kShareUnit - 1) / kShareUnit;
-  const u64 share = (units + blocks() - 1) / blocks() * kShareUnit;
-  const u64 first = least(segment.first + block() * share, segment.last);
-  return {first, least(first + share, segment.last)};
+  const u64 units = (length + kPartUnit - 1) / kPartUnit;
+  const u64 shard = (units + blocks() - 1) / blocks() * kPartUnit;
+  const u64 first = least(segment.first + block() * shard, segment.last);
+  return {first, least(first + shard, segment.last)};
 }
 
 template <int D, int N>

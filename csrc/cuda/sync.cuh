@@ -175,8 +175,8 @@ TPK_DEVICE void advance(const Peers& peers) {
 }
 
 // Ends it: the first block has then heard of every peer, the last one advances the epoch. True for
-// the last block of a grid in which, or before which, a wait has failed: it is to `spoil` results.
-TPK_DEVICE bool leave(const Peers& peers) {
+// the last block of a grid in which, or before which, a wait has failed: it is to `poison` results.
+TPK_DEVICE bool finish(const Peers& peers) {
   if (block() == 0) wait_for_all(peers, kEntered);
   sync_block();
   bool broken = false;
@@ -191,7 +191,7 @@ TPK_DEVICE bool leave(const Peers& peers) {
 }
 
 // Fills results with ones, which are NaN in every dtype: nobody shall take them for results.
-TPK_DEVICE void spoil(const Spoil& what) {
+TPK_DEVICE void poison(const Poison& what) {
   auto* out = static_cast<unsigned short*>(what.out);
   for (u64 i = thread(); i < what.bytes / sizeof(*out); i += threads()) out[i] = 0xffff;
 }

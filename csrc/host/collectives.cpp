@@ -25,7 +25,7 @@ void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool stream) 
   }
 }
 
-// `outer` runs of `width` bytes, `pitch` apart: one rank's share of a larger tensor.
+// `outer` runs of `width` bytes, `pitch` apart: one rank's shard of a larger tensor.
 struct Strided {
   std::byte* base;
   std::size_t width;
@@ -52,16 +52,16 @@ struct Strided {
   }
 };
 
-std::size_t rows(const Layout& layout, int first, int last) {
+std::size_t rows(const ShardLayout& layout, int first, int last) {
   return std::accumulate(layout.sizes.begin() + first, layout.sizes.begin() + last, std::size_t{0});
 }
 
-// Bytes between the start of a block and rank's share of it.
-std::size_t share_offset(const Layout& layout, int rank, std::size_t element) {
+// Bytes between the start of a block and rank's shard of it.
+std::size_t share_offset(const ShardLayout& layout, int rank, std::size_t element) {
   return rows(layout, 0, rank) * layout.inner * element;
 }
 
-Strided share(std::byte* tensor, const Layout& layout, int rank, std::size_t element) {
+Strided shard(std::byte* tensor, const ShardLayout& layout, int rank, std::size_t element) {
   const int world = static_cast<int>(layout.sizes.size());
   const std::size_t row = layout.inner * element;
   const std::size_t width = rows(layout, rank, rank + 1) * row;
@@ -69,11 +69,11 @@ Strided share(std::byte* tensor, const Layout& layout, int rank, std::size_t ele
   return {tensor + share_offset(layout, rank, element), width, pitch};
 }
 
-std::size_t share_bytes(const Layout& layout, int rank, std::size_t element) {
+std::size_t share_bytes(const ShardLayout& layout, int rank, std::size_t element) {
   return layout.outer * layout.sizes[static_cast<std::size_t>(rank)] * layout.inner * element;
 }
 
-std::size_t largest_share(const Layout& layout, std::size_t element) {
+std::size_t largest_share(const ShardLayout& layout, std::size_t element) {
   return layout.outer * *std::max_element(layout.sizes.begin(), layout.sizes.end()) * layout.inner *
          element;
 }
@@ -103,7 +103,7 @@ void release_sources(Channel& channel, const Source& in) {
 ChunkLimits chunk_limits() { return kLimits; }
 
 void all_gather(Channel& channel, const Call& call, const Source& in, std::byte* out,
-                const Layout& layout, DType dtype) {
+                const ShardLayout& layout, DType dtype) {
   const std::size_t element = size_of(dtype);
   const int rank = channel.rank();
   const std::size_t mine = share_bytes(layout, rank, element);
@@ -121,7 +121,7 @@ void all_gather(Channel& channel, const Call& call, const Source& in, std::byte*
       copy(channel.buffer(rank), in.data + begin, n, false);
     }
     channel.publish(Phase::kData);
-    share(out, layout, rank, element)
+    shard(out, layout, rank, element)
         .for_range(begin, n, [&](std::byte* to, std::size_t at, std::size_t m) {
           copy(to, in.data + begin + at, m, stream);
         });
@@ -130,7 +130,7 @@ void all_gather(Channel& channel, const Call& call, const Source& in, std::byte*
       const std::size_t theirs = within(share_bytes(layout, peer, element), begin, step);
       if (theirs == 0) return;  // its shard has ended, and what it locates lies behind it
       const std::byte* from = channel.data(peer, theirs);
-      share(out, layout, peer, element)
+      shard(out, layout, peer, element)
           .for_range(begin, theirs, [&](std::byte* to, std::size_t at, std::size_t m) {
             copy(to, from + at, m, stream);
           });
@@ -140,7 +140,7 @@ void all_gather(Channel& channel, const Call& call, const Source& in, std::byte*
 }
 
 void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::byte* out,
-                    const Layout& layout, DType wire, const Epilogue& epilogue) {
+                    const ShardLayout& layout, DType wire, const Epilogue& epilogue) {
   const std::size_t element = size_of(wire);
   const int world = channel.world();
   const int rank = channel.rank();
@@ -150,7 +150,7 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
   const std::size_t step = std::max<std::size_t>(
       64,
       align_down(std::min(kLimits.chunk_bytes, channel.capacity() / static_cast<unsigned>(world))));
-  // In a symmetric tensor the pieces are read where they are; that takes shares without gaps.
+  // In a symmetric tensor the pieces are read where they are; that takes shards without gaps.
   const bool in_place = in.segment != 0 && layout.outer == 1;
   auto* input = const_cast<std::byte*>(in.data);
   const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
@@ -159,7 +159,7 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
     const auto pack = [&](int to_rank) {
       std::byte* piece = channel.buffer(rank) + static_cast<unsigned>(to_rank) * step;
       const std::size_t n = within(share_bytes(layout, to_rank, element), begin, step);
-      share(input, layout, to_rank, element)
+      shard(input, layout, to_rank, element)
           .for_range(begin, n, [&](std::byte* from, std::size_t at, std::size_t m) {
             copy(piece + at, from, m, false);
           });
@@ -171,7 +171,7 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
       channel.publish(Phase::kData, peer);
     });
     const std::size_t n = within(mine, begin, step);
-    const Strided own = share(input, layout, rank, element);
+    const Strided own = shard(input, layout, rank, element);
     const bool own_in_place = own.contiguous_at(begin, n);
     if (!own_in_place) pack(rank);
     std::vector<const std::byte*> partials(static_cast<std::size_t>(world));

@@ -38,7 +38,7 @@ struct Source {
 
 // A tensor seen along the dim that is gathered or scattered: `outer` blocks of `sum(sizes)` rows of
 // `inner` elements each; rank r has `sizes[r]` rows of every block.
-struct Layout {
+struct ShardLayout {
   std::size_t outer;
   std::size_t inner;
   std::vector<std::size_t> sizes;
@@ -53,11 +53,11 @@ ChunkLimits chunk_limits();
 
 // in: [outer, sizes[rank], inner]; out: [outer, sum(sizes), inner].
 void all_gather(Channel& channel, const Call& call, const Source& in, std::byte* out,
-                const Layout& layout, DType dtype);
+                const ShardLayout& layout, DType dtype);
 
 // in: [outer, sum(sizes), inner] of `wire`; out: [outer, sizes[rank], inner].
 void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::byte* out,
-                    const Layout& layout, DType wire, const Epilogue& epilogue);
+                    const ShardLayout& layout, DType wire, const Epilogue& epilogue);
 
 // in, out: `count` elements; they may be the same memory (then `in.segment` must be 0).
 void all_reduce(Channel& channel, const Call& call, const Source& in, std::byte* out,

@@ -11,7 +11,7 @@ namespace {
 
 using host::Channel;
 using host::DType;
-using host::Layout;
+using host::ShardLayout;
 
 constexpr std::byte kUntouched{0xa5};
 constexpr std::size_t kGuard = 256;
@@ -50,7 +50,7 @@ int input_value(int rank, int round, std::size_t i) {
 int bias_value(std::size_t column) { return static_cast<int>(column % 5) - 2; }
 int residual_value(std::size_t i) { return static_cast<int>(i % 7) - 3; }
 
-std::size_t total_rows(const Layout& layout) {
+std::size_t total_rows(const ShardLayout& layout) {
   return std::accumulate(layout.sizes.begin(), layout.sizes.end(), std::size_t{0});
 }
 
@@ -141,7 +141,7 @@ int sum_of_inputs(int world, int round, std::size_t i) {
 
 void gather(Channel& channel, const Collective& call, const host::Call& name,
             const std::shared_ptr<host::Arena>& segment) {
-  const Layout& layout = call.layout;
+  const ShardLayout& layout = call.layout;
   const auto rank = static_cast<std::size_t>(channel.rank());
   const std::size_t rows = total_rows(layout), inner = layout.inner;
   Tensors tensors(channel, call, segment, layout.outer * layout.sizes[rank] * inner,
@@ -163,7 +163,7 @@ void gather(Channel& channel, const Collective& call, const host::Call& name,
 
 void scatter(Channel& channel, const Collective& call, const host::Call& name,
              const std::shared_ptr<host::Arena>& segment) {
-  const Layout& layout = call.layout;
+  const ShardLayout& layout = call.layout;
   const auto rank = static_cast<std::size_t>(channel.rank());
   const std::size_t rows = total_rows(layout), inner = layout.inner;
   const std::size_t width = layout.sizes[rank] * inner, out_count = layout.outer * width;

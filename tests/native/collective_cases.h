@@ -17,7 +17,7 @@ enum class Op { kAllGather, kReduceScatter, kAllReduce };
 // One call as all ranks know it. For `kAllReduce` the layout is a flat tensor of `inner` elements.
 struct Collective {
   Op op;
-  host::Layout layout;
+  host::ShardLayout layout;
   host::DType wire = host::DType::kF32;
   host::DType out = host::DType::kF32;
   bool bias = false;

@@ -11,7 +11,7 @@ using host::Channel;
 using host::DType;
 using host::Failure;
 using host::FailureKind;
-using host::Layout;
+using host::ShardLayout;
 
 constexpr DType kDTypes[] = {DType::kF32, DType::kF16, DType::kBF16, DType::kF64};
 
@@ -116,9 +116,9 @@ TEST_CASE(symmetric_inputs_are_read_in_place, kThreads) {
       int round = 0;
       for (std::uint32_t who = 1; who < 1u << world; ++who) {  // all mixes of ranks
         for (const std::size_t outer : {1, 2}) {
-          const Layout layout{outer, 33, rows_of(world, {30, 0, 41})};
+          const ShardLayout layout{outer, 33, rows_of(world, {30, 0, 41})};
           for (const Op op : {Op::kAllGather, Op::kReduceScatter, Op::kAllReduce}) {
-            Collective call{op, op == Op::kAllReduce ? Layout{1, 9001, {}} : layout};
+            Collective call{op, op == Op::kAllReduce ? ShardLayout{1, 9001, {}} : layout};
             call.round = ++round;
             call.symmetric = who;
             run_collective(channel, call, segment);

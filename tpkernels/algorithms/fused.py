@@ -19,18 +19,18 @@ import torch
 from tpkernels import cuda
 from tpkernels._C import Phase
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.shards import as_rows, share_rows, share_shape
+from tpkernels.algorithms.shards import as_rows, shard_rows, shard_shape
 from tpkernels.call import Call
 from tpkernels.cuda.queued import kernel_error, queued
 from tpkernels.local.memory import empty
 from tpkernels.symm.device import DeviceWorkspace
-from tpkernels.symm.side import Side
+from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
 if TYPE_CHECKING:  # it imports Triton
     from tpkernels.kernels.configs import MatmulConfig
 
-# Bytes of a share from which on copy engines bring it, rather than programs of the kernel. Not
+# Bytes of a shard from which on copy engines bring it, rather than programs of the kernel. Not
 # measured.
 COPY_ENGINE_BYTES = 4 << 20
 
@@ -80,7 +80,7 @@ def all_gather_matmul(
     from tpkernels.kernels import all_gather_matmul as kernel
 
     problem = call.problem
-    sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
+    sizes = tuple(shard_rows(problem, rank) for rank in range(problem.world))
     whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
     rows = as_rows(x.contiguous())
     if max(sizes) * rows.shape[1] * x.element_size() >= COPY_ENGINE_BYTES and _copies(call, x):
@@ -105,7 +105,7 @@ def _copies(call: Call, x: torch.Tensor) -> bool:
     """Whether all ranks have copy engines at their service. Collective, at the first call."""
     if call.problem.device != "cuda" or call.problem.world == 1:
         return False
-    return call.group.no_gpu_kernels(x.device, "CUDA", cuda.obstacle(x.device)) is None
+    return call.group.unsupported_kernels(x.device, "CUDA", cuda.unsupported(x.device)) is None
 
 
 def _gather_by_copies(
@@ -141,7 +141,7 @@ def _gather_by_copies(
 
 def bring_rows(
     copies: cuda.CopyCall,
-    side: Side,
+    side: SideStream,
     peers: Sequence[int],
     rows: torch.Tensor,
     whole: torch.Tensor,
@@ -172,8 +172,8 @@ def matmul_reduce_scatter(
     from tpkernels.kernels import matmul_reduce_scatter as kernel
 
     problem, rows = call.problem, as_rows(x)
-    sizes = tuple(share_rows(problem, rank) for rank in range(problem.world))
-    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
+    sizes = tuple(shard_rows(problem, rank) for rank in range(problem.world))
+    out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
     config = _config(call, x)
     needs = kernel.requirements(config, sizes, w.shape[1], problem.dtype)
     with _running(call, x, *needs) as space:

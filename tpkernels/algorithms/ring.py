@@ -28,17 +28,17 @@ import torch
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.algorithms.shards import (
     as_rows,
-    multiply_share,
-    partial_of_share,
-    share_rows,
-    share_shape,
+    multiply_shard,
+    partial_of_shard,
+    shard_rows,
+    shard_shape,
 )
 from tpkernels.call import Call
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import TRANSFER, recorded
-from tpkernels.transport.point_to_point import Link, enter
-from tpkernels.transport.waits import leave
+from tpkernels.transport.point_to_point import PeerLinks, enter
+from tpkernels.transport.waits import announce_done
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def hops(rank: int, world: int) -> Iterator[list[Hop]]:
 
 def _gather(
     call: Call,
-    link: Link,
+    link: PeerLinks,
     shards: Sequence[torch.Tensor],
     use: Callable[[int], None] = lambda owner: None,
 ) -> None:
@@ -99,7 +99,7 @@ def _gather(
 
 def _scatter(
     call: Call,
-    link: Link,
+    link: PeerLinks,
     part_of: Callable[[int], torch.Tensor],
     count: int,
     device: torch.device,
@@ -125,7 +125,7 @@ def _shards(call: Call, x: torch.Tensor, whole: torch.Tensor | None) -> list[tor
     """A flat buffer for the shard of each rank, this rank's with ``x`` in it: parts of the gathered
     ``whole``, if there is one and shards are contiguous in it."""
     problem, rank = call.problem, call.group.rank
-    counts = [prod(share_shape(problem, r)) for r in range(problem.world)]
+    counts = [prod(shard_shape(problem, r)) for r in range(problem.world)]
     if whole is not None and problem.outer == 1:
         shards = list(whole.view(-1).split(counts))
         shards[rank].copy_(x.reshape(-1))
@@ -142,11 +142,11 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 
     def place(owner: int) -> None:
         if problem.outer != 1:
-            share = shards[owner].view(share_shape(problem, owner))
-            out.split(list(problem.sizes), problem.dim)[owner].copy_(share)
+            shard = shards[owner].view(shard_shape(problem, owner))
+            out.split(list(problem.sizes), problem.dim)[owner].copy_(shard)
 
     _gather(call, link, shards, place)
-    leave(call)
+    announce_done(call)
     return out
 
 
@@ -164,31 +164,31 @@ def all_gather_matmul(
     to = as_rows(gathered) if gathered is not None and problem.outer != 1 else None
 
     def multiply(owner: int) -> None:
-        rows = shards[owner].view(share_rows(problem, owner), problem.shape[-1])
-        multiply_share(problem, owner, 0, rows, factors, to)
+        rows = shards[owner].view(shard_rows(problem, owner), problem.shape[-1])
+        multiply_shard(problem, owner, 0, rows, factors, to)
 
     _gather(call, link, shards, multiply)
-    leave(call)
+    announce_done(call)
 
 
 def _reduce_scatter(
     call: Call,
-    link: Link,
+    link: PeerLinks,
     part_of: Callable[[int], torch.Tensor],
     reduction: Reduction,
     device: torch.device,
 ) -> torch.Tensor:
-    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, device)
+    out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, device)
     parts = _scatter(call, link, part_of, out.numel(), device)
     reduce_into(out.view(-1), parts, reduction)
-    leave(call)
+    announce_done(call)
     return out
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    shares = x.split(list(call.problem.sizes), call.problem.dim)
+    shards = x.split(list(call.problem.sizes), call.problem.dim)
     return _reduce_scatter(
-        call, enter(call), lambda owner: shares[owner].contiguous().view(-1), reduction, x.device
+        call, enter(call), lambda owner: shards[owner].contiguous().view(-1), reduction, x.device
     )
 
 
@@ -198,10 +198,10 @@ def matmul_reduce_scatter(
     problem, rows = call.problem, as_rows(x)
 
     def part_of(owner: int) -> torch.Tensor:
-        shape = share_shape(problem, owner)
+        shape = shard_shape(problem, owner)
         part = empty([prod(shape)], problem.dtype, x.device)
         to = part.view(prod(shape[:-1]), shape[-1])
-        partial_of_share(problem, owner, 0, rows, w, to)
+        partial_of_shard(problem, owner, 0, rows, w, to)
         return part
 
     return _reduce_scatter(call, enter(call), part_of, reduction, x.device)
@@ -220,7 +220,7 @@ def _all_reduce(
     parts = _scatter(call, link, part_of, sums[rank].numel(), out.device)
     reduce_into(sums[rank], parts, reduction, edges[rank])
     _gather(call, link, sums)
-    leave(call)
+    announce_done(call)
 
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
@@ -246,7 +246,7 @@ def matmul_all_reduce(
     def part_of(owner: int) -> torch.Tensor:
         count = edges[owner + 1] - edges[owner]
         partial = empty([count * columns], problem.dtype, x.device)
-        product(rows[edges[owner] : edges[owner + 1]], w, partial.view(count, columns))
+        local_matmul(rows[edges[owner] : edges[owner + 1]], w, partial.view(count, columns))
         return partial
 
     _all_reduce(call, out.view(-1), [row * columns for row in edges], part_of, reduction)

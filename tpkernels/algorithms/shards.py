@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from tpkernels.call import Call
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.planning.problem import Problem
 
@@ -23,20 +23,20 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 def matmul_partial(call: Call, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """``x @ w`` in the dtype that partials travel in. x [..., K], w [K, N] -> [..., N]."""
     partial = empty((*x.shape[:-1], w.shape[1]), call.problem.dtype, x.device)
-    product(as_rows(x), w, as_rows(partial))
+    local_matmul(as_rows(x), w, as_rows(partial))
     return partial
 
 
-def share_rows(problem: Problem, rank: int) -> int:
-    """Matrix rows of ``rank``'s share, which is cut along a dim that is not the last."""
-    assert problem.dim is not None  # an all-reduce has no shares
+def shard_rows(problem: Problem, rank: int) -> int:
+    """Matrix rows of ``rank``'s shard, which is cut along a dim that is not the last."""
+    assert problem.dim is not None  # an all-reduce has no shards
     return problem.outer * problem.sizes[rank] * prod(problem.shape[problem.dim + 1 : -1])
 
 
 def runs(problem: Problem, rank: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Rows [begin, end) of ``rank``'s share as runs that are contiguous in the whole matrix:
-    (row in the share, row in the whole, count)."""
-    assert problem.dim is not None  # an all-reduce has no shares
+    """Rows [begin, end) of ``rank``'s shard as runs that are contiguous in the whole matrix:
+    (row in the shard, row in the whole, count)."""
+    assert problem.dim is not None  # an all-reduce has no shards
     middle = prod(problem.shape[problem.dim + 1 : -1])
     width = problem.sizes[rank] * middle
     pitch = problem.shape[problem.dim] * middle
@@ -51,41 +51,41 @@ def runs(problem: Problem, rank: int, begin: int, end: int) -> Iterator[tuple[in
         row += count
 
 
-def multiply_share(
+def multiply_shard(
     problem: Problem,
     owner: int,
     begin: int,
-    share: torch.Tensor,
+    shard: torch.Tensor,
     factors: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
     gathered: torch.Tensor | None = None,
 ) -> None:
-    """All-gather and matmul on a part of it: rows ``begin`` and after of ``owner``'s share, [rows,
+    """All-gather and matmul on a part of it: rows ``begin`` and after of ``owner``'s shard, [rows,
     K], times each (weight, bias, whole output). They are also copied to the whole ``gathered``."""
-    for at, row, count in runs(problem, owner, begin, begin + share.shape[0]):
-        part = share[at - begin : at - begin + count]
+    for at, row, count in runs(problem, owner, begin, begin + shard.shape[0]):
+        part = shard[at - begin : at - begin + count]
         for w, bias, out in factors:
-            product(part, w, out[row : row + count], bias)
+            local_matmul(part, w, out[row : row + count], bias)
         if gathered is not None:
             gathered[row : row + count].copy_(part)
 
 
-def partial_of_share(
+def partial_of_shard(
     problem: Problem, owner: int, begin: int, x: torch.Tensor, w: torch.Tensor, to: torch.Tensor
 ) -> None:
     """Matmul and reduce-scatter on a part of it: ``to`` is rows ``begin`` and after of ``owner``'s
-    share of ``x @ w``. x [rows, K], w [K, N]."""
+    shard of ``x @ w``. x [rows, K], w [K, N]."""
     if problem.dim == len(problem.shape) - 1:
         first = sum(problem.sizes[:owner])
         columns = w[:, first : first + problem.sizes[owner]]
-        product(x[begin : begin + to.shape[0]], columns, to)
+        local_matmul(x[begin : begin + to.shape[0]], columns, to)
         return
     for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
-        product(x[row : row + count], w, to[at - begin : at - begin + count])
+        local_matmul(x[row : row + count], w, to[at - begin : at - begin + count])
 
 
-def share_shape(problem: Problem, owner: int) -> list[int]:
-    """Shape of ``owner``'s share of what is gathered or scattered."""
-    assert problem.dim is not None  # an all-reduce has no shares
+def shard_shape(problem: Problem, owner: int) -> list[int]:
+    """Shape of ``owner``'s shard of what is gathered or scattered."""
+    assert problem.dim is not None  # an all-reduce has no shards
     shape = list(problem.shape)
     shape[problem.dim] = problem.sizes[owner]
     return shape

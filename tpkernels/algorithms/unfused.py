@@ -18,12 +18,12 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
-from tpkernels.algorithms.shards import as_rows, matmul_partial, share_shape
+from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.transport.point_to_point import enter
-from tpkernels.transport.waits import finish, leave
+from tpkernels.transport.waits import announce_done, finish
 
 # A reduction moves in steps whose buffers the allocator keeps, rather than taking fresh pages.
 _STEP_BYTES = 4 << 20
@@ -48,7 +48,7 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
         padded.narrow(dim, 0, x.shape[dim]).copy_(x)
         x = padded
     stacked = _all_gather(call, x.reshape(-1)).view(group.world, *x.shape)
-    leave(call)
+    announce_done(call)
     if dim == 0 and all(size == largest for size in sizes):
         return stacked.flatten(0, 1)
     return torch.cat([stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
@@ -98,7 +98,7 @@ def all_gather_matmul(
     if gathered is not None:
         gathered.copy_(whole)
     for w, bias, out in zip(weights, biases, outs, strict=True):
-        product(as_rows(whole), w, as_rows(out), bias)
+        local_matmul(as_rows(whole), w, as_rows(out), bias)
 
 
 def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -106,19 +106,19 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     if group.world == 1:
         return reduced(partial, reduction)
     assert problem.dim is not None  # a reduce-scatter has one
-    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, partial.device)
-    shares = [share.reshape(-1) for share in partial.split(list(problem.sizes), problem.dim)]
+    out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, partial.device)
+    shards = [shard.reshape(-1) for shard in partial.split(list(problem.sizes), problem.dim)]
     flat = out.view(-1)
     step = _step(call, partial)
-    for begin in range(0, max(share.numel() for share in shares), step):
-        received = _scatter(call, [share[begin : begin + step] for share in shares])
+    for begin in range(0, max(shard.numel() for shard in shards), step):
+        received = _scatter(call, [shard[begin : begin + step] for shard in shards])
         reduce_into(flat[begin : begin + step], received, reduction, begin)
-    leave(call)
+    announce_done(call)
     return out
 
 
 def _step(call: Call, partial: torch.Tensor) -> int:
-    """Elements of a rank's share that move at a time; all of them on a GPU."""
+    """Elements of a rank's shard that move at a time; all of them on a GPU."""
     if call.problem.device == "cuda":
         return max(partial.numel(), 1)
     return _STEP_BYTES // partial.element_size()
@@ -162,7 +162,7 @@ def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduc
         begin, end = edges[group.rank], edges[group.rank + 1]
         reduce_into(own[: end - begin], received, reduction, begin)
         result[first : first + count].copy_(_all_gather(call, own)[:count])
-    leave(call)
+    announce_done(call)
 
 
 def matmul_all_reduce(

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import nccl
-from tpkernels.bench.cases import Case, run_matmul, run_product, run_torch
+from tpkernels.bench.cases import Case, run_local_matmul, run_matmul, run_torch
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.session import gather_objects
 from tpkernels.errors import TpkernelsError
 from tpkernels.local.matmul import native
 
-BASELINES = ("unfused", "torch", "matmul", "product", "nccl", "symm_mem")
-LOCAL = ("matmul", "product")  # no communication
+BASELINES = ("unfused", "torch", "matmul", "local_matmul", "nccl", "symm_mem")
+LOCAL = ("matmul", "local_matmul")  # no communication
 
 Runs = dict[str, Callable[[], object]]
 
@@ -45,7 +45,7 @@ def baselines(
     runs: Runs = {}
     left_out: dict[str, str] = {}
     if case.weights:
-        runs["product"] = lambda: run_product(inputs.whole())
+        runs["local_matmul"] = lambda: run_local_matmul(inputs.whole())
     with contextlib.ExitStack() as stack:
         if not wanted:
             yield runs, left_out
@@ -56,9 +56,9 @@ def baselines(
         if case.x.is_cuda:
             ways = {"nccl": lambda: _nccl(case, inputs, stack), "symm_mem": lambda: _symm_mem(case)}
             for name, prepare in ways.items():
-                run, obstacle = _agreed(prepare)
+                run, reason = _agreed(prepare)
                 if run is None:
-                    left_out[name] = obstacle
+                    left_out[name] = reason
                 else:
                     found[name] = lambda run=run: run(inputs.sharded())  # type: ignore[misc]
         if torch_matmul_seconds > most:
@@ -72,14 +72,14 @@ def baselines(
 def _agreed(
     prepare: Callable[[], Callable[[Case], object]],
 ) -> tuple[Callable[[Case], object] | None, str]:
-    """What ``prepare`` makes, if it can on every rank; otherwise the first obstacle."""
-    run, obstacle = None, ""
+    """What ``prepare`` makes, if it can on every rank; otherwise the first reason."""
+    run, reason = None, ""
     try:
         run = prepare()
     except (NotImplementedError, RuntimeError, AttributeError, TpkernelsError) as error:
-        obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
-    obstacles = [each for each in gather_objects(obstacle) if each]
-    return (None, obstacles[0]) if obstacles else (run, "")
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    unsupported_algorithms = [each for each in gather_objects(reason) if each]
+    return (None, unsupported_algorithms[0]) if unsupported_algorithms else (run, "")
 
 
 def _nccl(case: Case, inputs: Inputs, stack: contextlib.ExitStack) -> Callable[[Case], object]:

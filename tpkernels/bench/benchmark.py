@@ -1,4 +1,4 @@
-"""Times of a function, with the statistics that all measurements of this package share.
+"""Times of a function, with the statistics that all measurements of this package shard.
 
 Not called benchmark.py: importing a module binds its name in the package, and there ``benchmark``
 is the function.

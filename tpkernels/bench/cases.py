@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tpkernels
 from tpkernels import dtypes, groups
 from tpkernels.bench.output import byte_size
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.ops._reduction import describe
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.problem import Problem
@@ -175,10 +175,10 @@ def run_matmul(case: Case) -> Outputs:
     return [torch.matmul(case.x, w) for w in case.weights]
 
 
-def run_product(case: Case) -> Outputs:
+def run_local_matmul(case: Case) -> Outputs:
     """The product of this package on operands that are all here: see `gathered`."""
     rows = case.x.shape[0]
-    return [product(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
+    return [local_matmul(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
 
 
 def gathered(case: Case) -> Case:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tpkernels.backends import lacking
+from tpkernels.backends import unsupported
 from tpkernels.bench.options import UsageError
 from tpkernels.kernels import NO_GPU
-from tpkernels.planning.choose import ALGORITHMS
+from tpkernels.planning.algorithms import ALGORITHMS
 
 DEVICES = ("cpu", "cuda")
 
@@ -33,12 +33,12 @@ def device_known(name: str) -> str:
     return name
 
 
-def missing_kernels(device: str) -> dict[str, str]:
+def unsupported_kernels(device: str) -> dict[str, str]:
     """The algorithms whose kernels cannot run here, and why."""
     if device == "cuda" and not torch.cuda.is_available():
-        return dict.fromkeys(("direct", "pipelined", "fused"), NO_GPU)
-    told = {name: lacking(name, device, torch.device(device)) for name in ALGORITHMS}
-    return {name: why for name, why in told.items() if why is not None}
+        return {name: NO_GPU for name, each in ALGORITHMS.items() if each.kernels.get(device)}
+    reasons = {name: unsupported(name, device, torch.device(device)) for name in ALGORITHMS}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def own_device(device: str) -> torch.device:

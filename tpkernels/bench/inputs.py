@@ -31,7 +31,7 @@ def last_level_cache_bytes(device: str) -> int:
     return max(sizes, default=_CACHE_BYTES)
 
 
-def memory_share(device: str) -> int:
+def memory_budget(device: str) -> int:
     """Bytes that each rank may take without need: of half of what is available now, an equal part.
     The same on all ranks. Collective."""
     available = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
@@ -74,7 +74,7 @@ class Inputs:
         footprint = nbytes + (x.numel() * x.element_size() if case.weights else 0)
         cache, count = last_level_cache_bytes(device), 1
         if cold:
-            room = memory_share(device)
+            room = memory_budget(device)
             count = copies(nbytes, footprint=footprint, cache=cache, room=room)
         self.over_cache = count * nbytes / cache if nbytes else math.inf
         self._sharded = [_clone(case) for _ in range(count)]

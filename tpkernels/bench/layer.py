@@ -58,7 +58,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedOp:
     """One op of the layer on one rank: what it was, whether it was right, how long it took.
 
     ``shape`` is global: (M, N of each weight, K). ``unfused`` is the verdict on the same op with
@@ -79,7 +79,7 @@ class Call:
 class LayerReport:
     """What one rank found; ``layer`` is rank 0's verdict on the layer as a whole."""
 
-    calls: list[Call]
+    calls: list[TimedOp]
     layer: Verdict
 
 
@@ -162,7 +162,7 @@ def run_layer(shape: LayerShape, repeat: int) -> LayerReport:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randn(shape.m, shape.hidden, generator=generator).to(shape.dtype)
     sizes = tuple(tpkernels.shard_sizes(shape.m, world))
-    calls: list[Callable[[], Call]] = []
+    calls: list[Callable[[], TimedOp]] = []
 
     def fused(name: str, case: Case) -> Outputs:
         outputs, plan = planned(case, "auto")
@@ -182,7 +182,7 @@ def run_layer(shape: LayerShape, repeat: int) -> LayerReport:
 
 def _examine(
     name: str, case: Case, outputs: Outputs, algorithm: str, reason: str, repeat: int
-) -> Call:
+) -> TimedOp:
     """Checks what the op returned in the layer, and times it on the same inputs."""
     same_product = run_tpkernels(case, "unfused")
     found = verify(case, run_torch(case), {"tpkernels": outputs, "unfused": same_product})
@@ -195,7 +195,7 @@ def _examine(
     }
     samples = measure(variants, repeat=repeat, budget=_SECONDS_PER_OP)
     shape = _global_shape(case)
-    return Call(
+    return TimedOp(
         name, case.op, shape, algorithm, reason, found["tpkernels"], found["unfused"], samples
     )
 

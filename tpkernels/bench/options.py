@@ -11,7 +11,7 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.backends import OPS
-from tpkernels.planning.choose import check_algorithm
+from tpkernels.planning.algorithms import check_algorithm
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _BY_NAME = DTYPES | {dtypes.name(dtype): dtype for dtype in DTYPES.values()}

@@ -70,7 +70,7 @@ def _rows(found: Any) -> list[dict[str, Any]]:
             row[field] = time and time[field]
         row["ect"] = own and own["ect"]
         row |= _interval("e_overlap", own and own["e_overlap"])
-        for other in ("unfused", "torch", "product"):
+        for other in ("unfused", "torch", "local_matmul"):
             row |= _interval(f"over_{other}", own and own["speedup"].get(other))
         result.append(row)
     return result

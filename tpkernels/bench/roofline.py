@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.bench.cases import MATMUL_OPS, Case, Spec, run_matmul, run_product
-from tpkernels.bench.inputs import last_level_cache_bytes, memory_share
+from tpkernels.bench.cases import MATMUL_OPS, Case, Spec, run_local_matmul, run_matmul
+from tpkernels.bench.inputs import last_level_cache_bytes, memory_budget
 from tpkernels.bench.timing import Variant, measure
 
 # A square matmul that is long beside its overheads and short beside a case: 2 GFLOP take some 40 ms
@@ -80,11 +80,11 @@ def measure_rates(
     x, w = (torch.randn(size, size).to(device, dtype) for _ in range(2))
     case = Case("matmul_all_reduce", x, (), (w.t(),))
     cache = last_level_cache_bytes(device)
-    nbytes = max(_LEAST_BYTES, min(_COPY_BYTES * cache, memory_share(device) // 2))
+    nbytes = max(_LEAST_BYTES, min(_COPY_BYTES * cache, memory_budget(device) // 2))
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     variants = {
-        "product": Variant(lambda: run_product(case)),
+        "local_matmul": Variant(lambda: run_local_matmul(case)),
         "copy": Variant(lambda: target.copy_(source)),
     }
     samples = measure(variants, repeat=_REPEAT, budget=_SECONDS, synchronize=synchronize)
@@ -92,7 +92,7 @@ def measure_rates(
     plain = {"matmul": Variant(lambda: run_matmul(case))}
     samples |= measure(plain, repeat=1, synchronize=synchronize)
     best = {name: min(found.seconds) for name, found in samples.items()}
-    flops = {name: 2 * size**3 / best[name] for name in ("product", "matmul")}
+    flops = {name: 2 * size**3 / best[name] for name in ("local_matmul", "matmul")}
     return Rates(
         flops=max(flops.values()),
         torch_flops=flops["matmul"],

@@ -8,7 +8,7 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.bench.cases import MATMUL_OPS, Spec
-from tpkernels.bench.device import missing_kernels
+from tpkernels.bench.device import unsupported_kernels
 from tpkernels.bench.options import UsageError, shape_of, sizes_of
 from tpkernels.planning.choose import Means, choose
 
@@ -36,9 +36,9 @@ def spec_of(op: str, shape: str, size: str, dtype: torch.dtype) -> Spec:
 
 def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu") -> None:
     """``UsageError`` where an algorithm cannot run a case, as far as this process can tell."""
-    problem, missing = spec.problem(world, device), missing_kernels(device)
+    problem, missing = spec.problem(world, device), unsupported_kernels(device)
     try:
-        choose(problem, Means(shared_memory=True, no_kernels=missing), requested=algorithm)
+        choose(problem, Means(shared_memory=True, unsupported=missing), requested=algorithm)
     except NotImplementedError as error:
         raise UsageError(str(error)) from error
 

@@ -14,7 +14,7 @@ _NUMBERS = (
     *("unfused\nms", "torch\nms", "matmul\nms", "product\nms"),
     *("ECT\nms", "E_over-\nlap", "over\nunfused", "over\ntorch"),
 )
-COLUMNS = ("unfused", "torch", "matmul", "product")
+COLUMNS = ("unfused", "torch", "matmul", "local_matmul")
 
 LEGEND = """\
 ms: of each repetition the slowest rank's time, the median; p95: the 95th percentile; skew: the

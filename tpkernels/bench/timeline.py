@@ -13,7 +13,7 @@ _HEIGHTS = {COMPUTE: (-0.4, 0.8), COPY: (-0.4, 0.3), WAIT: (-0.4, 0.8), MOVE: (0
 _MOST_INCHES = 30.0
 
 
-def obstacle() -> str | None:
+def unsupported() -> str | None:
     """Why no picture can be drawn; None: it can."""
     try:
         import matplotlib  # noqa: F401

@@ -74,14 +74,14 @@ def measurement(
     spec: Spec, world: int, ms: dict[str, float], device: str = "cpu", config: Config = ()
 ) -> Measurement:
     """Times of a case, taken today."""
-    place = spec.problem(world, device).place
-    assert place is not None  # it is split evenly
+    tuning_key = spec.problem(world, device).tuning_key
+    assert tuning_key is not None  # it is split evenly
     today = date.today().isoformat()
-    return Measurement(*place, other=spec.other, ms=ms, date=today, config=config)
+    return Measurement(*tuning_key, other=spec.other, ms=ms, date=today, config=config)
 
 
 def _results(case: Case, algorithms: list[str]) -> dict[str, Outputs]:
-    """What those that can run here come to; all ranks find the same obstacles."""
+    """What those that can run here come to; all ranks find the same."""
     found = {}
     for name in algorithms:
         with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.bench.cases import MATMUL_OPS
-from tpkernels.planning.choose import ALGORITHMS
+from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.text import all_printable, printable, short, shown
 
 if TYPE_CHECKING:

@@ -93,10 +93,10 @@ def _terms(case: Case) -> list[list[Term]]:
     if case.op == "all_gather_matmul":
         whole = torch.cat(everyone)
         return [[(whole, w)] for w in case.weights]
-    shares = [_matrix(x.split(list(case.sizes))[rank]) for x in everyone]
+    shards = [_matrix(x.split(list(case.sizes))[rank]) for x in everyone]
     if not case.weights:
-        return [[(share, None) for share in shares]]
-    return [list(zip(shares, tensors_of_all(case.weights[0]), strict=True))]
+        return [[(shard, None) for shard in shards]]
+    return [list(zip(shards, tensors_of_all(case.weights[0]), strict=True))]
 
 
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpkernels.bench.layer import Call, LayerReport, LayerShape, run_layer
+from tpkernels.bench.layer import LayerReport, LayerShape, TimedOp, run_layer
 from tpkernels.bench.options import DTYPES, UsageError, at_least, check_workers, dtype_named
 from tpkernels.bench.output import console, milliseconds, table
 from tpkernels.bench.session import open_session, world_size
@@ -105,7 +105,7 @@ def _table(reports: list[LayerReport]) -> Table:
     return result
 
 
-def _row(calls: tuple[Call, ...]) -> list[str]:
+def _row(calls: tuple[TimedOp, ...]) -> list[str]:
     """One op; what it was is the same on all ranks, the times are not."""
     call = calls[0]
     times = {name: summary([each.samples[name] for each in calls]) for name in call.samples}

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tpkernels.bench.cases import MATMUL_OPS, Spec
-from tpkernels.bench.device import device_known, missing_kernels
+from tpkernels.bench.device import device_known, unsupported_kernels
 from tpkernels.bench.options import (
     DTYPES,
     UsageError,
@@ -23,7 +23,8 @@ from tpkernels.bench.output import console, milliseconds, table
 from tpkernels.bench.specs import check_split, spec_of
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.planning import store
-from tpkernels.planning.choose import ALGORITHMS, Means, Plan, choose, obstacles
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.choose import Means, Plan, choose, unsupported_algorithms
 from tpkernels.planning.machine import Machine, this_machine
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement, Table
@@ -60,9 +61,9 @@ def explain(
         if device == "cpu" or torch.cuda.is_available():
             machine = this_machine(device, world, hosts, shared, threads=threads)
             measured = store.load_or_warn(machine)
-        missing = missing_kernels(device)
-        means = Means(shared_memory=shared, no_kernels=missing)
-        found = obstacles(problem, means)
+        missing = unsupported_kernels(device)
+        means = Means(shared_memory=shared, unsupported=missing)
+        found = unsupported_algorithms(problem, means)
         plan = choose(problem, means, tuned=measured)
         _show(spec, problem, found, plan, measured, machine, console())
 
@@ -91,7 +92,7 @@ def _show(
     machine: Machine | None,
     out: Console,
 ) -> None:
-    cases = measured.at(*problem.place) if problem.place is not None else []
+    cases = measured.at(*problem.tuning_key) if problem.tuning_key is not None else []
     shown = table("algorithm", ("ms",), "why not")
     for name in ALGORITHMS:
         chosen = f"[bold green]{name}[/]" if name == plan.algorithm else name

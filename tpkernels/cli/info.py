@@ -12,15 +12,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpkernels import _C, cuda, dtypes, kernels, nccl
-from tpkernels.backends import OPS, TABLES, lacking
+from tpkernels import _C, backends, cuda, dtypes, kernels, nccl
+from tpkernels.backends import OPS, TABLES
 from tpkernels.bench import environment
 from tpkernels.bench.cases import MATMUL_OPS, Spec
 from tpkernels.bench.options import DTYPES
 from tpkernels.bench.output import byte_size, console, table
 from tpkernels.local.matmul import native
-from tpkernels.planning.choose import ALGORITHMS, Means, obstacles
-from tpkernels.symm.reach import lacks
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.choose import Means, unsupported_algorithms
+from tpkernels.symm import colocation
 
 _NATIVE = "native: torch multiplies it at full speed"
 _CONVERTED = "converted to float32 by panels: no instructions for it on this processor"
@@ -50,7 +51,7 @@ def gather() -> dict[str, Any]:
             for dtype in DTYPES.values()
         },
         "devices": environment.devices(),
-        "shared_memory": lacks(),
+        "shared_memory": colocation.unsupported(),
         "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
         "nccl": nccl.facts(),
         "algorithms": {
@@ -70,9 +71,11 @@ def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | 
         return dict.fromkeys(ALGORITHMS, kernels.NO_GPU)
     shape = (1024, 1024, 1024) if op in MATMUL_OPS else (1024,)
     problem = replace(Spec(op, shape, torch.float32).problem(world=2), device=device)
-    kernels_of = {name: lacking(name, device, torch.device(device)) for name in ALGORITHMS}
+    kernels_of = {
+        name: backends.unsupported(name, device, torch.device(device)) for name in ALGORITHMS
+    }
     missing = {name: why for name, why in kernels_of.items() if why is not None}
-    found = obstacles(problem, Means(shared_memory=shared_memory, no_kernels=missing))
+    found = unsupported_algorithms(problem, Means(shared_memory=shared_memory, unsupported=missing))
     for name in ALGORITHMS:
         if found[name] is None and (op, name) not in TABLES[device]:
             found[name] = f"is not built for {device}"
@@ -118,15 +121,15 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         )
 
 
-def _shared_memory_text(obstacle: str | None) -> str:
-    if obstacle is None:
+def _shared_memory_text(reason: str | None) -> str:
+    if reason is None:
         return "between ranks of one user, on one machine and in one network namespace"
-    return f"none: this process {obstacle}"
+    return f"none: this process {reason}"
 
 
 def _nccl_text(found: dict[str, Any]) -> str:
-    if "obstacle" in found:
-        return str(found["obstacle"])
+    if "unsupported" in found:
+        return str(found["unsupported"])
     lacking = [name for name, present in found["features"].items() if not present]
     rest = f", without {', '.join(lacking)}" if lacking else ""
     return f"{found['version']}, {found['origin']}: {found['path']}{rest}"
@@ -134,7 +137,7 @@ def _nccl_text(found: dict[str, Any]) -> str:
 
 def _algorithm_table(device: str, facts: dict[str, Any]) -> Table:
     """One row an op; the last column gives the reasons."""
-    result = table(f"on {device}", ALGORITHMS, "why not")
+    result = table(f"on {device}", tuple(ALGORITHMS), "why not")
     for op, found in facts["algorithms"][device].items():
         marks = ["yes" if found[name] is None else "no" for name in ALGORITHMS]
         reasons = [f"{name} {why}" for name, why in found.items() if why is not None]

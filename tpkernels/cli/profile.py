@@ -126,7 +126,7 @@ def _report(told: list[Recording], what: str, files: tuple[Path, Path], out: Con
     out.print(f"overlapped share: {share:.0%} of {milliseconds(moved)} ms")
     if len(hosts) > 1:
         out.print(f"Ranks are on {len(hosts)} hosts, each on its own clock: they are not aligned.")
-    missing = timeline.obstacle()
+    missing = timeline.unsupported()
     if missing is None:
         with writing(files[1]):
             timeline.draw(trace, files[1], f"{what}: {share:.0%} of the moving overlapped")

@@ -33,7 +33,8 @@ from tpkernels.bench.tuning import TuneReport, measurement, tune_case
 from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.planning import store
-from tpkernels.planning.choose import ALGORITHMS, Means, Plan, choose
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.choose import Means, Plan, choose
 
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
 _BYTES = "4K,64K,1M,16M,64M"
@@ -90,7 +91,7 @@ def tune(
         if is_leader():
             _check_cache()
         out, right, over_cache = console(), True, {}
-        shown = table("op\nM, N, K", ALGORITHMS, "auto before, and from now on")
+        shown = table("op\nM, N, K", tuple(ALGORITHMS), "auto before, and from now on")
         with open_session(world, threads=threads, timeout=timeout, device=device) as session:
             for spec in specs:
                 with out.status(f"{spec.op} {spec}"):

@@ -46,7 +46,7 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
     - Each rank rewrites its own graph, and all do so alike, also where some have less of a weight
       than others, or none.
     - The ops of a graph, also those that the model calls itself, run in the graph's order. Without
-      the pass inductor may move them, on ranks with uneven shares each in its own way, which is a
+      the pass inductor may move them, on ranks with uneven shards each in its own way, which is a
       ``CollectiveMismatchError``, or a wrong sum where two calls have one shape. Graphs within a
       graph (``torch.compiler.nested_compile_region``, ``torch.cond``) keep the order of their own
       ops, but may be moved as a whole.

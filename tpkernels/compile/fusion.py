@@ -21,7 +21,7 @@ from tpkernels.compile import gathers, reductions
 from tpkernels.compile.graph import (
     Change,
     Collective,
-    Obstacle,
+    Unsupported,
     Writes,
     is_wrapped,
     op_of,
@@ -119,8 +119,8 @@ class CollectiveFusion(CustomGraphPass):
         try:
             world = self._eligible(node, group)
             change = _FUSE[_kind(node)](Collective(node, group, world, writes))
-        except Obstacle as obstacle:
-            self.report.left_alone.append(LeftAlone(site, str(obstacle)))
+        except Unsupported as reason:
+            self.report.left_alone.append(LeftAlone(site, str(reason)))
             return False
         self.report.rewritten.append(Rewritten(site, change.op, change.products, change.detail))
         return True
@@ -128,23 +128,23 @@ class CollectiveFusion(CustomGraphPass):
     def _eligible(self, node: fx.Node, group: Any) -> int:
         """The number of ranks."""
         if _kind(node) in _COALESCED:
-            raise Obstacle("it moves several tensors at once")
+            raise Unsupported("it moves several tensors at once")
         if _kind(node) is not node.target:
-            raise Obstacle("it writes into a tensor that it is given")
+            raise Unsupported("it writes into a tensor that it is given")
         if not isinstance(group, str):
-            raise Obstacle("its group has no name in the graph")
+            raise Unsupported("its group has no name in the graph")
         if self._only is not None and group not in self._only:
-            raise Obstacle(f"group '{group}' is none of those asked for: {sorted(self._only)}")
+            raise Unsupported(f"group '{group}' is none of those asked for: {sorted(self._only)}")
         world = groups.get(group).world
         if world == 1:
-            raise Obstacle(f"group '{group}' has one rank")
+            raise Unsupported(f"group '{group}' has one rank")
         given: torch.Tensor = value(node.args[0])
         if given.dtype not in dtypes.CODES:
-            raise Obstacle(f"the ops take no {dtypes.name(given.dtype)}")
+            raise Unsupported(f"the ops take no {dtypes.name(given.dtype)}")
         if given.device.type not in ("cpu", "cuda"):
-            raise Obstacle(f"the ops do not run on {given.device}")
+            raise Unsupported(f"the ops do not run on {given.device}")
         if given.dim() == 0 or any(same(size, 0) for size in shape_of(node)):
-            raise Obstacle(f"it moves {list(given.shape)}, and no matrix")
+            raise Unsupported(f"it moves {list(given.shape)}, and no matrix")
         return world
 
     def _behind(self, present: Any) -> Any:

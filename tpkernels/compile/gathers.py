@@ -14,14 +14,14 @@ from tpkernels.compile.graph import (
     Change,
     Collective,
     Editor,
-    Obstacle,
+    Unsupported,
     descendants,
     describe,
     erase_unread,
 )
 from tpkernels.compile.layout import Axes, Axis, Layout, same, size_of
+from tpkernels.compile.matmuls import Matmul
 from tpkernels.compile.moves import carriers, follow, readers, shape_of
-from tpkernels.compile.products import Product
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ class _Rows:
 class _Use:
     """Who reads a gathered tensor: the products that share one layout of it, and the rest."""
 
-    products: list[Product]
+    products: list[Matmul]
     layout: Layout
     rows: _Rows
     rest: dict[fx.Node, list[fx.Node]]
@@ -59,7 +59,7 @@ def fuse(gather: Collective) -> Change:
     """Rewrites an ``all_gather_into_tensor`` and the products of what it gathers.
 
     Raises:
-        Obstacle: why not.
+        Unsupported: why not.
     """
     shard: Any = gather.node.args[0]
     inner, ranks = Layout.of(shape_of(shard)), Axis(gather.world)
@@ -68,7 +68,7 @@ def fuse(gather: Collective) -> Change:
     gather.joins(product.node for product in use.products)
     for reader in itertools.chain(*use.rest.values()):
         if is_mutation_op(reader):
-            raise Obstacle(f"{describe(reader)} writes into what it gathers")
+            raise Unsupported(f"{describe(reader)} writes into what it gathers")
 
     lead = [size_of(use.rows.before)] if use.rows.before else []
     shape = [*lead, size_of(use.rows.within), shape_of(use.products[0].left)[1]]
@@ -99,7 +99,7 @@ def _weight(editor: Editor, weight: fx.Node) -> fx.Node:
     return padded
 
 
-def _result(editor: Editor, out: fx.Node, product: Product) -> fx.Node:
+def _result(editor: Editor, out: fx.Node, product: Matmul) -> fx.Node:
     rows, columns = shape_of(product.node)
     if not same(columns, 0):
         return editor.reshape(out, [rows, columns])
@@ -107,7 +107,7 @@ def _result(editor: Editor, out: fx.Node, product: Product) -> fx.Node:
     return none
 
 
-def _biases(editor: Editor, like: fx.Node, products: list[Product]) -> list[fx.Node] | None:
+def _biases(editor: Editor, like: fx.Node, products: list[Matmul]) -> list[fx.Node] | None:
     """The op's argument: a tensor with no elements stands for no bias."""
     if all(product.bias is None for product in products):
         return None
@@ -136,11 +136,11 @@ def _put_in(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: _
 
 def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
     behind = descendants(gather)
-    products: list[Product] = []
+    products: list[Matmul] = []
     rest: dict[fx.Node, list[fx.Node]] = {}
     for node, layout in moves.items():
         for reader in readers(node, moves):
-            product = Product.of(reader)
+            product = Matmul.of(reader)
             fits = (
                 product is not None
                 and product.left is node
@@ -149,7 +149,7 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
                 and (not products or layout.dims == moves[products[0].left].dims)
             )
             if fits:
-                products.append(cast(Product, product))
+                products.append(cast(Matmul, product))
             else:
                 rest.setdefault(node, []).append(reader)
     if not products:
@@ -158,7 +158,7 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
             for node, all_ in rest.items()
             for reader in all_
         )
-        raise Obstacle("; ".join(told) or "nothing reads it")
+        raise Unsupported("; ".join(told) or "nothing reads it")
     layout = moves[products[0].left]
     rows = _Rows.of(layout, ranks)
     assert rows is not None  # the products' rows have the ranks among them
@@ -168,7 +168,7 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
 def _why(reader: fx.Node, node: fx.Node, in_columns: bool, behind: set[fx.Node]) -> str:
     """Why a reader of the gathered tensor ``node`` is no product that can begin with one shard.
     ``in_columns``: that tensor's columns are what was gathered."""
-    product, name = Product.of(reader), describe(reader)
+    product, name = Matmul.of(reader), describe(reader)
     if product is None:
         return f"{name} reads it, and is no plain matmul"
     if product.right is node:

@@ -36,7 +36,7 @@ _WRAPPERS = {
 _KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom")
 
 
-class Obstacle(Exception):
+class Unsupported(Exception):
     """Why a collective is left alone. Nothing has been replaced when it is raised."""
 
 
@@ -76,12 +76,12 @@ class Collective:
         """Checks that it and the products can become one op, which reads all they read at once.
 
         Raises:
-            Obstacle: what they read may be written in between.
+            Unsupported: what they read may be written in between.
         """
         between = self.writes.among([self.node, *products])
         if between:
             names = ", ".join(dict.fromkeys(map(describe, between)))
-            raise Obstacle(f"{names} writes in place between it and the products")
+            raise Unsupported(f"{names} writes in place between it and the products")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Change:
 
 class Editor:
     """``with Editor(at) as editor:`` adds nodes in front of one of a graph, in whose name they
-    stand there. Where an obstacle shows up within, they are taken out again.
+    stand there. Where an reason shows up within, they are taken out again.
 
     They may depend on nodes behind it: the graph is to be sorted afterwards.
     """
@@ -113,7 +113,7 @@ class Editor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Obstacle):
+        if isinstance(error, Unsupported):
             for node in reversed(self._made):
                 node.graph.erase_node(node)
 
@@ -191,7 +191,7 @@ class Editor:
             if isinstance(expression, kind):
                 parts = [self._computed(part) for part in expression.args]
                 return functools.reduce(functools.partial(self.call, operation), parts)
-        raise Obstacle(f"the size {expression} cannot be had from the graph's inputs")
+        raise Unsupported(f"the size {expression} cannot be had from the graph's inputs")
 
 
 def descendants(node: fx.Node) -> set[fx.Node]:
@@ -216,7 +216,7 @@ def read_sizes_of_inputs(graph: fx.Graph) -> None:
         try:
             with Editor(node) as editor:
                 size = editor.size(value(node))
-        except Obstacle:
+        except Unsupported:
             continue
         for user in list(node.users):
             _substitute(user, node, size)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._prims_common import compute_required_storage_length, is_contiguous_or_false
 
-from tpkernels.compile.graph import Editor, Obstacle, op_of
+from tpkernels.compile.graph import Editor, Unsupported, op_of
 from tpkernels.compile.moves import value
 
 aten = torch.ops.aten
@@ -48,9 +48,9 @@ def unwrap(node: fx.Node) -> fx.Node:
     assert op is not None  # the caller has found one
     try:
         call, result = _functional_call(node, op)
-    except Obstacle as obstacle:
+    except Unsupported as reason:
         raise NotImplementedError(
-            f"{op} cannot be kept in the order of the graph's collectives: {obstacle}; call an op "
+            f"{op} cannot be kept in the order of the graph's collectives: {reason}; call an op "
             "that returns its result"
         ) from None
     if isinstance(node.meta["val"], torch.Tensor):
@@ -67,9 +67,9 @@ def _functional_call(node: fx.Node, op: torch._ops.OpOverload) -> tuple[fx.Node,
     new = functional(op)
     written = [each.name for each in op._schema.arguments if each.is_write]
     if new is None or len(written) != 1:
-        raise Obstacle(f"no op returns what it writes into {', '.join(written)}")
+        raise Unsupported(f"no op returns what it writes into {', '.join(written)}")
     if op._schema.returns and not isinstance(node.meta.get("val"), torch.Tensor):
-        raise Obstacle("it also returns something else")
+        raise Unsupported("it also returns something else")
     with Editor(node) as editor:
         part = _Part.of(node, written[0], editor)
         given = {**node.kwargs, written[0]: None if part is None else part.read()}
@@ -104,7 +104,7 @@ class _Part:
         if index is None:
             return None
         if view.keys() - _VIEW:
-            raise Obstacle(f"it writes into a view by {', '.join(view)}")
+            raise Unsupported(f"it writes into a view by {', '.join(view)}")
         return cls(editor, given["_all_bases"][index], view)
 
     def read(self) -> fx.Node:

@@ -21,7 +21,7 @@ def keep_order(graph: fx.Graph) -> bool:
     in a row; returns whether there are any.
 
     Inductor moves what does not depend on each other, by the sizes of what is in memory. Those
-    differ between ranks that have uneven shares, and so would the order of the ops. It does not
+    differ between ranks that have uneven shards, and so would the order of the ops. It does not
     move functional collectives past each other, but knows nothing of others.
 
     Ops that write into an argument become functional: wrapped as they are here, they could not be

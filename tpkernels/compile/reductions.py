@@ -17,13 +17,13 @@ from tpkernels.compile.graph import (
     Change,
     Collective,
     Editor,
-    Obstacle,
+    Unsupported,
     describe,
     erase_unread,
 )
 from tpkernels.compile.layout import Layout, same, same_shape, size_of
+from tpkernels.compile.matmuls import Matmul
 from tpkernels.compile.moves import carriers, chain_to, shape_of, through
-from tpkernels.compile.products import Product
 
 aten = torch.ops.aten
 
@@ -43,40 +43,40 @@ class _Reduced:
         self.products = self._terms(self.total)
         shapes = [shape_of(product.node) for product in self.products]
         if not all(same_shape(shape, shapes[0]) for shape in shapes):
-            raise Obstacle("what it reduces is a sum of products in different layouts")
+            raise Unsupported("what it reduces is a sum of products in different layouts")
         for node in self.made:
             others = [user for user in node.users if user not in (collective.node, *self.made)]
             if others:
                 names = ", ".join(dict.fromkeys(map(describe, others)))
-                raise Obstacle(f"{describe(node)}, which it reduces, is also read by {names}")
+                raise Unsupported(f"{describe(node)}, which it reduces, is also read by {names}")
         collective.joins(product.node for product in self.products)
 
-    def _terms(self, node: fx.Node) -> list[Product]:
-        product = Product.of(node)
+    def _terms(self, node: fx.Node) -> list[Matmul]:
+        product = Matmul.of(node)
         if product is not None:
             if product.bias is not None:
-                raise Obstacle(
+                raise Unsupported(
                     f"{describe(node)} adds a bias before the sum, and each rank may have another"
                 )
             return [product]
         left, right = node.args[:2] if node.target is aten.add.Tensor else (None, None)
         if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
-            raise Obstacle(f"what it reduces is made by {describe(node)}, and no plain matmul")
+            raise Unsupported(f"what it reduces is made by {describe(node)}, and no plain matmul")
         if node.kwargs.get("alpha", 1) != 1:
-            raise Obstacle("what it reduces is a sum with a factor")
+            raise Unsupported("what it reduces is a sum with a factor")
         return [*self._term(left, node), *self._term(right, node)]
 
-    def _term(self, node: fx.Node, total: fx.Node) -> list[Product]:
+    def _term(self, node: fx.Node, total: fx.Node) -> list[Matmul]:
         """The products that an addend of ``total`` consists of: moved, but in their order."""
         if not same_shape(shape_of(node), shape_of(total)):
-            raise Obstacle("what it reduces is a sum that broadcasts")
+            raise Unsupported("what it reduces is a sum that broadcasts")
         source, moves = chain_to(node)
         layout: Layout | None = Layout.of(shape_of(source))
         order = layout.flat if layout is not None else ()
         for move in moves:
             layout = layout and through(move, layout)
         if layout is None or layout.flat != tuple(leaf for axis in order for leaf in axis.leaves):
-            raise Obstacle("what it reduces is a sum of products in different layouts")
+            raise Unsupported("what it reduces is a sum of products in different layouts")
         self.made += [source, *_with_carriers(moves)]
         return self._terms(source)
 
@@ -109,7 +109,7 @@ class _Reduced:
         for move in self.moves:
             layout = layout and through(move, layout)
         if layout is None:
-            raise Obstacle("it is not known how the product is laid out in what it reduces")
+            raise Unsupported("it is not known how the product is laid out in what it reduces")
         return product, layout
 
 
@@ -117,7 +117,7 @@ def fuse_scatter(scatter: Collective) -> Change:
     """Rewrites a ``reduce_scatter_tensor`` and the product that it reduces.
 
     Raises:
-        Obstacle: why not.
+        Unsupported: why not.
     """
     node = scatter.node
     dtype = _out_dtype(node)
@@ -125,11 +125,11 @@ def fuse_scatter(scatter: Collective) -> Change:
     product, given = reduced.layouts()
     taken = given.without_leading(0, scatter.world)
     if taken is None:
-        raise Obstacle(f"the shares of {list(given.shape)} are not blocks of the product's rows")
-    ranks, share = taken
+        raise Unsupported(f"the shards of {list(given.shape)} are not blocks of the product's rows")
+    ranks, shard = taken
     rows, columns = product.dims
     if ranks in columns and columns[0] is not ranks:
-        raise Obstacle("each rank gets several blocks of columns")
+        raise Unsupported("each rank gets several blocks of columns")
     before = rows[: rows.index(ranks)] if ranks in rows else ()
 
     dim = 1 if before or ranks in columns else 0
@@ -148,7 +148,7 @@ def fuse_scatter(scatter: Collective) -> Change:
         )
         mine = [axis for axis in product.flat if axis is not ranks]
         mean = _mean(editor, fused, scatter)
-        result = editor.arrange(mean, mine, share.flat, shape_of(node))
+        result = editor.arrange(mean, mine, shard.flat, shape_of(node))
         result = editor.laid_out_like(node, result)
     reduced.replace(node, result)
     return reduced.change("matmul_reduce_scatter", f"{list(shape_of(x))} along dim {dim}")
@@ -158,7 +158,7 @@ def fuse_all_reduce(reduce: Collective) -> Change:
     """Rewrites an ``all_reduce`` and the product that it reduces.
 
     Raises:
-        Obstacle: why not.
+        Unsupported: why not.
     """
     node = reduce.node
     dtype = _out_dtype(node)
@@ -180,7 +180,7 @@ def _out_dtype(collective: fx.Node) -> torch.dtype | None:
     """The dtype to ask the op for: a mean is divided before it is rounded."""
     op = collective.args[1]
     if op not in ("sum", "avg"):
-        raise Obstacle(f"it takes the {op}, and the ops sum")
+        raise Unsupported(f"it takes the {op}, and the ops sum")
     dtype: torch.dtype = collective.meta["val"].dtype
     return dtypes.accumulator(dtype) if op == "avg" else None
 

@@ -17,8 +17,8 @@ from tpkernels.cuda.calls import (
     sum_partials,
 )
 from tpkernels.cuda.copies import CopyCall
-from tpkernels.cuda.image import driver_status, image_status, obstacle
-from tpkernels.cuda.shares import all_gather, reduce_scatter
+from tpkernels.cuda.image import driver_status, image_status, unsupported
+from tpkernels.cuda.shards import all_gather, reduce_scatter
 
 __all__ = [
     "ONE_SHOT_BYTES",
@@ -31,8 +31,8 @@ __all__ = [
     "driver_status",
     "image_status",
     "layout",
-    "obstacle",
     "paced_copy",
     "reduce_scatter",
     "sum_partials",
+    "unsupported",
 ]

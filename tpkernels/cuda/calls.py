@@ -18,8 +18,8 @@ from tpkernels.cuda.checks import (
     check_bias,
     check_contiguous,
     check_dtypes,
+    device_and_stream,
     epilogue,
-    place,
     space_of,
 )
 from tpkernels.cuda.image import kernels
@@ -32,7 +32,7 @@ WAYS = ("one_shot", "two_shot", "multimem")  # the codes of csrc/cuda/kernels.h
 ONE_SHOT_BYTES = 256 << 10
 # Blocks of an all-reduce, and elements that each is to have at least; alike on all ranks, and few,
 # since they take SMs from a matmul. Not measured.
-_REDUCE_BLOCKS, _REDUCE_SHARE = 64, 4096
+_REDUCE_BLOCKS, _REDUCE_SHARD = 64, 4096
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048
 _LONGEST_COPY_S = 10.0
 _SLOT_ALIGNMENT = 256
@@ -40,7 +40,7 @@ _SEGMENT_UNIT = 64  # elements; csrc/cuda/all_reduce.cuh
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """How an all-reduce of ``count`` elements lies in a buffer."""
 
     blocks: int
@@ -51,13 +51,13 @@ class Layout:
     words: int
 
 
-def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Layout:
+def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> BufferLayout:
     """For elements of that many bytes before and after the sum."""
-    blocks = min(_REDUCE_BLOCKS, max(1, -(-count // _REDUCE_SHARE)))
+    blocks = min(_REDUCE_BLOCKS, max(1, -(-count // _REDUCE_SHARD)))
     segment = count if way == "one_shot" else _up(-(-count // world), _SEGMENT_UNIT)
     slot = 0 if way == "multimem" else _up(segment * x_bytes, _SLOT_ALIGNMENT)
     results = _up(count * out_bytes, _SLOT_ALIGNMENT)  # multimem: all of x, summed in place
-    return Layout(
+    return BufferLayout(
         blocks,
         segment,
         slot,
@@ -113,7 +113,7 @@ def all_reduce(
         _check_multimem(space, x, out, bias, residual)
     sizes = x.element_size(), out.element_size()
     piece = _largest_piece(space, way, x.numel(), *sizes)
-    device, stream = place(x.device)
+    device, stream = device_and_stream(x.device)
     loaded, words = kernels(device), space_of(space, signature)
     for begin in range(0, max(x.numel(), 1), piece):
         count = min(piece, x.numel() - begin)
@@ -174,7 +174,7 @@ def _largest_piece(
     return piece
 
 
-def _fits(space: DeviceWorkspace, needed: Layout) -> bool:
+def _fits(space: DeviceWorkspace, needed: BufferLayout) -> bool:
     return space.holds(needed.words, needed.nbytes)
 
 
@@ -199,7 +199,7 @@ def sum_partials(
     check_bias(bias)
     if begin < 0:
         raise ValueError(f"begin is {begin}; it must be at least 0")
-    device, stream = place(out.device)
+    device, stream = device_and_stream(out.device)
     kernels(device).sum_partials(
         stream,
         min(_SUM_BLOCKS, max(1, -(-out.numel() // _SUM_SHARE))),
@@ -214,7 +214,7 @@ def sum_partials(
 
 def barrier(space: DeviceWorkspace, signature: int) -> None:
     """When it has ended, what any rank queued before its own is complete and visible."""
-    device, stream = place(space.regions.device)
+    device, stream = device_and_stream(space.regions.device)
     kernels(device).barrier(stream, space_of(space, signature))
 
 
@@ -240,7 +240,7 @@ def paced_copy(
             f"{nbytes} bytes at {gb_per_s:g} GB/s after {latency_us:g} us would take "
             f"{seconds:.3g} s; at most {_LONGEST_COPY_S:g} s"
         )
-    device, stream = place(dst.device)
+    device, stream = device_and_stream(dst.device)
     kernels(device).paced_copy(
         stream, sms, dst.data_ptr(), src.data_ptr(), nbytes, round(latency_us * 1e3), 1 / gb_per_s
     )

@@ -86,7 +86,7 @@ def space_of(space: DeviceWorkspace, signature: int) -> _C.CudaSpace:
     )
 
 
-def place(device: torch.device) -> tuple[int, int]:
+def device_and_stream(device: torch.device) -> tuple[int, int]:
     """(index of the GPU, torch's current stream of it). The tests' driver takes CPU tensors."""
     if device.type != "cuda":
         return 0, 0

@@ -3,7 +3,7 @@
     with CopyCall(space, signature, [chunk]) as call:
         call.put(shard, 0)                     # into this rank's memory, for the peers
         call.publish(1)
-        side.fork()                            # symm/side.py
+        side.fork()                            # symm/side_stream.py
         with side.current():
             call.fetch(peer, 1, chunk, 0)      # waits for that word, then copies
         side.join()
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tpkernels.cuda.checks import check_contiguous, place, space_of
+from tpkernels.cuda.checks import check_contiguous, device_and_stream, space_of
 from tpkernels.cuda.image import kernels
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -41,7 +41,7 @@ class CopyCall:
             check_contiguous(space.regions.device, **{f"results[{i}]": result})
         self._space, self._words, self._results = space, space_of(space, signature), results
         self.rank, self.last_word = space.rank, space.words - 2
-        device, _ = place(space.regions.device)
+        device, _ = device_and_stream(space.regions.device)
         self._kernels = kernels(device)
 
     def __enter__(self) -> CopyCall:
@@ -54,7 +54,7 @@ class CopyCall:
             self._kernels.end(stream, self._words)
             for result in self._results:
                 nbytes = result.numel() * result.element_size()
-                self._kernels.spoil(stream, self._words, result.data_ptr(), nbytes)
+                self._kernels.poison(stream, self._words, result.data_ptr(), nbytes)
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
         """The contiguous tensor at byte ``offset`` of this rank's memory."""
@@ -91,7 +91,7 @@ class CopyCall:
         self._kernels.fetch(stream, self._words, source, index, dst.data_ptr(), there, nbytes)
 
     def _stream(self) -> int:
-        return place(self._space.regions.device)[1]
+        return device_and_stream(self._space.regions.device)[1]
 
     def _check(self, tensor: torch.Tensor, offset: int) -> int:
         """Bytes of the tensor, which fit at ``offset``."""

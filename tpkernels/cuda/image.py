@@ -19,7 +19,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels.cache import cache_folder, read_trusted, replace_file
-from tpkernels.cuda.checks import place
+from tpkernels.cuda.checks import device_and_stream
 
 _OPTIONS = ("--std=c++17",)
 _MOST_BYTES = 64 << 20  # an image has less than 1 MiB
@@ -55,10 +55,10 @@ def image_status() -> str:
     return f"NVRTC {_version(nvrtc)} through CuPy {cupy_version}, compiled at first use"
 
 
-def obstacle(device: torch.device) -> str | None:
+def unsupported(device: torch.device) -> str | None:
     """Why the kernels cannot run on a GPU; None: they are loaded."""
     try:
-        kernels(place(device)[0])
+        kernels(device_and_stream(device)[0])
     except NotImplementedError as error:
         return f"needs the CUDA kernels: {error}"
     return None

@@ -20,11 +20,11 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.symm import device
-from tpkernels.symm.cuda import CudaSpace
+from tpkernels.symm.cuda import CudaWorkspace
 
 
 @contextlib.contextmanager
-def queued(call: Call, on: torch.device, words: int, buffer_bytes: int) -> Iterator[CudaSpace]:
+def queued(call: Call, on: torch.device, words: int, buffer_bytes: int) -> Iterator[CudaWorkspace]:
     """A call that is left to run, in a workspace (``current``) of that many words from each source
     and such buffers; what became of the calls before is found here."""
     memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)

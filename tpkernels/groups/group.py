@@ -20,9 +20,9 @@ from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.table import Table
-from tpkernels.symm.exchange import Member, Presence, exchange, tell_left
+from tpkernels.symm.colocation import probe_colocation
+from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 from tpkernels.symm.host import HostWorkspace
-from tpkernels.symm.reach import share_a_host
 
 
 class Group:
@@ -48,7 +48,7 @@ class Group:
         self._broken: str | None = None
         self._presence = Presence()
         self._owner: int | None = None  # the process that has the group, where it is not this one
-        self._no_gpu_kernels: dict[tuple[torch.device, str], str | None] = {}
+        self._unsupported_kernels: dict[tuple[torch.device, str], str | None] = {}
 
     @property
     def pg(self) -> dist.ProcessGroup:
@@ -88,11 +88,11 @@ class Group:
                     f"workspace_bytes={self.workspace_bytes}; it cannot change to {timeout:g}, "
                     f"{workspace_bytes}"
                 )
-            member = self.member(timeout)
+            participant = self.participant(timeout)
             with self._together(ValueError, MemoryError):  # they may try again
-                one_machine = self._agree_on_memory(member, workspace_bytes)
+                one_machine = self._agree_on_memory(participant, workspace_bytes)
                 if self.why_not_shared is None:
-                    self.workspace = HostWorkspace(member, workspace_bytes)
+                    self.workspace = HostWorkspace(participant, workspace_bytes)
                 elif one_machine and self.rank == 0 and self.world > 1:
                     warnings.warn(
                         "the ranks are on one machine but share no memory, and so take the slower "
@@ -103,12 +103,12 @@ class Group:
             self.timeout, self.workspace_bytes = timeout, workspace_bytes
             self._ready = True
 
-    def _agree_on_memory(self, member: Member, workspace_bytes: int) -> bool:
+    def _agree_on_memory(self, participant: Participant, workspace_bytes: int) -> bool:
         """Finds out with the other ranks whether all give the same options and can share memory
         (``why_not_shared``), and whether all run on one machine."""
-        options = {"timeout": member.timeout, "workspace_bytes": workspace_bytes}
+        options = {"timeout": participant.timeout, "workspace_bytes": workspace_bytes}
         say = {"options": options, "host": socket.gethostname()}
-        self.why_not_shared, said = share_a_host(member, say)
+        self.why_not_shared, said = probe_colocation(participant, say)
         for rank, other in enumerate(said):
             if other["options"] != options:
                 raise ValueError(
@@ -145,36 +145,38 @@ class Group:
         if self.workspace is not None:
             said = self.workspace.exchange(purpose, say)
         else:
-            said = exchange(self.member(self.timeout), purpose, say)
+            said = exchange(self.participant(self.timeout), purpose, say)
         if ignored:  # now that nobody waits for this rank: a warning may be an error
             warnings.warn(ignored, RuntimeWarning, stacklevel=2)
         return store.from_json(said[0]["table"])
 
-    def no_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
+    def unsupported_kernels(
+        self, device: torch.device, kernels: str, own: str | None
+    ) -> str | None:
         """Why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's being
         ``device``; None: they can. ``own`` is what this rank knows already. The ranks find out
         together, at the first call, by trying: collective."""
         if self.workspace is None:
             return own
         key = device, kernels
-        if key not in self._no_gpu_kernels:
+        if key not in self._unsupported_kernels:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
                     "before the capture of a graph"
                 )
             with self.lock:
-                if key not in self._no_gpu_kernels:  # another thread was first
+                if key not in self._unsupported_kernels:  # another thread was first
                     with self._together():
-                        self._no_gpu_kernels[key] = self._try_gpu_kernels(device, kernels, own)
-        return self._no_gpu_kernels[key]
+                        self._unsupported_kernels[key] = self._try_gpu_kernels(device, kernels, own)
+        return self._unsupported_kernels[key]
 
     def _try_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
         try:
             assert self.workspace is not None  # the caller has looked
             self.workspace.open_cuda(device, kernels, own)
-        except NotImplementedError as obstacle:
-            return f"does not run here: {obstacle}"
+        except NotImplementedError as reason:
+            return f"does not run here: {reason}"
         return None
 
     def make_room(self, nbytes: int, text: str) -> None:
@@ -196,10 +198,10 @@ class Group:
             with self._together(MemoryError):
                 return self.workspace.make_symmetric(shape, dtype)
 
-    def member(self, timeout: float) -> Member:
+    def participant(self, timeout: float) -> Participant:
         """This rank's place in the group, for an exchange through its store."""
         store = self.pg.get_group_store()
-        return Member(store, self.name, self.rank, self.world, timeout, self._presence)
+        return Participant(store, self.name, self.rank, self.world, timeout, self._presence)
 
     @contextlib.contextmanager
     def _together(self, *alike: type[Exception]) -> Iterator[None]:
@@ -211,10 +213,10 @@ class Group:
         except alike:
             raise
         except BaseException as error:
-            self.leave(error)
+            self.mark_broken(error)
             raise
 
-    def leave(self, error: BaseException) -> None:
+    def mark_broken(self, error: BaseException) -> None:
         """This rank left a call with ``error``: peers that wait for it are told, and no further
         call can run."""
         if self._broken is not None:
@@ -226,7 +228,7 @@ class Group:
             self.workspace.abandon(self._broken, late, -1 if peer is None else peer)
         elif not self._ready:
             with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
-                tell_left(self.member(self.timeout), error)
+                tell_left(self.participant(self.timeout), error)
 
     def disown(self, owner: int) -> None:
         """This process is a fork of the rank, process ``owner``: it can neither take its place nor

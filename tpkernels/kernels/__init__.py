@@ -14,7 +14,7 @@ NO_GPU = "needs a GPU that torch sees"
 
 
 @functools.lru_cache
-def obstacle(device: str) -> str | None:
+def unsupported(device: str) -> str | None:
     """Why the kernels cannot run on tensors of a device type; None: they can."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton (pip install triton)"

@@ -29,12 +29,12 @@ from tpkernels.kernels.sync import (
     enter,
     failed,
     fence_async_proxy,
+    finish,
     join,
-    leave,
     next_buffer,
     pointer,
+    poison,
     publish_from,
-    spoil,
     wait_for,
 )
 from tpkernels.symm.device import DeviceWorkspace
@@ -55,7 +55,7 @@ def copy_elements(source, to, count, lane, lanes, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def share_kernel(
+def shard_kernel(
     x, gathered, count, regions, state, rank, buffers_at, buffer_stride, BLOCK: tl.constexpr
 ):
     """Copies this rank's rows to where the peers, and where its own tiles find them."""
@@ -165,9 +165,9 @@ def all_gather_matmul_kernel(
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_TMA, B_TMA,
         )  # fmt: skip
     if not PART:  # noqa: SIM102 - what is known when compiling and what is not do not mix
-        if leave(peers, CHAOS):
-            spoil(out, tl.cast(M, tl.int64) * N)
-            spoil(gathered, tl.cast(M, tl.int64) * K)  # what later weights multiply
+        if finish(peers, CHAOS):
+            poison(out, tl.cast(M, tl.int64) * N)
+            poison(gathered, tl.cast(M, tl.int64) * K)  # what later weights multiply
 
 
 def requirements(config: MatmulConfig, sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def all_gather_matmul(
     (m, k), rows = gathered.shape, x.shape[0]
     own = gathered.narrow(0, sum(sizes[: space.rank]), rows)
     if rows:
-        share_kernel[(min(config.programs, triton.cdiv(rows * k, COPY_BLOCK)),)](
+        shard_kernel[(min(config.programs, triton.cdiv(rows * k, COPY_BLOCK)),)](
             x, own, rows * k, space.regions, space.state, space.rank, space.buffers_at,
             space.buffer_stride, BLOCK=COPY_BLOCK,
         )  # fmt: skip

@@ -33,7 +33,16 @@ from tpkernels.kernels.matmul_reduce_scatter import (
     slot_bytes,
     sum_tiles,
 )
-from tpkernels.kernels.sync import buffer_of, enter, join, leave, pointer, publish, spoil, wait_for
+from tpkernels.kernels.sync import (
+    buffer_of,
+    enter,
+    finish,
+    join,
+    pointer,
+    poison,
+    publish,
+    wait_for,
+)
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -57,7 +66,7 @@ def _results(peers, rank, results_at, out):
 
 
 @triton.jit
-def _share_result(context, result, at, inside, tile, last):
+def _publish_result(context, result, at, inside, tile, last):
     """The hook of two-shot: results go to all peers."""
     peers, results_at, results, out = context[0], context[1], context[2], context[3]
     for i in range(1, peers.world):
@@ -123,7 +132,7 @@ def matmul_all_reduce_kernel(
     )  # fmt: skip
     sum_tiles(
         peers, starts, M, N, own, out, 0 if ONE_SHOT else tl.load(starts + rank), bias, residual,
-        slot_bytes, lane, lanes, None if ONE_SHOT else _share_result,
+        slot_bytes, lane, lanes, None if ONE_SHOT else _publish_result,
         (peers, results_at, results, out, CHAOS),
         WIRE, SEGMENTS, WORLD, CHAOS, BLOCK_M, BLOCK_N, GROUP_M, SUM_M,
     )  # fmt: skip
@@ -140,8 +149,8 @@ def matmul_all_reduce_kernel(
                 corner, offsets, inside = tile_at(row + top, column, end, N, N, SUM_M, BLOCK_N)
                 result = tl.load(_results(peers, rank, results_at, out) + corner + offsets, inside)
                 tl.store(out + corner + offsets, result, mask=inside)
-    if leave(peers, CHAOS):
-        spoil(out, tl.cast(M, tl.int64) * N)
+    if finish(peers, CHAOS):
+        poison(out, tl.cast(M, tl.int64) * N)
 
 
 def _segments(

@@ -32,11 +32,11 @@ from tpkernels.kernels.sync import (
     TILES,
     buffer_of,
     enter,
+    finish,
     join,
-    leave,
     pointer,
+    poison,
     publish,
-    spoil,
     wait_for,
 )
 from tpkernels.symm.device import DeviceWorkspace
@@ -115,8 +115,8 @@ def sum_tiles(
     slot_bytes,
     lane,
     lanes,
-    share: tl.constexpr,
-    share_context,
+    on_stored: tl.constexpr,
+    on_stored_context,
     WIRE: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WORLD: tl.constexpr,
@@ -127,8 +127,8 @@ def sum_tiles(
     SUM_M: tl.constexpr,
 ):
     """Sums the program's tiles of the segment ``own`` into ``out``, whose row ``out_row`` is the
-    segment's first. The hook `share(context, result, at, inside, tile, last)` gets what was stored:
-    SUM_M rows of a tile at a time, until the last of them."""
+    segment's first. The hook `on_stored(context, result, at, inside, tile, last)` gets what was
+    stored: SUM_M rows of a tile at a time, until the last of them."""
     begin, end = segment(starts, M, own, SEGMENTS)
     before = tiles_before(starts, M, N, own, SEGMENTS, BLOCK_M, BLOCK_N)
     count = tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -144,8 +144,8 @@ def sum_tiles(
             acc = epilogue(acc, bias, more, column, N, inside)
             result = rounded(acc, out.dtype.element_ty)
             tl.store(out + at, result, mask=inside)
-            if share is not None:
-                share(share_context, result, at, inside, tile, top + SUM_M >= BLOCK_M)
+            if on_stored is not None:
+                on_stored(on_stored_context, result, at, inside, tile, top + SUM_M >= BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["rank", "signature", "timeout_ns", "seed"])
@@ -200,9 +200,9 @@ def matmul_reduce_scatter_kernel(
         peers, starts, M, N, rank, out, 0, bias, residual, slot_bytes, lane, lanes, None, None,
         WIRE, WORLD, WORLD, CHAOS, BLOCK_M, BLOCK_N, GROUP_M, SUM_M,
     )  # fmt: skip
-    if leave(peers, CHAOS):
+    if finish(peers, CHAOS):
         begin, end = segment(starts, M, rank, WORLD)
-        spoil(out, tl.cast(end - begin, tl.int64) * N)
+        poison(out, tl.cast(end - begin, tl.int64) * N)
 
 
 TRITON_DTYPES = {

@@ -170,9 +170,9 @@ def enter(peers, CHAOS: tl.constexpr):
 
 
 @triton.jit
-def leave(peers, CHAOS: tl.constexpr):
+def finish(peers, CHAOS: tl.constexpr):
     """Ends a call: the first program has then heard of every peer, the last one advances the
-    epoch. True for the last one of a grid in which a wait has failed: it is to `spoil` results."""
+    epoch. True for the last one of a grid in which a wait has failed: it is to `poison` results."""
     if tl.program_id(0) == 0:
         for i in range(1, peers.world):
             wait_for(peers, (peers.rank + i) % peers.world, ENTERED, CHAOS)
@@ -187,7 +187,7 @@ def leave(peers, CHAOS: tl.constexpr):
 
 
 @triton.jit
-def spoil(out, count):
+def poison(out, count):
     """Fills ``out`` with NaN: nobody shall take it for a result."""
     BLOCK: tl.constexpr = 1024
     nan = tl.full((BLOCK,), float("nan"), out.dtype.element_ty)

@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tpkernels.launch import worker as _rank
-from tpkernels.launch.member import Member, fork_server
+from tpkernels.launch.rank_process import RankProcess, fork_server
 from tpkernels.launch.worker import Outcome
 
 __all__ = ["Outcome", "RankError", "Ranks", "fork_server"]
@@ -79,7 +79,7 @@ class Ranks:
             raise ValueError(f"say threads={env['OMP_NUM_THREADS']}, not OMP_NUM_THREADS in env")
         self.world = world
         self.exitcodes: list[int | None] = []  # known after close()
-        self._members: list[Member] = []
+        self._members: list[RankProcess] = []
         self._pending: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._started = time.monotonic()
@@ -93,7 +93,7 @@ class Ranks:
         try:
             context = fork_server()
             for rank in range(world):
-                self._members.append(Member.start(context, rank, setup))
+                self._members.append(RankProcess.start(context, rank, setup))
             self._pending = set(range(world))
             self._raise_failures("start", self.collect(start_timeout, grace=GRACE_SECONDS))
         except BaseException:

@@ -75,7 +75,7 @@ def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
             while job := pipe.recv_bytes():  # LEAVE is empty
                 answer(pipe, rank, partial(run_job, job))
-    leave()
+    shut_down()
 
 
 def die_with_parent() -> None:
@@ -143,7 +143,7 @@ def failure(rank: int, error: BaseException) -> Outcome:
     return Outcome(rank, error=text, error_type=type(error).__name__)
 
 
-def leave() -> None:
+def shut_down() -> None:
     """Leaves the group, or gives up on that, and ends the process without exit handlers."""
 
     def leave_group() -> None:

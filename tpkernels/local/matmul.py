@@ -39,7 +39,7 @@ def native(dtype: torch.dtype) -> bool:
         return False
 
 
-def product(
+def local_matmul(
     x: torch.Tensor,
     w: torch.Tensor,
     out: torch.Tensor,
@@ -50,12 +50,12 @@ def product(
     if x.shape[0] == 0 or w.shape[1] == 0:
         return out
     if not profiling():  # 0.1 us, where to open no range would take 0.4
-        return _product(x, w, out, bias)
+        return _local_matmul(x, w, out, bias)
     with recorded(MATMUL):
-        return _product(x, w, out, bias)
+        return _local_matmul(x, w, out, bias)
 
 
-def _product(
+def _local_matmul(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     rows = x.shape[0]

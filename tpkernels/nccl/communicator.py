@@ -19,7 +19,7 @@ from tpkernels._C import NcclOperation, NcclOperationKind
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups import GroupLike
 from tpkernels.nccl import checks, memory
-from tpkernels.nccl.meeting import meet
+from tpkernels.nccl.bootstrap import meet
 
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _PAUSE = 1e-3  # between looks at the device, s
@@ -77,7 +77,7 @@ class Communicator:
         name = own.name if name is None else name
         with own.lock:
             own.check_usable()
-            met = meet(own.member(timeout), library, options)
+            met = meet(own.participant(timeout), library, options)
             native = _C.NcclCommunicator(
                 met.library,
                 met.unique_id,

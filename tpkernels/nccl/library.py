@@ -84,7 +84,7 @@ def facts() -> dict[str, Any]:
     try:
         origin, found = _find()
     except NotImplementedError as error:
-        return {"obstacle": str(error)}
+        return {"unsupported": str(error)}
     return {
         "path": found.path,
         "version": found.version,

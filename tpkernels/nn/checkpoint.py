@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 _aten = torch.ops.aten
-# What copies of state dicts are made with; they do to the share what they do to a tensor.
+# What copies of state dicts are made with; they do to the shard what they do to a tensor.
 _ON_SHARES = {
     _aten.detach.default,
     _aten.alias.default,
@@ -29,11 +29,11 @@ _ON_SHARES = {
 
 
 class ShardTensor(torch.Tensor):
-    """This rank's share of a tensor that looks unsharded: it has the shape of the whole.
+    """This rank's shard of a tensor that looks unsharded: it has the shape of the whole.
 
-    torch.distributed.checkpoint saves each rank's share once, and loads whatever part of a saved
-    tensor is this rank's, however it was split when it was saved. A share can be copied, detached
-    and moved; ``local`` is the share as a plain tensor, `full_tensor` gathers the whole.
+    torch.distributed.checkpoint saves each rank's shard once, and loads whatever part of a saved
+    tensor is this rank's, however it was split when it was saved. A shard can be copied, detached
+    and moved; ``local`` is the shard as a plain tensor, `full_tensor` gathers the whole.
     """
 
     local: torch.Tensor
@@ -60,13 +60,13 @@ class ShardTensor(torch.Tensor):
         first = args[0] if args else None
         if func not in _ON_SHARES or not isinstance(first, ShardTensor):
             raise NotImplementedError(
-                f"{func} of a ShardTensor, of which this rank has a share only; take .local, or "
+                f"{func} of a ShardTensor, of which this rank has a shard only; take .local, or "
                 ".full_tensor() on all ranks"
             )
         if func is _aten.copy_.default and getattr(args[1], "placement", None) != first.placement:
             raise ValueError(f"cannot copy {args[1]!r} into {first!r}, which is not split alike")
-        shares = [x.local if isinstance(x, ShardTensor) else x for x in args]
-        result = func(*shares, **(kwargs or {}))
+        shards = [x.local if isinstance(x, ShardTensor) else x for x in args]
+        result = func(*shards, **(kwargs or {}))
         if result is first.local:
             return first
         return ShardTensor(result, first.placement, first.group)
@@ -80,14 +80,14 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a ShardTensor is one rank's share and is not pickled: save with "
+            "a ShardTensor is one rank's shard and is not pickled: save with "
             "torch.distributed.checkpoint, or torch.save tpkernels.nn.full_state_dict(model)"
         )
 
     def untyped_storage(self) -> NoReturn:
         """What safetensors asks for, among others."""
         raise TypeError(
-            "a ShardTensor is one rank's share and has no memory of the whole: save with "
+            "a ShardTensor is one rank's shard and has no memory of the whole: save with "
             "torch.distributed.checkpoint, or give tpkernels.nn.full_state_dict(model), called on "
             "all ranks, to safetensors.torch.save_file or as state_dict"
         )

@@ -1,4 +1,4 @@
-"""Gradient norms of modules of which each rank has a share."""
+"""Gradient norms of modules of which each rank has a shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def clip_grad_norm_(
     parameters so that their 2-norm, over all ranks, is ``max_norm`` at the most. That function by
     itself would take another norm on each rank, and the ranks would drift apart.
 
-    Sharded parameters count with all their shares, those that all ranks have alike once. Sums are
+    Sharded parameters count with all their shards, those that all ranks have alike once. Sums are
     in float64. Collective: all ranks call it, with gradients for the same parameters.
 
     Returns:
@@ -29,8 +29,8 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    shares = {id(p): group for p, group in _sharded(module)}
-    gradients = [(p.grad, shares.get(id(p))) for p in module.parameters() if p.grad is not None]
+    shards = {id(p): group for p, group in _sharded(module)}
+    gradients = [(p.grad, shards.get(id(p))) for p in module.parameters() if p.grad is not None]
     for gradient, _ in gradients:
         if type(gradient) is not torch.Tensor:
             raise NotImplementedError(
@@ -40,7 +40,7 @@ def clip_grad_norm_(
     device = gradients[0][0].device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     # By groups in the order of the modules, which is the same on every rank.
-    for group in dict.fromkeys([None, *shares.values()]):
+    for group in dict.fromkeys([None, *shards.values()]):
         own = torch.zeros(1, dtype=torch.float64, device=device)
         for gradient, whose in gradients:
             if whose == group:
@@ -56,7 +56,7 @@ def clip_grad_norm_(
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
-    """The parameters of which this rank has a share, and their groups."""
+    """The parameters of which this rank has a shard, and their groups."""
     for part in module.modules():
         if isinstance(part, ShardedModule):
             for name in part.splits:

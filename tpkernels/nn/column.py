@@ -93,7 +93,7 @@ class ColumnParallelLinear(ShardedModule):
         out_sizes: Sequence[int] | None = None,
         stand_in: int = 0,
     ) -> Column:
-        """The layer with copies of this rank's shares of ``linear``'s parameters.
+        """The layer with copies of this rank's shards of ``linear``'s parameters.
 
         Raises:
             TypeError: not an ``nn.Linear``.

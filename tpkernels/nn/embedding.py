@@ -91,7 +91,7 @@ class VocabParallelEmbedding(ShardedModule):
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
     ) -> VocabParallelEmbedding:
-        """The layer with a copy of this rank's share of ``embedding``'s vectors.
+        """The layer with a copy of this rank's shard of ``embedding``'s vectors.
 
         Raises:
             TypeError: not an ``nn.Embedding``.

@@ -18,7 +18,7 @@ Made = TypeVar("Made", bound=nn.Module)
 
 
 def _adopt(made: Made, linears: Mapping[str, nn.Linear]) -> Made:
-    """Gives the layers of ``made``, which have biases, copies of this rank's shares of ``linears``;
+    """Gives the layers of ``made``, which have biases, copies of this rank's shards of ``linears``;
     those without a bias lose theirs."""
     for name, linear in linears.items():
         layer = made.get_submodule(name)
@@ -82,7 +82,7 @@ class MergedColumnParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
     ) -> MergedColumnParallelLinear:
-        """The layers with copies of this rank's shares, each with a bias if its linear has one.
+        """The layers with copies of this rank's shards, each with a bias if its linear has one.
 
         Raises:
             TypeError, NotImplementedError: as `ColumnParallelLinear.from_linear`.
@@ -178,7 +178,7 @@ class QKVParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
     ) -> QKVParallelLinear:
-        """The layers with copies of this rank's shares, each with a bias if its linear has one.
+        """The layers with copies of this rank's shards, each with a bias if its linear has one.
 
         Raises:
             TypeError, NotImplementedError: as `ColumnParallelLinear.from_linear`.

@@ -84,7 +84,7 @@ class RowParallelLinear(ShardedModule):
         sequence_dim: int = 0,
         in_sizes: Sequence[int] | None = None,
     ) -> Row:
-        """The layer with copies of this rank's shares of ``linear``'s parameters; raises as
+        """The layer with copies of this rank's shards of ``linear``'s parameters; raises as
         `ColumnParallelLinear.from_linear` does."""
         check.linear(linear, "linear")
         layer = cls(

@@ -1,8 +1,8 @@
-"""Modules whose parameters are this rank's share of an unsharded module's.
+"""Modules whose parameters are this rank's shard of an unsharded module's.
 
-In memory a parameter is a plain tensor, the share alone. A state dict has the unsharded names and
+In memory a parameter is a plain tensor, the shard alone. A state dict has the unsharded names and
 shapes: its values are `ShardTensor` (see checkpoint.py), and `load_state_dict` takes these, or
-unsharded tensors, of which each rank takes its share.
+unsharded tensors, of which each rank takes its shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def draw_linear(fan_in: int) -> Callable[[torch.Tensor], Any]:
 
 
 class ShardedModule(nn.Module):
-    """A module of which each rank of a group has a share.
+    """A module of which each rank of a group has a shard.
 
     Subclasses make sharded parameters with `add_sharded` and draw the values of all in
     `reset_parameters`.
@@ -46,23 +46,23 @@ class ShardedModule(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """A parameter of which the unsharded shape is ``shape``; this rank's share, not filled."""
+        """A parameter of which the unsharded shape is ``shape``; this rank's shard, not filled."""
         value = torch.empty(split.local_shape(shape), device=device, dtype=dtype)
         self.register_parameter(name, nn.Parameter(value))
         self.splits[name] = split
 
     def fill(self, name: str, draw: Callable[[torch.Tensor], Any]) -> None:
-        """Draws the whole parameter and keeps this rank's share: with the same random state on all
+        """Draws the whole parameter and keeps this rank's shard: with the same random state on all
         ranks, the values are those of the unsharded module. It needs the memory of the whole."""
         parameter = self.get_parameter(name)
         split = self.splits.get(name)
         whole = parameter.new_empty(self.whole_shape(name))
         with torch.no_grad():
             draw(whole)
-            parameter.copy_(whole if split is None else split.share(whole))
+            parameter.copy_(whole if split is None else split.shard(whole))
 
     def adopt(self, module: nn.Module) -> None:
-        """Makes the parameters copies of this rank's shares of those of ``module``, with their
+        """Makes the parameters copies of this rank's shards of those of ``module``, with their
         dtype, device and ``requires_grad``.
 
         Raises:
@@ -76,7 +76,7 @@ class ShardedModule(nn.Module):
             whole = module.get_parameter(name)
             value = whole.detach()
             if name in self.splits:
-                value = self.splits[name].share(value)
+                value = self.splits[name].shard(value)
             self.register_parameter(name, nn.Parameter(value.clone(), whole.requires_grad))
         self.train(module.training)
 
@@ -116,25 +116,25 @@ class ShardedModule(nn.Module):
             if key not in mine or self._parameters.get(name) is None:
                 continue
             try:
-                share = _share_of(mine[key], split, self.get_parameter(name).shape)
+                shard = _shard_of(mine[key], split, self.get_parameter(name).shape)
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
-                share = self.get_parameter(name).detach()
-            mine[key] = share.clone() if assign else share
+                shard = self.get_parameter(name).detach()
+            mine[key] = shard.clone() if assign else shard
         super()._load_from_state_dict(
             mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 
-def _share_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Tensor:
-    """The share of a value in a state dict, for a parameter of which ``shape`` is here."""
+def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Tensor:
+    """The shard of a value in a state dict, for a parameter of which ``shape`` is here."""
     whole = split.whole_shape(shape)
     if tuple(value.shape) != whole:
         raise ValueError(
             f"the state dict has shape {list(value.shape)}, the unsharded parameter {list(whole)}"
         )
     if not isinstance(value, ShardTensor):
-        return split.share(value)
+        return split.shard(value)
     if value.placement != split:
         raise ValueError(
             f"the state dict has {value.placement}, this module {split}; load it through "

@@ -52,19 +52,19 @@ class Split:
 
     @property
     def offset(self) -> int:
-        """Where this rank's share begins."""
+        """Where this rank's shard begins."""
         return sum(self.sizes[: self.rank])
 
     @property
     def size(self) -> int:
-        """Of this rank's share."""
+        """Of this rank's shard."""
         return self.sizes[self.rank]
 
     @property
     def total(self) -> int:
         return sum(self.sizes)
 
-    def share(self, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of an unsharded tensor; a view."""
         return whole.narrow(self.dim, self.offset, self.size)
 

@@ -3,7 +3,7 @@
     print(tpkernels.numerics.compare(expected, y, atol=1e-2, rtol=1.6e-2, region_grid=(sizes, 4)))
 
 `compare` sees a tensor as a matrix: all leading dims flattened, times the last one. Regions cut it
-in a grid, so that a wrong shard stands out among the right ones.
+in a grid, so that a wrong share stands out among the right ones.
 """
 
 from tpkernels.numerics.comparison import compare

@@ -57,14 +57,14 @@ def _grad_x(
     else:
         assert grad_gathered is not None  # the backward runs where there is some gradient
         partial = grad_gathered
-    shares: torch.Tensor = torch.ops.tpkernels.reduce_scatter.default(
+    shards: torch.Tensor = torch.ops.tpkernels.reduce_scatter.default(
         partial,
         ctx.group,
         ctx.dim,
         shard_sizes=sizes,
         algorithm=algorithm_like(forward, has_matmul=False, last_dim=False),
     )
-    return shares
+    return shards
 
 
 def backward(

@@ -1,4 +1,4 @@
-"""What the backward passes of the ops share.
+"""What the backward passes of the ops shard.
 
 A backward calls ``torch.ops.tpkernels`` itself, so that AOTAutograd traces it like a forward. It
 communicates: all ranks must run the same backward passes in the same order, with gradients asked
@@ -25,16 +25,17 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.algorithms.shards import as_rows
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.ops._library import define
+from tpkernels.planning.algorithms import ALGORITHMS
 
 SCHEMA = "_matmul(Tensor x, Tensor w, *, ScalarType? out_dtype=None) -> Tensor"
 
 
 def _run(x: torch.Tensor, w: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     out = empty((*x.shape[:-1], w.shape[1]), out_dtype or x.dtype, x.device)
-    product(as_rows(x), w, as_rows(out))
+    local_matmul(as_rows(x), w, as_rows(out))
     return out
 
 
@@ -75,7 +76,7 @@ class WeightGrad:
             dtype = asked
         return cls(w.stride(0) < w.stride(1), dtype)
 
-    def product(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def local_matmul(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """``x^T @ grad`` over all rows. x [..., K], grad [..., N]."""
         x, grad = as_rows(x), as_rows(grad)
         if self.transposed:
@@ -89,9 +90,13 @@ def bias_grad(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def algorithm_like(forward: str, *, has_matmul: bool, last_dim: bool) -> str:
-    """The algorithm of a collective in the backward: the one asked for in the forward, unless that
-    splits a matmul and there is none here to split, or none that can be along the last dim."""
-    anywhere = ("unfused", "direct") if has_matmul else ("unfused", "ring", "direct")
-    if forward in anywhere or (has_matmul and not last_dim):
+    """The algorithm of a collective in the backward: the one requested in the forward, or "auto"
+    where that needs a matmul and there is none, or cannot split the one there is, along the last
+    dim."""
+    if forward == "auto":
         return forward
-    return "auto"
+    algorithm = ALGORITHMS[forward]
+    fits = not algorithm.overlaps_matmul
+    if has_matmul:
+        fits = not (last_dim and algorithm.splits_matmul)
+    return forward if fits else "auto"

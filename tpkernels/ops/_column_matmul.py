@@ -16,7 +16,7 @@ import torch
 from tpkernels import groups
 from tpkernels.algorithms.shards import as_rows
 from tpkernels.groups import GroupLike
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, bias_grad
@@ -46,7 +46,7 @@ def _run(
     for i, w in enumerate(weights):
         out = empty((*x.shape[:-1], w.shape[1]), x.dtype, x.device)
         bias = biases[i] if biases is not None and biases[i].numel() else None
-        product(as_rows(x), w, as_rows(out), bias)
+        local_matmul(as_rows(x), w, as_rows(out), bias)
         outs.append(out)
     return outs
 

@@ -12,13 +12,13 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from tpkernels import cuda, groups
-from tpkernels.backends import implementation, lacking
+from tpkernels.backends import implementation, unsupported
 from tpkernels.call import Call
 from tpkernels.errors import TpkernelsError
 from tpkernels.groups.group import Group
-from tpkernels.planning.choose import NOTHING_TUNED, Means, check_algorithm, choose
+from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
+from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
 from tpkernels.planning.problem import Problem
-from tpkernels.planning.steps import wanted_bytes
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _MOST_CALLS = 4096  # remembered per group
@@ -138,7 +138,7 @@ def _told_of_errors(group: str | None) -> Iterator[None]:
     except BaseException as error:
         if group is not None:
             with groups.get(group).lock:
-                groups.get(group).leave(error)
+                groups.get(group).mark_broken(error)
         raise
 
 
@@ -205,38 +205,38 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
     while True:
         means = _means(group, missing)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)
-        why = _missing_kernels(group, plan.algorithm, problem, on)
+        why = _unsupported_kernels(group, plan.algorithm, problem, on)
         if why is not None:
             missing[plan.algorithm] = why
             continue
         if problem.device == "cpu":
-            nbytes = wanted_bytes(problem, plan.algorithm, means.workspace_bytes)
-            group.make_room(nbytes, plan.text)
+            record = ALGORITHMS[plan.algorithm]
+            group.make_room(record.workspace_bytes(problem, means.workspace_bytes), plan.text)
         if _means(group, missing) == means:
             return Call(group, problem, plan, implementation(problem, plan))
 
 
-def _means(group: Group, no_kernels: Mapping[str, str] | None = None) -> Means:
+def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
     """What the group has, as far as it is set up."""
     workspace = group.workspace
     usable = group.workspace_bytes if workspace is None else workspace.usable_bytes
-    return Means(workspace is not None or group.world == 1, usable, dict(no_kernels or {}))
+    return Means(workspace is not None or group.world == 1, usable, dict(unsupported or {}))
 
 
-def _missing_kernels(
+def _unsupported_kernels(
     group: Group, algorithm: str, problem: Problem, on: torch.device
 ) -> str | None:
-    """Why the kernels of an algorithm cannot run on tensors of the problem's device type, this
-    rank's being ``on``; None: they can, or there are none. GPUs' are found out together, all ranks
-    having come to the same plan: collective."""
-    own = lacking(algorithm, problem.device, on)
-    if problem.device != "cuda" or algorithm not in ("direct", "pipelined", "fused"):
+    """Why the kernels of an algorithm cannot run on tensors of the problem's device type; None:
+    they can, or there are none. ``on`` is this rank's device. Collective on GPUs: the ranks, which
+    have made the same plan, find out together."""
+    own, record = unsupported(algorithm, problem.device, on), ALGORITHMS[algorithm]
+    kind = record.kernels.get(problem.device)
+    if problem.device != "cuda" or kind is None:
         return own
-    if algorithm != "fused":
-        return group.no_gpu_kernels(on, "CUDA", own)
-    if problem.op == "all_gather_matmul" and problem.world > 1:  # copy engines may bring the rows
-        group.no_gpu_kernels(on, "CUDA", cuda.obstacle(on))
-    return group.no_gpu_kernels(on, "Triton", own)
+    optional = record.optional_kernels.get(problem.op)
+    if optional is not None and problem.world > 1:
+        group.unsupported_kernels(on, optional, cuda.unsupported(on))
+    return group.unsupported_kernels(on, kind, own)
 
 
 def bias_list(

@@ -213,7 +213,7 @@ def matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiplies, sums the products over the ranks of ``group`` and keeps this rank's share, as one
+    """Multiplies, sums the products over the ranks of ``group`` and keeps this rank's shard, as one
     operation.
 
     Args:
@@ -229,10 +229,10 @@ def matmul_reduce_scatter(
         algorithm: "auto", or one of "unfused", "ring", "direct", "pipelined".
 
     Returns:
-        This rank's share of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
+        This rank's shard of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
         the order of the ranks and rounded once: the same bits in every run, for every algorithm.
 
-    The backward gathers the gradients of the shares once, for ``x`` (an ``all_gather_matmul``),
+    The backward gathers the gradients of the shards once, for ``x`` (an ``all_gather_matmul``),
     ``w`` and ``bias``, whose whole gradient every rank gets.
 
     Raises:

@@ -116,7 +116,7 @@ def reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Sums the ranks' ``x`` and keeps this rank's share along ``scatter_dim``.
+    """Sums the ranks' ``x`` and keeps this rank's shard along ``scatter_dim``.
 
     Args:
         x: of the same shape on all ranks; any strides.
@@ -127,8 +127,8 @@ def reduce_scatter(
         algorithm: "auto", or one of "unfused", "ring", "direct".
 
     Returns:
-        The share, summed in fp32 in the order of the ranks and rounded once. The gradient of ``x``
-        is that of all shares, gathered.
+        The shard, summed in fp32 in the order of the ranks and rounded once. The gradient of ``x``
+        is that of all shards, gathered.
 
     Raises:
         ValueError, TypeError: wrong arguments; nothing has been sent then.

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of a model of transformers of which each rank has a share.
+"""``save_pretrained`` of a model of transformers of which each rank has a shard.
 
 Problem: rank 0 writes what all ranks have a part of. Writing may take longer than ranks wait for
 each other, and it may fail, on rank 0 alone.
@@ -69,7 +69,7 @@ class SavePretrained:
         """As the method of transformers, with its arguments, for all ranks to call.
 
         Raises:
-            NotImplementedError: an option that writes shares; adapters.
+            NotImplementedError: an option that writes shards; adapters.
             ValueError: the model is on the meta device.
             RuntimeError: rank 0 could not write. Rank 0 raises what it met with.
             PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
@@ -174,7 +174,7 @@ def _leaving(group: Any) -> Iterator[None]:
     except TpkernelsError:  # the op has told them
         raise
     except BaseException as error:
-        group.leave(error)
+        group.mark_broken(error)
         raise
 
 

@@ -15,11 +15,10 @@ from math import prod
 import torch
 
 from tpkernels import defaults
+from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.steps import step_bytes, step_rows
 from tpkernels.planning.table import Config, Series, Table
-
-ALGORITHMS = ("unfused", "ring", "direct", "pipelined", "fused")
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ class Means:
     Attributes:
         shared_memory: whether all ranks of the group can map each other's memory.
         workspace_bytes: what each of the two data buffers of a rank may take, where there are any.
-        no_kernels: the algorithms whose kernels cannot run, and why.
+        unsupported: the algorithms whose kernels cannot run, and why.
     """
 
     shared_memory: bool
     workspace_bytes: int = defaults.WORKSPACE_BYTES
-    no_kernels: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose(
@@ -79,26 +78,26 @@ def choose(
         NotImplementedError: the algorithm asked for cannot run this problem; the message says
             what it needs.
     """
-    place = problem.place if tuned.measurements and problem.world > 1 else None
+    tuning_key = problem.tuning_key if tuned.measurements and problem.world > 1 else None
     if requested != "auto":
         check_algorithm(requested)
-        obstacle = _obstacle(problem, requested, means)
-        if obstacle is not None:
-            raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {obstacle}")
-        return _cut(_plan(problem, requested, "asked for"), tuned, place)
+        reason = _unsupported(problem, requested, means)
+        if reason is not None:
+            raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {reason}")
+        return _cut(_plan(problem, requested, "asked for"), tuned, tuning_key)
     ruled = _by_rule(problem, means)
-    if place is not None:
-        measured = tuned.choice(*place, candidates(problem, means), unless=ruled[0])
+    if tuning_key is not None:
+        measured = tuned.choice(*tuning_key, candidates(problem, means), unless=ruled[0])
         if measured is not None:
-            return _cut(_plan(problem, *measured), tuned, place)
+            return _cut(_plan(problem, *measured), tuned, tuning_key)
     return _plan(problem, *ruled)
 
 
-def _cut(plan: Plan, tuned: Table, place: tuple[Series, int] | None) -> Plan:
+def _cut(plan: Plan, tuned: Table, tuning_key: tuple[Series, int] | None) -> Plan:
     """The plan with the block sizes that were measured best for its kernels, if any were."""
-    if place is None or plan.algorithm != "fused":
+    if tuning_key is None or "Triton" not in ALGORITHMS[plan.algorithm].kernels.values():
         return plan
-    return replace(plan, config=tuned.config(*place))
+    return replace(plan, config=tuned.config(*tuning_key))
 
 
 def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
@@ -112,9 +111,9 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if not problem.has_matmul:
         return "direct", "no matmul to overlap with"
     rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
-    obstacle = _obstacle(problem, "pipelined", means)
-    if obstacle is not None:
-        return "direct", f"pipelined {obstacle}"
+    reason = _unsupported(problem, "pipelined", means)
+    if reason is not None:
+        return "direct", f"pipelined {reason}"
     if rows < PIPELINE_MIN_ROWS:
         return "direct", f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
     if most < PIPELINE_MIN_ROWS:
@@ -124,9 +123,11 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
 
 def candidates(problem: Problem, means: Means) -> list[str]:
     """What "auto" may take: all that can run, but for the kernels under Triton's interpreter."""
-    found = obstacles(problem, means)
-    tests_only = {"fused"} if problem.device == "cpu" else set()
-    return [name for name, why in found.items() if why is None and name not in tests_only]
+    return [
+        name
+        for name, reason in unsupported_algorithms(problem, means).items()
+        if reason is None and problem.device not in ALGORITHMS[name].tests_only
+    ]
 
 
 def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
@@ -139,20 +140,14 @@ def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
         return "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
         return "unfused", f"{reason}; ring has measured no faster"
-    if _obstacle(problem, "ring", means) is not None:
+    if _unsupported(problem, "ring", means) is not None:
         return "unfused", f"{reason}; a gather of K is not split"
     return "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
 
 
-def check_algorithm(name: str) -> None:
-    """``ValueError`` for a name that is no algorithm of this package."""
-    if name not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm '{name}'; there are auto, {', '.join(ALGORITHMS)}")
-
-
-def obstacles(problem: Problem, means: Means) -> dict[str, str | None]:
+def unsupported_algorithms(problem: Problem, means: Means) -> dict[str, str | None]:
     """For each algorithm, why it cannot run ``problem`` (None: it can)."""
-    return {name: _obstacle(problem, name, means) for name in ALGORITHMS}
+    return {name: _unsupported(problem, name, means) for name in ALGORITHMS}
 
 
 def _rows_per_part(problem: Problem) -> int:
@@ -166,28 +161,28 @@ def _rows_per_part(problem: Problem) -> int:
     )
 
 
-def _obstacle(problem: Problem, algorithm: str, means: Means) -> str | None:
+def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
+    """Why an algorithm cannot run ``problem``; None: it can."""
+    algorithm = ALGORITHMS[name]
     last = problem.dim == len(problem.shape) - 1
-    if algorithm in ("ring", "pipelined") and problem.op == "all_gather_matmul" and last:
+    if algorithm.splits_matmul and problem.op == "all_gather_matmul" and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
-    if algorithm in ("unfused", "ring"):
-        return None
-    if not means.shared_memory:
+    if algorithm.needs_shared_memory and not means.shared_memory:
         return "needs memory that all ranks share, which this group's ranks do not"
-    if algorithm in ("pipelined", "fused") and not problem.has_matmul:
+    if algorithm.overlaps_matmul and not problem.has_matmul:
         return "overlaps a matmul, and this op has none"
-    if algorithm == "fused" or problem.device == "cuda":
+    if problem.device in algorithm.whole_rows:
         vector = problem.dim == 0 and not problem.has_matmul
         if problem.dim is not None and (problem.outer != 1 or (last and not vector)):
             return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"
         if problem.dtype == torch.float64:
             return "accumulates in float32 and takes no float64"
-    elif algorithm == "pipelined" and step_rows(problem, means.workspace_bytes) < 1:
+    elif algorithm.step_rows and algorithm.step_rows(problem, means.workspace_bytes) < 1:
         return (
             f"needs {step_bytes(problem)} bytes for a row of each rank, and the workspace has "
             f"{means.workspace_bytes}; give tpkernels.init a larger workspace_bytes"
         )
-    return means.no_kernels.get(algorithm)
+    return means.unsupported.get(name)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def outer(self) -> int:
-        """Elements before ``dim``: how many blocks one rank's share consists of."""
+        """Elements before ``dim``: how many blocks one rank's shard consists of."""
         return prod(self.shape[: self.dim]) if self.dim is not None else 1
 
     @property
@@ -61,7 +61,7 @@ class Problem:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
-    def place(self) -> tuple[Series, int] | None:
+    def tuning_key(self) -> tuple[Series, int] | None:
         """Among which measured problems this one stands, and its extent; None: among none, because
         it is not split evenly along its rows, or along its elements where there is no matmul.
 

@@ -31,22 +31,24 @@ def step_rows(problem: Problem, workspace_bytes: int) -> int:
     return (workspace_bytes - 2 * problem.world * LINE_BYTES) // max(step_bytes(problem), 1)
 
 
-def wanted_bytes(problem: Problem, algorithm: str, workspace_bytes: int) -> int:
-    """What a call makes use of in each data buffer; with less it takes more steps."""
-    if algorithm == "pipelined":
-        rows = -(-problem.rows // problem.world) if problem.dim is None else _most_rows(problem)
-        steps = max(1, min(rows, step_rows(problem, workspace_bytes)))
-        return steps * step_bytes(problem) + 2 * problem.world * LINE_BYTES
-    if algorithm == "direct":  # of the sums, which are there too, an element has 4 bytes or 8
-        with_sums = 1 + -(-max(4, problem.dtype.itemsize) // problem.dtype.itemsize)
-        moved = min(problem.nbytes, _CHUNK_BYTES * problem.world)
-        return moved * with_sums + _SLACK_BYTES
-    return 0
+def pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
+    """Bytes that a call by `pipelined` uses of each data buffer."""
+    rows = -(-problem.rows // problem.world) if problem.dim is None else _most_rows(problem)
+    steps = max(1, min(rows, step_rows(problem, workspace_bytes)))
+    return steps * step_bytes(problem) + 2 * problem.world * LINE_BYTES
+
+
+def direct_bytes(problem: Problem, workspace_bytes: int) -> int:
+    """Bytes that a call by `direct` uses of each data buffer. The sums lie there too, at 4 bytes an
+    element, or 8 in float64."""
+    with_sums = 1 + -(-max(4, problem.dtype.itemsize) // problem.dtype.itemsize)
+    moved = min(problem.nbytes, _CHUNK_BYTES * problem.world)
+    return moved * with_sums + _SLACK_BYTES
 
 
 def _most_rows(problem: Problem) -> int:
-    """Matrix rows of the largest share."""
-    assert problem.dim is not None  # an all-reduce has no shares
+    """Matrix rows of the largest shard."""
+    assert problem.dim is not None  # an all-reduce has no shards
     if problem.dim == len(problem.shape) - 1:
         return problem.rows
     inner = prod(problem.shape[problem.dim + 1 : -1])

@@ -17,8 +17,8 @@ import torch.distributed._symmetric_memory as symmetric
 
 from tpkernels import _C
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.exchange import Member, exchange
-from tpkernels.symm.side import Side
+from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
 
@@ -28,19 +28,19 @@ class _Region:
     memory: Any  # what keeps it mapped
 
 
-class CudaSpace:
+class CudaWorkspace:
     """The workspace of a group's kernels on one device, which grows, and the watch over its peers.
 
     Args:
-        member: this rank's place in the group.
+        participant: this rank's place in the group.
         channel: of its own, in a call that all ranks have begun and nobody ends.
         device: of this rank's tensors.
     """
 
-    def __init__(self, member: Member, channel: _C.Channel, device: torch.device) -> None:
+    def __init__(self, participant: Participant, channel: _C.Channel, device: torch.device) -> None:
         self.device = device
-        self.side = Side(device)
-        self._member, self._channel = member, channel
+        self.side = SideStream(device)
+        self._member, self._channel = participant, channel
         # All that were ever made: a captured graph may go on using one that has been outgrown.
         self.spaces: list[DeviceWorkspace] = []
         self._chaos: dict[str, Any] | None = None
@@ -54,13 +54,13 @@ class CudaSpace:
         """The largest one."""
         return self.spaces[-1]
 
-    def grow(self, words: int, buffer_bytes: int, obstacle: str | None = None) -> None:
+    def grow(self, words: int, buffer_bytes: int, reason: str | None = None) -> None:
         """Makes a workspace of at least that size, and of twice the last one's, so that all of them
         together stay below twice the largest. Collective; raises what ``make_workspace`` does."""
         if self.spaces:
             words = max(words, 2 * self.current.words)
             buffer_bytes = max(buffer_bytes, 2 * self.current.buffer_bytes)
-        space = make_workspace(self._member, words, buffer_bytes, self.device, obstacle)
+        space = make_workspace(self._member, words, buffer_bytes, self.device, reason)
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
@@ -104,14 +104,14 @@ class CudaSpace:
 
 @torch.inference_mode(False)  # its memory outlives the mode of this call
 def make_workspace(
-    member: Member,
+    participant: Participant,
     words: int,
     buffer_bytes: int,
     device: torch.device,
-    obstacle: str | None = None,
+    reason: str | None = None,
 ) -> DeviceWorkspace:
     """The workspace of a group whose ranks' GPUs can address each other. Collective; waits for the
-    device. ``obstacle`` is why this rank already knows that it cannot be.
+    device. ``reason`` is why this rank already knows that it cannot be.
 
     Raises:
         NotImplementedError: on all ranks alike, where they cannot: no peer access, no virtual
@@ -119,41 +119,43 @@ def make_workspace(
             TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
         CollectiveTimeoutError, PeerLostError: a rank did not come, or left.
     """
-    nbytes = region_bytes(member.world, words, buffer_bytes)
+    nbytes = region_bytes(participant.world, words, buffer_bytes)
     memory = handle = None
-    if obstacle is None:
+    if reason is None:
         try:
-            make = torch.empty if member.world == 1 else symmetric.empty
+            make = torch.empty if participant.world == 1 else symmetric.empty
             memory = make(nbytes, dtype=torch.uint8, device=device)
             memory.zero_()
             if memory.is_cuda:
                 torch.cuda.synchronize(device)
         except RuntimeError as error:
-            obstacle = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
-    agree_on_gpus(member, obstacle, _describe(device))  # and no peer writes before all is zero
+            reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
+    agree_on_gpus(participant, reason, _describe(device))  # and no peer writes before all is zero
     assert memory is not None  # or all ranks would have raised
-    if member.world == 1:
+    if participant.world == 1:
         alone = _Region(memory.data_ptr(), memory)
-        return DeviceWorkspace([alone], 0, words, buffer_bytes, member.timeout, device, own=memory)
+        return DeviceWorkspace(
+            [alone], 0, words, buffer_bytes, participant.timeout, device, own=memory
+        )
     try:
-        handle = symmetric.rendezvous(memory, cast(Any, member.group))  # a NewType of str
+        handle = symmetric.rendezvous(memory, cast(Any, participant.group))  # a NewType of str
     except RuntimeError as error:
-        obstacle = (
+        reason = (
             f"cannot map the other ranks' memory: {error}. Ranks that share a GPU need "
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
         )
-    agree_on_gpus(member, obstacle)
+    agree_on_gpus(participant, reason)
     assert handle is not None  # likewise
     regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
     return DeviceWorkspace(
         regions,
-        member.rank,
+        participant.rank,
         words,
         buffer_bytes,
-        member.timeout,
+        participant.timeout,
         device,
         handle.multicast_ptr,
-        handle.get_buffer(member.rank, (nbytes,), torch.uint8),
+        handle.get_buffer(participant.rank, (nbytes,), torch.uint8),
     )
 
 
@@ -165,18 +167,18 @@ def _describe(device: torch.device) -> str:
     return f"{found.name} (sm_{found.major}{found.minor}, {found.multi_processor_count} processors)"
 
 
-def agree_on_gpus(member: Member, error: str | None, kind: str = "") -> None:
+def agree_on_gpus(participant: Participant, error: str | None, kind: str = "") -> None:
     """Raises ``NotImplementedError`` on all ranks if one has an ``error``, or another ``kind`` of
     GPU. Collective."""
-    said = exchange(member, "kernels on GPUs", {"error": error, "kind": kind})
+    said = exchange(participant, "kernels on GPUs", {"error": error, "kind": kind})
     for rank, other in enumerate(said):
         if other["error"] is not None:
             raise NotImplementedError(
-                f"the kernels of group '{member.group}' cannot run on GPUs: rank {rank} "
+                f"the kernels of group '{participant.group}' cannot run on GPUs: rank {rank} "
                 f"{other['error']}"
             )
         if other["kind"] != said[0]["kind"]:
             raise NotImplementedError(
-                f"the kernels of group '{member.group}' need GPUs of one kind: rank 0 has "
+                f"the kernels of group '{participant.group}' need GPUs of one kind: rank 0 has "
                 f"{said[0]['kind']}, rank {rank} {other['kind']}"
             )

@@ -48,7 +48,7 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Member:
+class Participant:
     """This rank's place in a group, and the means to reach the others before there is memory."""
 
     store: Store
@@ -95,13 +95,13 @@ class Member:
         return f"{self.prefix}/left/{address}"
 
 
-def exchange(member: Member, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank says, in rank order. Collective; waits ``member.timeout`` at the most.
+def exchange(participant: Participant, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank says, in rank order. Collective; waits ``participant.timeout`` at the most.
 
     Raises:
         CollectiveTimeoutError, PeerLostError: a rank did not come, or left.
     """
-    attempt = _Attempt(member, purpose, say)
+    attempt = _Attempt(participant, purpose, say)
     try:
         return attempt.run()
     except BaseException as error:
@@ -109,30 +109,32 @@ def exchange(member: Member, purpose: str, say: dict[str, Any]) -> list[dict[str
         raise
 
 
-def tell_left(member: Member, error: BaseException) -> None:
+def tell_left(participant: Participant, error: BaseException) -> None:
     """Tells the other ranks, in whatever exchange or set-up they wait, that this one has left."""
-    addresses = member.presence.addresses
-    member.tell((each for rank, each in enumerate(addresses) if rank != member.rank), error)
+    addresses = participant.presence.addresses
+    participant.tell(
+        (each for rank, each in enumerate(addresses) if rank != participant.rank), error
+    )
 
 
 class _Attempt:
     """One rank's part in one exchange."""
 
-    def __init__(self, member: Member, purpose: str, say: dict[str, Any]) -> None:
-        self.member, self.purpose = member, purpose
-        self.prefix = f"{member.prefix}/{purpose}"
-        self.keys = [f"{self.prefix}/{rank}" for rank in range(member.world)]
+    def __init__(self, participant: Participant, purpose: str, say: dict[str, Any]) -> None:
+        self.participant, self.purpose = participant, purpose
+        self.prefix = f"{participant.prefix}/{purpose}"
+        self.keys = [f"{self.prefix}/{rank}" for rank in range(participant.world)]
         self.nonce = secrets.token_hex(8)
-        self.number = member.presence.completed.get(purpose, 0)
+        self.number = participant.presence.completed.get(purpose, 0)
         self.say = say
         self.confirmed: dict[str, list[dict[str, Any]]] = {}  # the words, by the key for them
 
     def run(self) -> list[dict[str, Any]]:
-        member = self.member
+        participant = self.participant
         word = {"nonce": self.nonce, "number": self.number, "say": self.say}
-        word["address"] = member.presence.address
-        deadline = time.monotonic() + member.timeout
-        member.store.set(self.keys[member.rank], json.dumps(word))
+        word["address"] = participant.presence.address
+        deadline = time.monotonic() + participant.timeout
+        participant.store.set(self.keys[participant.rank], json.dumps(word))
         (pause, longest), look_at = _PAUSES, 0.0
         while True:
             words = self._all_confirmed()
@@ -143,7 +145,7 @@ class _Attempt:
             if not self.confirmed or now >= look_at:
                 self._confirm()
             if now >= look_at:
-                member.look(self.purpose, self.nonce)
+                participant.look(self.purpose, self.nonce)
                 look_at = now + _RARELY
             if now >= deadline:
                 raise self._late()
@@ -153,17 +155,17 @@ class _Attempt:
     def give_up(self, error: BaseException) -> None:
         """Tells those that are here already."""
         with contextlib.suppress(RuntimeError):  # the store is gone
-            words = [word for word in map(self._word_of, range(self.member.world)) if word]
+            words = [word for word in map(self._word_of, range(self.participant.world)) if word]
             nonces = (word["nonce"] for word in words)
-            self.member.tell((nonce for nonce in nonces if nonce != self.nonce), error)
+            self.participant.tell((nonce for nonce in nonces if nonce != self.nonce), error)
 
     def _word_of(self, rank: int) -> dict[str, Any] | None:
-        store, key = self.member.store, self.keys[rank]
+        store, key = self.participant.store, self.keys[rank]
         return json.loads(store.get(key)) if store.check([key]) else None
 
     def _confirm(self) -> None:
         """Confirms the words of all ranks, if they are there and of one exchange."""
-        store = self.member.store
+        store = self.participant.store
         if not store.check(self.keys):
             return
         words = [json.loads(word) for word in store.multi_get(self.keys)]
@@ -173,17 +175,19 @@ class _Attempt:
         key = f"{self.prefix}/{hashlib.sha256(nonces.encode()).hexdigest()[:32]}"
         if key not in self.confirmed:
             self.confirmed[key] = words
-            store.set(f"{key}/{self.member.rank}", "")
+            store.set(f"{key}/{self.participant.rank}", "")
 
     def _all_confirmed(self) -> list[dict[str, Any]] | None:
         for key, words in self.confirmed.items():
-            if self.member.store.check([f"{key}/{rank}" for rank in range(self.member.world)]):
+            if self.participant.store.check(
+                [f"{key}/{rank}" for rank in range(self.participant.world)]
+            ):
                 return words
         return None
 
     def _complete(self, words: list[dict[str, Any]]) -> None:
         """All ranks are in this exchange, so none still needs what was confirmed before it."""
-        presence, rank = self.member.presence, self.member.rank
+        presence, rank = self.participant.presence, self.participant.rank
         presence.addresses = [word["address"] for word in words]
         presence.completed[self.purpose] = self.number + 1
         before = presence.confirmed.get(self.purpose, [])
@@ -192,22 +196,23 @@ class _Attempt:
         presence.confirmed[self.purpose] = mine
         with contextlib.suppress(RuntimeError):  # a store that cannot delete
             for key in (*before, *others):
-                self.member.store.delete_key(key)
+                self.participant.store.delete_key(key)
 
     def _late(self) -> CollectiveTimeoutError:
         """The error that names the first rank that did not come."""
-        member, last = self.member, next(reversed(self.confirmed), None)
+        participant, last = self.participant, next(reversed(self.confirmed), None)
 
         def is_here(rank: int) -> bool:
             word = self._word_of(rank)
             if word is None or word["number"] != self.number:
                 return False
-            return last is None or member.store.check([f"{last}/{rank}"])
+            return last is None or participant.store.check([f"{last}/{rank}"])
 
-        missing = next((rank for rank in range(member.world) if not is_here(rank)), 0)
+        missing = next((rank for rank in range(participant.world) if not is_here(rank)), 0)
         return CollectiveTimeoutError(
-            f"{self.purpose} of group '{member.group}': rank {member.rank} waited "
-            f"{member.timeout:g} s for rank {missing}, which did not come. All ranks of the group "
-            "must make their first call, call tpkernels.init or make a communicator together.",
+            f"{self.purpose} of group '{participant.group}': rank {participant.rank} waited "
+            f"{participant.timeout:g} s for rank {missing}, which did not come. All ranks of the "
+            "group must make their first call, call tpkernels.init or create a communicator "
+            "together.",
             peer=missing,
         )

@@ -17,11 +17,11 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C import Phase
-from tpkernels.symm.cuda import CudaSpace, agree_on_gpus
+from tpkernels.symm.cuda import CudaWorkspace, agree_on_gpus
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.exchange import Member, exchange
-from tpkernels.symm.limits import lacks_memory
-from tpkernels.symm.rendezvous import Link, make_arena
+from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.limits import short_of_memory
+from tpkernels.symm.rendezvous import MappedArena, make_arena
 from tpkernels.symm.segments import Segments
 
 _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
@@ -40,25 +40,25 @@ class HostWorkspace:
     ``channel`` is the extension's face of it, which the algorithms drive.
     """
 
-    def __init__(self, member: Member, workspace_bytes: int) -> None:
-        self.member = member
+    def __init__(self, participant: Participant, workspace_bytes: int) -> None:
+        self.participant = participant
         self.workspace_bytes = workspace_bytes
         self._may_grow = True
         self._segments = Segments()
         self.locate = self._segments.locate  #: see there
         self._chaos: dict[str, Any] | None = None
         self._device: DeviceWorkspace | None = None
-        self._cuda: dict[torch.device, CudaSpace] = {}
+        self._cuda: dict[torch.device, CudaWorkspace] = {}
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        region = _C.Channel.region_bytes(member.world, workspace_bytes)
+        region = _C.Channel.region_bytes(participant.world, workspace_bytes)
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
         first = min(workspace_bytes, _FIRST_BUFFER)
         try:
-            link = make_arena(member, "workspace", self._region_bytes, self._parts(0, first))
+            link = make_arena(participant, "workspace", self._region_bytes, self._parts(0, first))
         except MemoryError as error:
             hint = f"give tpkernels.init a smaller workspace_bytes than {workspace_bytes}"
             raise MemoryError(f"{error}; {hint}") from None
-        self.channel = _channel(link, member, first)
+        self.channel = _channel(link, participant, first)
         self._arena = link.arena
 
     @property
@@ -88,18 +88,19 @@ class HostWorkspace:
         self._may_grow = not any(errors)
         if self._may_grow:
             self.channel.grow(wanted)
-        elif self.member.rank == 0:
+        elif self.participant.rank == 0:
             warnings.warn(
-                f"the workspace of group '{self.member.group}' stays at {self.channel.capacity} "
-                f"bytes a buffer, and large calls take more steps: {next(filter(None, errors))}",
+                f"the workspace of group '{self.participant.group}' stays at "
+                f"{self.channel.capacity} bytes a buffer, and large calls take "
+                f"more steps: {next(filter(None, errors))}",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _commit(self, capacity: int) -> str | None:
         """Commits what this rank's buffers lack of ``capacity``; what went wrong."""
-        parts, rank = self._parts(self.channel.capacity, capacity), self.member.rank
-        error = lacks_memory(sum(size for _, size in parts), self.member.world)
+        parts, rank = self._parts(self.channel.capacity, capacity), self.participant.rank
+        error = short_of_memory(sum(size for _, size in parts), self.participant.world)
         if error is None:
             try:
                 for offset, size in parts:
@@ -110,7 +111,7 @@ class HostWorkspace:
 
     def _parts(self, begin: int, end: int) -> list[tuple[int, int]]:
         """What of a region must be committed for buffers to grow from ``begin`` to ``end``."""
-        return _C.Channel.parts(self.member.world, self._region_bytes, begin, end)
+        return _C.Channel.parts(self.participant.world, self._region_bytes, begin, end)
 
     def device(self, words: int, buffer_bytes: int, text: str) -> DeviceWorkspace:
         """The workspace of the Triton kernels under their interpreter, with at least that many
@@ -121,38 +122,40 @@ class HostWorkspace:
             words = max(words, self._device.words)
             buffer_bytes = max(buffer_bytes, self._device.buffer_bytes)
         self._agree(f"a kernel workspace of {words} words and {buffer_bytes} bytes for {text}")
-        member = self.member
-        arena = self._further_arena("kernels", region_bytes(member.world, words, buffer_bytes))
-        regions = [arena.region(rank) for rank in range(member.world)]
-        self._device = DeviceWorkspace(regions, member.rank, words, buffer_bytes, member.timeout)
+        participant = self.participant
+        arena = self._further_arena("kernels", region_bytes(participant.world, words, buffer_bytes))
+        regions = [arena.region(rank) for rank in range(participant.world)]
+        self._device = DeviceWorkspace(
+            regions, participant.rank, words, buffer_bytes, participant.timeout
+        )
         if self._chaos is not None:
             self._device.set_chaos(**self._chaos)
         return self._device
 
-    def open_cuda(self, device: torch.device, kernels: str, obstacle: str | None) -> None:
+    def open_cuda(self, device: torch.device, kernels: str, reason: str | None) -> None:
         """Sets up kernels of a kind on GPUs, this rank's being ``device``. Collective.
 
         Raises:
-            NotImplementedError: on all ranks alike, where one has an ``obstacle`` or the GPUs share
+            NotImplementedError: on all ranks alike, where one has an ``reason`` or the GPUs share
                 no memory.
         """
         self._agree(f"the first call of {kernels} kernels on GPUs")
         if device in self._cuda:
-            agree_on_gpus(self._watched(), obstacle)
+            agree_on_gpus(self._watched(), reason)
             return
-        link = self._link("watch", _C.Channel.region_bytes(self.member.world, _PAGE))
-        channel = _channel(link, self.member, _PAGE)
+        link = self._link("watch", _C.Channel.region_bytes(self.participant.world, _PAGE))
+        channel = _channel(link, self.participant, _PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
-        space = CudaSpace(self.member, channel, device)
+        space = CudaWorkspace(self.participant, channel, device)
         try:
-            space.grow(_FIRST_WORDS, _FIRST_BYTES, obstacle)
+            space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
         except BaseException:
             space.close("no kernels on GPUs")
             raise
         self._cuda[device] = space
 
-    def cuda(self, device: torch.device, words: int, buffer_bytes: int, text: str) -> CudaSpace:
+    def cuda(self, device: torch.device, words: int, buffer_bytes: int, text: str) -> CudaWorkspace:
         """The workspace of kernels on GPUs, as ``device`` does it for the interpreter.
 
         Raises:
@@ -175,15 +178,15 @@ class HostWorkspace:
             os.close(pidfd)
         return link.arena
 
-    def _link(self, purpose: str, nbytes: int) -> Link:
+    def _link(self, purpose: str, nbytes: int) -> MappedArena:
         """A new arena, in the call that has just begun. Collective."""
         region = -(-nbytes // _PAGE) * _PAGE
         return make_arena(self._watched(), purpose, region, [(0, region)])
 
-    def _watched(self) -> Member:
-        """The member, for a rendezvous in the call that has just begun: it finds a lost peer."""
+    def _watched(self) -> Participant:
+        """This rank, for a rendezvous in the call that has just begun: it detects a lost peer."""
         channel = self.channel  # of RESULT, which nobody publishes in such a call
-        return replace(self.member, watch=lambda: channel.watch(Phase.RESULT, 0.0))
+        return replace(self.participant, watch=lambda: channel.watch(Phase.RESULT, 0.0))
 
     def _agree(self, text: str) -> None:
         """Finds out whether all ranks are about to do the same."""
@@ -235,7 +238,7 @@ class HostWorkspace:
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
         arena = self._further_arena("empty", nbytes)
-        region = arena.region(self.member.rank, 0, nbytes)
+        region = arena.region(self.participant.rank, 0, nbytes)
         self.channel.add_segment(self._segments.add(region), arena)
         if prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
@@ -266,14 +269,14 @@ class HostWorkspace:
         self._device = None
 
 
-def _channel(link: Link, member: Member, capacity: int) -> _C.Channel:
-    crowded = member.world > len(os.sched_getaffinity(0))
+def _channel(link: MappedArena, participant: Participant, capacity: int) -> _C.Channel:
+    crowded = participant.world > len(os.sched_getaffinity(0))
     return _C.Channel(
         link.arena,
-        member.rank,
+        participant.rank,
         link.pidfds,
         link.pids,
-        timeout=member.timeout,
+        timeout=participant.timeout,
         spin_us=_SPIN_US,
         yield_us=0.0 if crowded else _YIELD_US,
         capacity=capacity,

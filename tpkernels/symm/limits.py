@@ -42,7 +42,7 @@ def available_bytes() -> int:
     return max(0, min(room for room in rooms if room is not None))
 
 
-def lacks_memory(nbytes: int, world: int) -> str | None:
+def short_of_memory(nbytes: int, world: int) -> str | None:
     """What is wrong with committing ``nbytes`` on each of ``world`` ranks; None: nothing."""
     free = available_bytes()
     if nbytes * world <= free:

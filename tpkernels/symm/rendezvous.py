@@ -25,8 +25,8 @@ from typing import Any
 
 from tpkernels import _C
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
-from tpkernels.symm.exchange import Member, exchange
-from tpkernels.symm.limits import lacks_memory
+from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.limits import short_of_memory
 from tpkernels.symm.messages import close_all, connected, listening, receive, send, user_of
 
 # Rank 0 gives up at the deadline; the others leave it this long (s) to tell them on whom.
@@ -37,7 +37,7 @@ Parts = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 
 
 @dataclass(frozen=True)
-class Link:
+class MappedArena:
     """An arena that all ranks have mapped, and a pidfd and pid of each rank."""
 
     arena: _C.Arena
@@ -45,29 +45,31 @@ class Link:
     pids: list[int]
 
 
-def make_arena(member: Member, purpose: str, region_bytes: int, parts: Parts) -> Link:
-    """Maps a new arena of ``member.world`` regions on every rank, each of which commits ``parts``
+def make_arena(
+    participant: Participant, purpose: str, region_bytes: int, parts: Parts
+) -> MappedArena:
+    """Maps a new arena of ``participant.world`` regions on every rank; each rank commits ``parts``
     of its own. Collective.
 
     Raises:
         MemoryError: on every rank, when one of them cannot map it or commit its parts.
         CollectiveTimeoutError, PeerLostError: a rank did not come, or left.
     """
-    if member.world == 1:
+    if participant.world == 1:
         return _lone_arena(region_bytes, parts)
-    deadline = time.monotonic() + member.timeout
-    if member.rank == 0:
+    deadline = time.monotonic() + participant.timeout
+    if participant.rank == 0:
         token = secrets.token_hex(16)
         with listening(purpose) as (listener, name):
-            exchange(member, purpose, {"socket": name, "token": token})
-            return _host(member, listener, token, region_bytes, parts, deadline)
-    root = exchange(member, purpose, {})[0]
+            exchange(participant, purpose, {"socket": name, "token": token})
+            return _host(participant, listener, token, region_bytes, parts, deadline)
+    root = exchange(participant, purpose, {})[0]
     with (
-        _bounded(member, 0, deadline) as remaining,
+        _bounded(participant, 0, deadline) as remaining,
         connected(root["socket"], remaining) as connection,
     ):
         connection.settimeout(remaining + _GRACE)
-        return _join(member, connection, root["token"], region_bytes, parts)
+        return _join(participant, connection, root["token"], region_bytes, parts)
 
 
 @dataclass(frozen=True)
@@ -80,35 +82,37 @@ class _Peer:
 
 
 def _host(
-    member: Member,
+    participant: Participant,
     listener: socket.socket,
     token: str,
     region_bytes: int,
     parts: Parts,
     deadline: float,
-) -> Link:
-    others = range(1, member.world)
+) -> MappedArena:
+    others = range(1, participant.world)
     peers: dict[int, _Peer] = {}
     own, memory, arena = _C.open_pidfd(os.getpid()), -1, None
     with contextlib.ExitStack() as open_files:
         try:
-            _welcome(member, listener, token, deadline, peers, open_files)
+            _welcome(participant, listener, token, deadline, peers, open_files)
             pids = [os.getpid(), *(peers[rank].pid for rank in others)]
             pidfds = [own, *(fd for rank in others for fd in peers[rank].pidfds)]
-            error = _too_few(pidfds, member.world, 0)
+            error = _too_few(pidfds, participant.world, 0)
             if error is None:
-                memory, error = _create(region_bytes, member.world, parts)
+                memory, error = _create(region_bytes, participant.world, parts)
             shared = [] if error is not None else [*pidfds, memory]
             for rank in others:
-                with _bounded(member, rank, deadline):
+                with _bounded(participant, rank, deadline):
                     send(peers[rank].connection, {"pids": pids, "error": error}, shared)
             if error is None:
-                arena, error = _map(memory, region_bytes, member.world, 0, parts)
+                arena, error = _map(memory, region_bytes, participant.world, 0, parts)
             for rank in others:
-                with _bounded(member, rank, deadline):  # all are heard, or a close would reset them
+                with _bounded(
+                    participant, rank, deadline
+                ):  # all are heard, or a close would reset them
                     error = receive(peers[rank].connection, 0)[0]["error"] or error
             for rank in others:
-                with _bounded(member, rank, deadline):
+                with _bounded(participant, rank, deadline):
                     send(peers[rank].connection, {"error": error}, [])
         except BaseException as failure:
             close_all([own, *(fd for peer in peers.values() for fd in peer.pidfds)])
@@ -124,7 +128,7 @@ def _host(
 
 
 def _welcome(
-    member: Member,
+    participant: Participant,
     listener: socket.socket,
     token: str,
     deadline: float,
@@ -136,12 +140,12 @@ def _welcome(
     looked = 0.0
     with selectors.PollSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        while len(peers) < member.world - 1:
-            missing = min(set(range(1, member.world)) - set(peers))
-            with _bounded(member, missing, deadline) as remaining:
+        while len(peers) < participant.world - 1:
+            missing = min(set(range(1, participant.world)) - set(peers))
+            with _bounded(participant, missing, deadline) as remaining:
                 ready = selector.select(min(remaining, _LOOK))
                 if time.monotonic() - looked > _LOOK:
-                    member.look("set-up")
+                    participant.look("set-up")
                     looked = time.monotonic()
             for connection in (key.fileobj for key, _ in ready):
                 assert isinstance(connection, socket.socket)  # for the type checker
@@ -155,7 +159,7 @@ def _welcome(
                 selector.unregister(connection)
                 hello, descriptors = _hello(connection)
                 rank = int(hello.get("rank", 0))
-                if hello.get("token") != token or rank not in range(1, member.world):
+                if hello.get("token") != token or rank not in range(1, participant.world):
                     close_all(descriptors)
                     connection.close()
                     continue
@@ -172,28 +176,28 @@ def _hello(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _join(
-    member: Member, connection: socket.socket, token: str, region_bytes: int, parts: Parts
-) -> Link:
+    participant: Participant, connection: socket.socket, token: str, region_bytes: int, parts: Parts
+) -> MappedArena:
     if user_of(connection) != os.getuid():
         raise PeerLostError(
-            f"set-up of group '{member.group}': user {user_of(connection)} listens in rank 0's "
-            f"place, not this user, {os.getuid()}",
+            f"set-up of group '{participant.group}': user {user_of(connection)} listens in rank "
+            f"0's place, not this user, {os.getuid()}",
             peer=0,
         )
     own = _C.open_pidfd(os.getpid())
     try:
-        hello = {"token": token, "rank": member.rank, "pid": os.getpid()}
+        hello = {"token": token, "rank": participant.rank, "pid": os.getpid()}
         send(connection, hello, [own])
     finally:
         os.close(own)
-    offer, descriptors = receive(connection, member.world + 1)
-    pidfds, memory = descriptors[: member.world], descriptors[member.world :]
+    offer, descriptors = receive(connection, participant.world + 1)
+    pidfds, memory = descriptors[: participant.world], descriptors[participant.world :]
     try:
         arena, error = None, offer["error"]
         if error is None:
-            error = _too_few(descriptors, member.world + 1, member.rank)
+            error = _too_few(descriptors, participant.world + 1, participant.rank)
         if error is None:
-            arena, error = _map(memory[0], region_bytes, member.world, member.rank, parts)
+            arena, error = _map(memory[0], region_bytes, participant.world, participant.rank, parts)
         with contextlib.suppress(BrokenPipeError):  # then rank 0 has said why
             send(connection, {"error": error}, [])
         verdict = receive(connection, 0)[0]["error"]
@@ -205,7 +209,7 @@ def _join(
     return _verdict(arena, verdict, pidfds, offer["pids"])
 
 
-def _lone_arena(region_bytes: int, parts: Parts) -> Link:
+def _lone_arena(region_bytes: int, parts: Parts) -> MappedArena:
     memory, error = _create(region_bytes, 1, parts)
     arena = None
     if error is None:
@@ -215,7 +219,7 @@ def _lone_arena(region_bytes: int, parts: Parts) -> Link:
 
 
 def _create(region_bytes: int, world: int, parts: Parts) -> tuple[int, str | None]:
-    error = lacks_memory(sum(size for _, size in parts), world)
+    error = short_of_memory(sum(size for _, size in parts), world)
     if error is not None:
         return -1, error
     try:
@@ -248,17 +252,19 @@ def _too_few(descriptors: list[int], expected: int, rank: int) -> str | None:
     )
 
 
-def _verdict(arena: _C.Arena | None, error: str | None, pidfds: list[int], pids: list[int]) -> Link:
+def _verdict(
+    arena: _C.Arena | None, error: str | None, pidfds: list[int], pids: list[int]
+) -> MappedArena:
     if error is not None or arena is None:
         close_all(pidfds)
         raise MemoryError(f"no shared memory for the group: {error}")
-    return Link(arena, pidfds, pids)
+    return MappedArena(arena, pidfds, pids)
 
 
 @contextlib.contextmanager
-def _bounded(member: Member, peer: int, deadline: float) -> Iterator[float]:
+def _bounded(participant: Participant, peer: int, deadline: float) -> Iterator[float]:
     """Gives the seconds left and turns a socket's failure into ours, naming ``peer``."""
-    where = f"set-up of group '{member.group}': rank {member.rank} waited for rank {peer}"
+    where = f"set-up of group '{participant.group}': rank {participant.rank} waited for rank {peer}"
     remaining = deadline - time.monotonic()
     try:
         if remaining <= 0:
@@ -266,11 +272,11 @@ def _bounded(member: Member, peer: int, deadline: float) -> Iterator[float]:
         yield remaining
     except TimeoutError as error:
         raise CollectiveTimeoutError(
-            f"{where}, which did not come within {member.timeout:g} s", peer=peer
+            f"{where}, which did not come within {participant.timeout:g} s", peer=peer
         ) from error
     except (ConnectionError, EOFError) as error:
         until = time.monotonic() + 0.2  # a process's end shows a little after its sockets close
-        while member.watch is not None and time.monotonic() < until:
-            member.watch()
+        while participant.watch is not None and time.monotonic() < until:
+            participant.watch()
             time.sleep(0.005)
         raise PeerLostError(f"{where}, which left ({error})", peer=peer) from error

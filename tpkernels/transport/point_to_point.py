@@ -53,7 +53,7 @@ class _Greetings:
                 )
 
 
-class Link:
+class PeerLinks:
     """This rank's connection to its peers in one call."""
 
     def __init__(self, call: Call) -> None:
@@ -112,9 +112,9 @@ class Link:
             finish(self._call, group.waiter.wait_for(works, timeout))
 
 
-def enter(call: Call) -> Link:
-    """Begins a call. Before the first `Link.wait` nothing may be sent but by `Link.start`."""
-    link, group = Link(call), call.group
+def enter(call: Call) -> PeerLinks:
+    """Begins a call. Until the first `PeerLinks.wait`, send only through `PeerLinks.start`."""
+    link, group = PeerLinks(call), call.group
     if group.world == 1 or call.problem.device != "cpu":
         return link
     if group.workspace is not None:

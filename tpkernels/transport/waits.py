@@ -71,7 +71,7 @@ def _watch(group: Group, waited: float) -> None:
         group.workspace.channel.watch(Phase.RESULT, waited)
 
 
-def leave(call: Call) -> None:
+def announce_done(call: Call) -> None:
     """Tells the peers that this rank needs nothing more of them: its process may end."""
     workspace = call.group.workspace
     if workspace is not None and call.group.world > 1 and call.problem.device == "cpu":

@@ -46,7 +46,7 @@ std::map<std::string, Entry> entries{
     {"call_publish", {with(call_publish), true, kSignalThreads}},
     {"call_wait", {with(call_wait), true, kSignalThreads}},
     {"call_end", {with(call_end), true, kSignalThreads}},
-    {"call_spoil", {with(call_spoil), true, kSpoilThreads}},
+    {"call_spoil", {with(call_spoil), true, kPoisonThreads}},
 };
 
 std::string failing;

@@ -10,9 +10,9 @@ import torch
 
 from tpkernels import _C, dtypes
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.shards import as_rows, matmul_partial, share_shape
+from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, recorded
 
@@ -51,12 +51,12 @@ def all_gather_matmul(
     whole = empty(call.problem.shape, x.dtype, x.device) if gathered is None else gathered
     _gather_into(call, x, whole)
     for w, bias, out in zip(weights, biases, outs, strict=True):
-        product(as_rows(whole), w, as_rows(out), bias)
+        local_matmul(as_rows(whole), w, as_rows(out), bias)
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     x = x.contiguous()
-    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
+    out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
     segment, offset = call.workspace.locate(x)
     with recorded(COPY):
         _C.reduce_scatter(

@@ -1,6 +1,6 @@
 """``direct`` on GPUs: one matmul, and one kernel that moves all of it at once.
 
-The kernels, their slots and words are in csrc/cuda/shares.cuh and all_reduce.cuh.
+The kernels, their slots and words are in csrc/cuda/shards.cuh and all_reduce.cuh.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import torch
 
 from tpkernels import cuda
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.shards import as_rows, matmul_partial, share_rows, share_shape
+from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_rows, shard_shape
 from tpkernels.call import Call
-from tpkernels.cuda import shares
+from tpkernels.cuda import shards
 from tpkernels.cuda.queued import queued
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.planning.problem import Problem
 
 
 def rows_by_rank(problem: Problem) -> tuple[int, ...]:
-    """Rows of each rank's share, as ``as_blocks`` counts them."""
+    """Rows of each rank's shard, as ``as_blocks`` counts them."""
     if len(problem.shape) == 1:
         return problem.sizes
-    return tuple(share_rows(problem, rank) for rank in range(problem.world))
+    return tuple(shard_rows(problem, rank) for rank in range(problem.world))
 
 
 def as_blocks(x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def as_blocks(x: torch.Tensor) -> torch.Tensor:
 
 def _gather_into(call: Call, x: torch.Tensor, whole: torch.Tensor) -> None:
     rows, sizes = as_blocks(x.contiguous()), rows_by_rank(call.problem)
-    needs = shares.requirements(sizes, rows.shape[1] * rows.element_size())
+    needs = shards.requirements(sizes, rows.shape[1] * rows.element_size())
     with queued(call, x.device, *needs) as memory:
         signature = call.plan.signature
         cuda.all_gather(memory.current, signature, rows, as_blocks(whole), sizes)
@@ -57,14 +57,14 @@ def all_gather_matmul(
     whole = empty(call.problem.shape, x.dtype, x.device) if gathered is None else gathered
     _gather_into(call, x, whole)
     for w, bias, out in zip(weights, biases, outs, strict=True):
-        product(as_rows(whole), w, as_rows(out), bias)
+        local_matmul(as_rows(whole), w, as_rows(out), bias)
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    out = empty(share_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
+    out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
     rows, sizes = as_blocks(x.contiguous()), rows_by_rank(call.problem)
     residual = reduction.residual
-    needs = shares.requirements(sizes, rows.shape[1] * rows.element_size())
+    needs = shards.requirements(sizes, rows.shape[1] * rows.element_size())
     with queued(call, x.device, *needs) as memory:
         cuda.reduce_scatter(
             memory.current,

@@ -22,13 +22,13 @@ from tpkernels._C import Phase
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.algorithms.shards import (
     as_rows,
-    multiply_share,
-    partial_of_share,
-    share_rows,
-    share_shape,
+    multiply_shard,
+    partial_of_shard,
+    shard_rows,
+    shard_shape,
 )
 from tpkernels.call import Call
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 from tpkernels.planning.steps import LINE_BYTES, step_rows
@@ -59,12 +59,12 @@ def all_gather_matmul(
     segment, offset = workspace.locate(x)
     flat, width = as_rows(x), x.shape[-1]
     row_bytes = width * x.element_size()
-    rows = [share_rows(problem, r) for r in range(problem.world)]
+    rows = [shard_rows(problem, r) for r in range(problem.world)]
     factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
     whole = None if gathered is None else as_rows(gathered)
 
-    def multiply(share: torch.Tensor, owner: int, begin: int) -> None:
-        multiply_share(problem, owner, begin, share, factors, whole)
+    def multiply(shard: torch.Tensor, owner: int, begin: int) -> None:
+        multiply_shard(problem, owner, begin, shard, factors, whole)
 
     step, begins = _steps(call, max(rows))
     channel = workspace.channel
@@ -103,8 +103,8 @@ def matmul_reduce_scatter(
     if by_columns:
         rows, columns = [problem.rows for _ in world], list(problem.sizes)
     else:
-        rows, columns = [share_rows(problem, r) for r in world], [w.shape[1] for _ in world]
-    out = empty(share_shape(problem, rank), reduction.out_dtype, x.device)
+        rows, columns = [shard_rows(problem, r) for r in world], [w.shape[1] for _ in world]
+    out = empty(shard_shape(problem, rank), reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, max(rows))
     slot = _aligned(step * max(columns) * wire.itemsize)
@@ -114,7 +114,7 @@ def matmul_reduce_scatter(
         channel.begin(call.plan.signature, call.plan.text)
         for owner in [*call.peers_in_ring_order, rank]:
             to = workspace.view(rank, wire, (counts[owner], columns[owner]), owner * slot)
-            partial_of_share(problem, owner, begin, flat, w, to)
+            partial_of_shard(problem, owner, begin, flat, w, to)
             channel.publish(Phase.DATA, owner)
         for peer in call.peers_in_ring_order:
             channel.wait(peer, Phase.DATA, rank)
@@ -150,7 +150,9 @@ def matmul_all_reduce(
             return workspace.view(owner, reduction.out_dtype, shape, results_at)
 
         for owner in [*call.peers_in_ring_order, rank]:
-            product(flat[begin + edges[owner] : begin + edges[owner + 1]], w, partial(rank, owner))
+            local_matmul(
+                flat[begin + edges[owner] : begin + edges[owner + 1]], w, partial(rank, owner)
+            )
             channel.publish(Phase.DATA, owner)
         for peer in call.peers_in_ring_order:
             channel.wait(peer, Phase.DATA, rank)

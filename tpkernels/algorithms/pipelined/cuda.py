@@ -7,8 +7,9 @@ matmul_reduce_scatter  the partial of the rows of rank+1, rank+2, ..., each told
                        fetched: in that order they are done.
 matmul_all_reduce      the same over rows cut evenly; then the sums are fetched.
 
-Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side.py forks and joins
-the second stream. A rank's memory is its partial of all rows, at the same place on all ranks.
+Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side_stream.py forks
+and joins the second stream. A rank's memory is its partial of all rows, at the same place on all
+ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from collections.abc import Sequence
 import torch
 
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.shards import as_rows, share_rows, share_shape
+from tpkernels.algorithms.shards import as_rows, shard_rows, shard_shape
 from tpkernels.call import Call
 from tpkernels.cuda import CopyCall, sum_partials
 from tpkernels.cuda.queued import queued
-from tpkernels.local.matmul import product
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.side import Side
+from tpkernels.symm.side_stream import SideStream
 
 # Words of a call: the first and the last are the call's own.
 DATA, _RESULT, _WORDS = 1, 2, 4
@@ -40,7 +41,7 @@ def all_gather_matmul(
     gathered: torch.Tensor | None,
 ) -> None:
     problem = call.problem
-    sizes = [share_rows(problem, rank) for rank in range(problem.world)]
+    sizes = [shard_rows(problem, rank) for rank in range(problem.world)]
     whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
     rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
     factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
@@ -55,7 +56,7 @@ def all_gather_matmul(
 
 def gather_and_multiply(
     copies: CopyCall,
-    side: Side,
+    side: SideStream,
     peers: Sequence[int],
     sizes: list[int],
     rows: torch.Tensor,
@@ -79,7 +80,7 @@ def gather_and_multiply(
             side.wait(arrived.get(owner))
             at = slice(begins[owner], begins[owner] + sizes[owner])
             for w, bias, out in factors:
-                product(rows if owner == copies.rank else whole[at], w, out[at], bias)
+                local_matmul(rows if owner == copies.rank else whole[at], w, out[at], bias)
     finally:
         side.join()
 
@@ -88,8 +89,8 @@ def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
     problem, columns = call.problem, w.shape[1]
-    sizes = [share_rows(problem, rank) for rank in range(problem.world)]
-    out = empty(share_shape(problem, call.group.rank), reduction.out_dtype, x.device)
+    sizes = [shard_rows(problem, rank) for rank in range(problem.world)]
+    out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
     nbytes = sum(sizes) * columns * problem.dtype.itemsize
     with (
         queued(call, x.device, _WORDS, -(-nbytes // 2)) as memory,
@@ -104,7 +105,7 @@ def matmul_reduce_scatter(
 
 def multiply_and_scatter(
     copies: CopyCall,
-    side: Side,
+    side: SideStream,
     peers: Sequence[int],
     sizes: list[int],
     rows: torch.Tensor,
@@ -122,10 +123,10 @@ def multiply_and_scatter(
         for owner in (*peers, rank):
             part = rows[begins[owner] : begins[owner] + sizes[owner]]
             if owner == rank:
-                product(part, w, partials[rank])
+                local_matmul(part, w, partials[rank])
                 continue
             shape = (sizes[owner], columns)
-            product(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
+            local_matmul(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
             copies.publish(DATA, owner)
         with side.current():
             for source in reversed(peers):

@@ -14,15 +14,15 @@ from tpkernels.cuda.checks import (
     check_bias,
     check_contiguous,
     check_dtypes,
+    device_and_stream,
     epilogue,
-    place,
     space_of,
 )
 from tpkernels.cuda.image import kernels
 from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace
 
-# Blocks of a call, and bytes of a share that each is to have at least; alike on all ranks. Not
+# Blocks of a call, and bytes of a shard that each is to have at least; alike on all ranks. Not
 # measured.
 _BLOCKS, _BLOCK_BYTES = 64, 8 << 10
 _ALIGNMENT = 256  # bytes, of a slot
@@ -50,7 +50,7 @@ def all_gather(
     _check(space, sizes, x, out, sizes[space.rank], sum(sizes))
     if out.dtype != x.dtype:
         raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must be alike")
-    device, _ = place(x.device)
+    device, _ = device_and_stream(x.device)
     _launch(kernels(device).gather, space, signature, x, out, sizes, epilogue(x.dtype, None, None))
 
 
@@ -72,7 +72,7 @@ def reduce_scatter(
     check_bias(bias, x.shape[1])
     if residual is not None and residual.shape != out.shape:
         raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
-    device, _ = place(x.device)
+    device, _ = device_and_stream(x.device)
     after = epilogue(out.dtype, bias, residual)
     _launch(kernels(device).scatter, space, signature, x, out, sizes, after)
 
@@ -115,7 +115,7 @@ def _launch(
     row = x.shape[1]
     row_bytes = row * x.element_size()
     kernel(
-        place(x.device)[1],
+        device_and_stream(x.device)[1],
         space_of(space, signature),
         _blocks(sizes, row_bytes),
         x.data_ptr(),

@@ -10,7 +10,7 @@ import torch
 Mark = torch.cuda.Event | None
 
 
-class Side:
+class SideStream:
     """A stream of ``device`` that is forked from the current stream and joined to it within a call.
 
     It uses the caller's tensors without ``record_stream``: the current stream, in whose order their

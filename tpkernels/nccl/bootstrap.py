@@ -11,11 +11,11 @@ import torch
 from tpkernels import _C
 from tpkernels.errors import TpkernelsError
 from tpkernels.nccl.library import facts, load
-from tpkernels.symm.exchange import Member, exchange
+from tpkernels.symm.exchange import Participant, exchange
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Bootstrap:
     """What this rank brings to the communicator."""
 
     library: _C.NcclLibrary
@@ -27,7 +27,7 @@ def current_device() -> torch.device:
     """The CUDA device that is current, with its context made: NCCL takes that one."""
     if not torch.cuda.is_available():
         found = facts()
-        library = found.get("obstacle") or f"NCCL {found['version']} is here ({found['path']})"
+        library = found.get("unsupported") or f"NCCL {found['version']} is here ({found['path']})"
         raise NotImplementedError(
             f"a NCCL communicator needs a CUDA device, and torch {torch.__version__} sees none; "
             f"{library}"
@@ -37,7 +37,7 @@ def current_device() -> torch.device:
     return device
 
 
-def meet(member: Member, library: str | None, options: dict[str, Any]) -> Meeting:
+def meet(participant: Participant, library: str | None, options: dict[str, Any]) -> Bootstrap:
     """Collective.
 
     Raises:
@@ -45,30 +45,30 @@ def meet(member: Member, library: str | None, options: dict[str, Any]) -> Meetin
         TpkernelsError: another rank cannot take part, or has another NCCL.
         CollectiveTimeoutError: one did not come.
     """
-    mine: Meeting | None = None
+    mine: Bootstrap | None = None
     own_error: Exception | None = None
     try:
         device = current_device()
         loaded = load(library)
-        mine = Meeting(loaded, device, loaded.unique_id() if member.rank == 0 else b"")
+        mine = Bootstrap(loaded, device, loaded.unique_id() if participant.rank == 0 else b"")
     except Exception as error:  # all ranks must hear of it, whatever it is
         own_error = error
-    say: dict[str, Any] = {"options": {**options, "timeout": member.timeout}}
+    say: dict[str, Any] = {"options": {**options, "timeout": participant.timeout}}
     if mine is None:
         say["error"] = f"{type(own_error).__name__}: {own_error}"
     else:
         say |= {"version": mine.library.version, "unique_id": mine.unique_id.hex()}
-    said = exchange(member, "NCCL communicator", say)
+    said = exchange(participant, "NCCL communicator", say)
     if own_error is not None:
         raise own_error
     assert mine is not None  # one of the two
-    _compare(member, said)
-    return Meeting(mine.library, mine.device, bytes.fromhex(said[0]["unique_id"]))
+    _compare(participant, said)
+    return Bootstrap(mine.library, mine.device, bytes.fromhex(said[0]["unique_id"]))
 
 
-def _compare(member: Member, said: list[dict[str, Any]]) -> None:
-    where = f"NCCL communicator of group '{member.group}'"
-    own = said[member.rank]
+def _compare(participant: Participant, said: list[dict[str, Any]]) -> None:
+    where = f"NCCL communicator of group '{participant.group}'"
+    own = said[participant.rank]
     for rank, other in enumerate(said):
         if "error" in other:
             raise TpkernelsError(
@@ -77,12 +77,12 @@ def _compare(member: Member, said: list[dict[str, Any]]) -> None:
     for rank, other in enumerate(said):
         if other["options"] != own["options"]:
             raise ValueError(
-                f"{where}: rank {member.rank} gives {own['options']}, rank {rank} "
+                f"{where}: rank {participant.rank} gives {own['options']}, rank {rank} "
                 f"{other['options']}; all ranks must give the same"
             )
         if other["version"] != own["version"]:
             raise TpkernelsError(
-                f"{where}: rank {member.rank} has NCCL {own['version']}, rank {rank} "
+                f"{where}: rank {participant.rank} has NCCL {own['version']}, rank {rank} "
                 f"{other['version']}; all ranks must have the same",
                 peer=rank,
             )

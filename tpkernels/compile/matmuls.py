@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """``left @ right (+ bias)``, left [M, K], right [K, N]."""
 
     node: fx.Node
@@ -24,7 +24,7 @@ class Product:
     bias: fx.Node | None = None
 
     @classmethod
-    def of(cls, node: fx.Node) -> Product | None:
+    def of(cls, node: fx.Node) -> Matmul | None:
         """None for a node that is none, or one that the ops have no counterpart for."""
         args: Any = node.args
         if node.target is aten.mm.default:
@@ -41,7 +41,7 @@ class Product:
 
 def _is_outer(left: Any, right: Any) -> bool:
     """Whether a product by elements is that of a column and a row. Inductor makes some matmuls of
-    one column into that, perhaps on one rank, whose share is the smallest, and not on others."""
+    one column into that, perhaps on one rank, whose shard is the smallest, and not on others."""
     if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
         return False
     columns, rows = shape_of(left), shape_of(right)

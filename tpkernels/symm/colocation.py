@@ -18,20 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels import _C
-from tpkernels.symm.exchange import Member, exchange
+from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.messages import MOST_DESCRIPTORS, connected, listening, user_of
 
 _MOST_RANKS = MOST_DESCRIPTORS - 1  # a pidfd of each, and the memory
 _ACCEPT_SLICE = 0.05  # s
 
 
-def share_a_host(member: Member, say: dict[str, Any]) -> tuple[str | None, list[dict[str, Any]]]:
+def probe_colocation(
+    participant: Participant, say: dict[str, Any]
+) -> tuple[str | None, list[dict[str, Any]]]:
     """Why the ranks cannot share memory; None: they can. Also returns what every rank says, as
     `exchange` does, and each one's "boot_id"."""
-    say = {**say, "lacks": lacks(member.world), "boot_id": _boot_id()}
-    if member.world == 1:
-        return say["lacks"], [say]
-    if member.rank == 0:
+    say = {**say, "unsupported": unsupported(participant.world), "boot_id": _boot_id()}
+    if participant.world == 1:
+        return say["unsupported"], [say]
+    if participant.rank == 0:
         with contextlib.ExitStack() as stack:
             name = why_not = None
             try:
@@ -39,18 +41,20 @@ def share_a_host(member: Member, say: dict[str, Any]) -> tuple[str | None, list[
                 stack.enter_context(_accepting(listener))
             except OSError as error:
                 why_not = f"cannot open a socket: {error.strerror}"
-            said = exchange(member, "init", {"socket": name, **say})
-            answers = exchange(member, "reach", {"why_not": why_not})
+            said = exchange(participant, "init", {"socket": name, **say})
+            answers = exchange(participant, "reach", {"why_not": why_not})
     else:
-        said = exchange(member, "init", say)
-        why_not = _why_not_reached(said[0]["socket"], member.timeout)
-        answers = exchange(member, "reach", {"why_not": why_not})
-    missing = [one["lacks"] or answer["why_not"] for one, answer in zip(said, answers, strict=True)]
+        said = exchange(participant, "init", say)
+        why_not = _why_not_reached(said[0]["socket"], participant.timeout)
+        answers = exchange(participant, "reach", {"why_not": why_not})
+    missing = [
+        one["unsupported"] or answer["why_not"] for one, answer in zip(said, answers, strict=True)
+    ]
     reasons = [f"rank {rank} {why}" for rank, why in enumerate(missing) if why is not None]
     return (reasons[0] if reasons else None), said
 
 
-def lacks(world: int = 1) -> str | None:
+def unsupported(world: int = 1) -> str | None:
     """What this process lacks for sharing memory with ``world`` ranks; None: nothing."""
     if world > _MOST_RANKS:
         return f"is one of {world} ranks; at most {_MOST_RANKS} can share memory"

@@ -40,7 +40,7 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """The parent's side of one rank."""
 
     process: ForkServerProcess
@@ -48,7 +48,7 @@ class Member:
     pid: int
 
     @classmethod
-    def start(cls, context: ForkServerContext, rank: int, setup: _rank.Setup) -> Member:
+    def start(cls, context: ForkServerContext, rank: int, setup: _rank.Setup) -> RankProcess:
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(
             target=_rank.main, args=(rank, setup, theirs), name=f"tpkernels-rank-{rank}"
