@@ -18,7 +18,7 @@ from reference import Expected
 import tpkernels
 from tpkernels import backends, groups
 from tpkernels.groups import GroupLike
-from tpkernels.symm import reach
+from tpkernels.symm import colocation
 
 SMALLEST_WORKSPACE = 1 << 16
 TIMEOUT = 20.0  # a rank that failed alone is not waited for any longer
@@ -39,13 +39,13 @@ def fresh_group(workspace_bytes: int = 1 << 20) -> Iterator[dist.ProcessGroup]:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Groups that are set up within share no memory, like groups that span hosts."""
-    probe, reach._why_not_reached = reach._why_not_reached, lambda *_: "is kept apart by a test"
+    probe, colocation._why_not_reached = colocation._why_not_reached, lambda *_: "is kept apart by a test"
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the ranks are on one machine but share no")
             yield
     finally:
-        reach._why_not_reached = probe
+        colocation._why_not_reached = probe
 
 
 @contextlib.contextmanager

@@ -219,8 +219,9 @@ _ENDS = {
     "when names have gone": """
         # What the interpreter does to modules before it frees what they held.
         callback = tpkernels.groups.get("0")._pg.__callback__
-        for name in list(vars(tpkernels.groups)):
-            setattr(tpkernels.groups, name, None)
+        names = tpkernels.groups.registry
+        for name in list(vars(names)):
+            setattr(names, name, None)
         callback(None)
     """,
     "after a fork has ended": """

@@ -16,7 +16,7 @@ from faults import PROMPT, Ending, Report
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.algorithms import fused
+from tpkernels.symm import watch
 from tpkernels.symm import device
 
 WORLD = 3
@@ -82,7 +82,7 @@ def woken_job(delay_at: int) -> list[Ending]:
     from tpkernels.kernels import matmul_all_reduce, sync
 
     matmul_all_reduce.ONE_SHOT_BYTES = 0
-    fused._LOOK_S = faults.COLLECT_SECONDS  # the kernels alone
+    watch.LOOK_S = faults.COLLECT_SECONDS  # the kernels alone
     group = faults.new_group(timeout=1.0)
     call = functools.partial(faults.run_op, "matmul_all_reduce", group, "fused", 100)
     call()
@@ -118,7 +118,7 @@ def mismatched_job(watched: bool) -> tuple[Ending, tuple[int, ...] | None]:
     group, rank = faults.new_group(), dist.get_rank()
     faults.run_op("matmul_all_reduce", group, "fused", 40)
     if not watched:
-        fused._LOOK_S = faults.COLLECT_SECONDS
+        watch.LOOK_S = faults.COLLECT_SECONDS
     x, w = torch.ones(40, 8), torch.ones(8, 32 + 8 * (rank == 1))
     call = functools.partial(tpkernels.matmul_all_reduce, x, w, group, algorithm="fused")
     ending = faults.ending_of(call)
@@ -146,7 +146,7 @@ def late_job() -> tuple[Ending, tuple[int, ...] | None]:
     """Rank 1 does not come; the kernel of rank 0 must give up by itself."""
     group = faults.new_group(timeout=1.0)
     faults.run_op("all_gather_matmul", group, "fused", 12)
-    fused._LOOK_S = faults.COLLECT_SECONDS
+    watch.LOOK_S = faults.COLLECT_SECONDS
     if group.rank() == 1:
         time.sleep(3)
     ending = faults.ending_of(lambda: faults.run_op("all_gather_matmul", group, "fused", 12))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import launch
+from tpkernels.launch import ranks as rank_group
 from tpkernels.launch import RankError, Ranks
 
 # Jobs, run in the ranks.
@@ -176,7 +177,7 @@ def test_an_exception_comes_back_with_its_traceback_and_is_not_printed(ranks, ca
 
 
 def test_run_does_not_wait_long_for_peers_of_a_failed_rank(monkeypatch):
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(rank_group, "GRACE_SECONDS", 0.3)
     begin = time.monotonic()
     with Ranks(2) as pool, pytest.raises(RankError) as caught:
         pool.run(raise_on, 0, then_wait=True)

@@ -17,7 +17,7 @@ from fake_nccl import Build, Fake
 from faults import Ending
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.nccl import Communicator, communicator, meeting
+from tpkernels.nccl import Communicator, communicator, bootstrap
 
 WORLD = 3
 SHORT = 0.6

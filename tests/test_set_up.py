@@ -22,7 +22,7 @@ from faults import PROMPT, Ending, shares_memory
 
 import tpkernels
 from tpkernels import _C
-from tpkernels.symm import reach, rendezvous
+from tpkernels.symm import colocation, rendezvous
 
 WORLD = 3
 
@@ -43,7 +43,7 @@ def failing_job(where: str) -> tuple[Ending, Ending]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             faults.disturb_later(0.3, signal.SIGINT)
         elif where == "reach":
-            reach._why_not_reached = fail  # type: ignore[assignment]
+            colocation._why_not_reached = fail  # type: ignore[assignment]
         else:
             rendezvous.connected = fail  # type: ignore[assignment]
     if rank == 3 and where == "interrupt":
