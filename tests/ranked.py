@@ -39,7 +39,8 @@ def fresh_group(workspace_bytes: int = 1 << 20) -> Iterator[dist.ProcessGroup]:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Groups that are set up within share no memory, like groups that span hosts."""
-    probe, colocation._why_not_reached = colocation._why_not_reached, lambda *_: "is kept apart by a test"
+    probe = colocation._why_not_reached
+    colocation._why_not_reached = lambda *_: "is kept apart by a test"
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the ranks are on one machine but share no")

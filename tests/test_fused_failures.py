@@ -16,8 +16,7 @@ from faults import PROMPT, Ending, Report
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.symm import watch
-from tpkernels.symm import device
+from tpkernels.symm import device, watch
 
 WORLD = 3
 VICTIM = 1

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import launch
-from tpkernels.launch import ranks as rank_group
 from tpkernels.launch import RankError, Ranks
+from tpkernels.launch import ranks as rank_group
 
 # Jobs, run in the ranks.
 

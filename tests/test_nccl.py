@@ -17,7 +17,7 @@ from fake_nccl import Build, Fake
 from faults import Ending
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.nccl import Communicator, communicator, bootstrap
+from tpkernels.nccl import Communicator, bootstrap, communicator
 
 WORLD = 3
 SHORT = 0.6
@@ -29,7 +29,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def pretending() -> Iterator[None]:
     """Takes the CPU for the current CUDA device."""
     with (
-        mock.patch.object(meeting, "current_device", lambda: CPU),
+        mock.patch.object(bootstrap, "current_device", lambda: CPU),
         mock.patch.object(communicator, "_stream", lambda device: 7),
     ):
         yield
