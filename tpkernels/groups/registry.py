@@ -6,6 +6,7 @@ The registry below is the package's only mutable module state.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 import weakref
@@ -39,7 +40,10 @@ def _after_fork() -> None:
     # As the standard library's modules do: a thread that was not copied may hold it.
     _registry_lock._at_fork_reinit()  # type: ignore[attr-defined]
     for pg in list(distributed_c10d._world.pg_map):
-        _inherited.setdefault(pg, os.getppid())
+        if pg not in _inherited:
+            _inherited[pg] = os.getppid()
+            # Never freed: gloo's destructor would wait for the parent's threads, for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
     for group in list(_groups.values()):
         group.disown(os.getppid())
 
