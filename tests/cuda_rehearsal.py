@@ -49,7 +49,7 @@ def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
     """CPU tensors take the way of CUDA tensors, and the kernels know of no reason."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_check, "device", lambda _: "cuda")
-        patch.setattr("tpkernels.ops._library.unsupported", lambda *_: None)
+        patch.setattr("tpkernels.ops._planning.unsupported", lambda *_: None)
         patch.setattr(cuda, "symmetric", memory)
         patch.setattr(host, "_FIRST_WORDS", 4)  # and so have to grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)

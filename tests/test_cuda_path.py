@@ -105,7 +105,7 @@ def unsupported_job(op: str, kind: str) -> list[Ending]:
         if unlucky and kind == "old":
             told = "needs compute capability 8.0; Tesla V100 has 7.0"
             lacking = {"fused": told}
-            patch.setattr("tpkernels.ops._library.unsupported", lambda name, *_: lacking.get(name))
+            patch.setattr("tpkernels.ops._planning.unsupported", lambda name, *_: lacking.get(name))
         if unlucky and kind == "unlike":
             patch.setattr(cuda, "_describe", lambda _: "H100 (sm_90, 114 processors)")
         call = functools.partial(faults.run_op, op, group)

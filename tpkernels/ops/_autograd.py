@@ -19,6 +19,7 @@ Whose gradient it is:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from tpkernels import dtypes
 from tpkernels.algorithms.shards import as_rows
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
-from tpkernels.ops._library import define
+from tpkernels.ops._library import define_local
 from tpkernels.planning.algorithms import ALGORITHMS
 
 SCHEMA = "_matmul(Tensor x, Tensor w, *, ScalarType? out_dtype=None) -> Tensor"
@@ -47,7 +48,7 @@ def _fake(
 
 # The product that the algorithms use: accumulated in fp32, rounded once to any dtype, and fast
 # where torch.mm of 16-bit operands is not.
-define(SCHEMA, run=_run, fake=_fake)
+define_local(SCHEMA, run=_run, fake=_fake)
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -87,6 +88,21 @@ class WeightGrad:
 def bias_grad(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum of grad [..., N] over its rows, rounded once."""
     return as_rows(grad).sum(0, dtype=dtypes.accumulator(grad.dtype)).to(dtype)
+
+
+def bias_grads(
+    grads: Sequence[torch.Tensor | None],
+    needs: Sequence[bool] | bool,
+    dtypes_of: Sequence[torch.dtype] | None,
+) -> list[torch.Tensor | None] | None:
+    """`bias_grad` of each result whose bias needs it; None where the op had no biases."""
+    if not needs or dtypes_of is None:
+        return None
+    assert not isinstance(needs, bool)  # a list, like the biases
+    return [
+        None if grad is None or not need else bias_grad(grad, dtype)
+        for grad, need, dtype in zip(grads, needs, dtypes_of, strict=True)
+    ]
 
 
 def algorithm_like(forward: str, *, has_matmul: bool, last_dim: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tpkernels import dtypes
+from tpkernels.groups.group import Group
 from tpkernels.shards import check_sizes
 
 _OVERLAPS = 1  # of torch: 0, no; 2, too hard to tell
@@ -146,3 +147,36 @@ def _dtype_among(tensor: torch.Tensor, allowed: Sequence[torch.dtype], what: str
     if tensor.dtype not in allowed:
         names = " or ".join(dict.fromkeys(dtypes.name(d) for d in allowed))
         raise TypeError(f"{what} is {dtypes.name(tensor.dtype)}; it must be {names}")
+
+
+def weights(
+    values: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None,
+    x: torch.Tensor,
+    k: int,
+) -> None:
+    """Weights [k, N_i], each with a bias [N_i] or, in the ops' lists, one of no elements."""
+    if biases is not None and len(biases) != len(values):
+        raise ValueError(f"{len(biases)} biases for {len(values)} weights")
+    for i, w in enumerate(values):
+        weight(w, x, k, f"weights[{i}]")
+        if biases is not None and biases[i].shape != (0,):
+            bias(biases[i], x, w.shape[1], f"biases[{i}]")
+
+
+def gathered_shape(
+    shape: Sequence[int], gather_dim: int, sizes: Sequence[int] | None, group: Group
+) -> list[int]:
+    """The shape of the whole of which ``shape`` is this rank's shard; for fake kernels."""
+    whole, at = list(shape), dim(gather_dim, len(shape), "gather_dim")
+    whole[at] = whole[at] * group.world if sizes is None else sum(sizes)
+    return whole
+
+
+def scattered_shape(
+    shape: Sequence[int], scatter_dim: int, sizes: Sequence[int] | None, group: Group
+) -> list[int]:
+    """The shape of this rank's shard of a whole of ``shape``; for fake kernels."""
+    shard, at = list(shape), dim(scatter_dim, len(shape), "scatter_dim")
+    shard[at] = shard[at] // group.world if sizes is None else sizes[group.rank]
+    return shard

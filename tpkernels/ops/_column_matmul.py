@@ -19,20 +19,10 @@ from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.ops import _check
-from tpkernels.ops._autograd import WeightGrad, bias_grad
-from tpkernels.ops._library import bias_list, define, define_autocast, define_backward
+from tpkernels.ops._autograd import WeightGrad, bias_grads
+from tpkernels.ops._library import bias_list, define_autocast, define_backward, define_local
 
 SCHEMA = "_column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
-
-
-def _check_call(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None
-) -> None:
-    _check.matrix_input(x)
-    for i, w in enumerate(weights):
-        _check.weight(w, x, x.shape[-1], f"weights[{i}]")
-        if biases is not None and biases[i].shape != (0,):
-            _check.bias(biases[i], x, w.shape[1], f"biases[{i}]")
 
 
 def _run(
@@ -41,7 +31,8 @@ def _run(
     group: str,
     biases: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    _check_call(x, weights, biases)
+    _check.matrix_input(x)
+    _check.weights(weights, biases, x, x.shape[-1])
     outs = []
     for i, w in enumerate(weights):
         out = empty((*x.shape[:-1], w.shape[1]), x.dtype, x.device)
@@ -61,9 +52,9 @@ def _fake(
     return [x.new_empty((*x.shape[:-1], w.shape[1])) for w in weights]
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weights, ctx.group, biases = inputs
-    ctx.dtype = x.dtype
+def _save(ctx: Any, given: Any, output: Any) -> None:
+    x, weights, biases = given.x, given.weights, given.biases
+    ctx.group, ctx.dtype = given.group, x.dtype
     kept = x if any(w.requires_grad for w in weights) else None
     ctx.save_for_backward(kept, *(weights if x.requires_grad else ()))
     ctx.weight_grads = [WeightGrad.of(w) for w in weights]
@@ -71,32 +62,26 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, needs: Any, grad_outs: Sequence[torch.Tensor | None]) -> Any:
-    need_x, need_weights, _, need_biases = needs
+def _backward(ctx: Any, needs: Any, grad_outs: Sequence[torch.Tensor | None]) -> dict[str, Any]:
     x, *weights = ctx.saved_tensors
     grads = [None if grad is None else grad.to(ctx.dtype) for grad in grad_outs]
     grad_x = None
     pairs = [(g, w) for g, w in zip(grads, weights, strict=False) if g is not None]
-    if need_x and pairs:
+    if needs.x and pairs:
         one = len(pairs) == 1
         grad = pairs[0][0] if one else torch.cat([g for g, _ in pairs], -1)
         back = pairs[0][1].t() if one else torch.cat([w.t() for _, w in pairs])
         grad_x = torch.ops.tpkernels.matmul_all_reduce.default(grad, back, ctx.group)
     grad_weights = [
-        ctx.weight_grads[i].product(x, g) if need_weights[i] and g is not None else None
+        ctx.weight_grads[i].product(x, g) if needs.weights[i] and g is not None else None
         for i, g in enumerate(grads)
     ]
-    grad_biases: Any = None
-    if need_biases:
-        grad_biases = [
-            None if grad is None or not need else bias_grad(grad, dtype)
-            for grad, need, dtype in zip(grad_outs, need_biases, ctx.bias_dtypes, strict=True)
-        ]
-    return grad_x, grad_weights, None, grad_biases
+    grad_biases = bias_grads(grad_outs, needs.biases, ctx.bias_dtypes)
+    return {"x": grad_x, "weights": grad_weights, "biases": grad_biases}
 
 
-define(SCHEMA, run=_run, fake=_fake)
-define_backward("_column_matmul", run=_run, save=_save, backward=_backward)
+define_local(SCHEMA, run=_run, fake=_fake)
+define_backward("_column_matmul", save=_save, backward=_backward)
 define_autocast("_column_matmul")
 
 

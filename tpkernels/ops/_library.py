@@ -4,67 +4,115 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
-from tpkernels import cuda, groups
-from tpkernels.backends import implementation, unsupported
+from tpkernels import groups
+from tpkernels.backends import run
 from tpkernels.call import Call
 from tpkernels.errors import TpkernelsError
 from tpkernels.groups.group import Group
-from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
-from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
+from tpkernels.ops._arguments import unpacker
+from tpkernels.ops._planning import plan_call, remember
 from tpkernels.planning.problem import Problem
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
-_MOST_CALLS = 4096  # remembered per group
 _CPU, _CUDA = (
     torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 )
 
 
-def define(schema: str, *, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes ``torch.ops.tpkernels.<name>``, for CPU and CUDA tensors, and its fake kernel."""
+# What runs each op on CPU and CUDA tensors; the dispatcher cannot be asked for it.
+_KERNELS: dict[str, Callable[..., Any]] = {}
+
+
+def define_local(schema: str, *, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Makes ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors and its
+    fake kernel. Both get the arguments as the schema has them."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CPU")
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"tpkernels::{name}", fake, lib=_LIBRARY)
+    _KERNELS[name] = run
 
 
-def define_backward(
-    op: str, *, run: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
+def define(
+    schema: str,
+    *,
+    problem: Callable[[Group, Any], Problem],
+    execute: Callable[[Call, Any], Any],
+    fake: Callable[[Group, Any], Any],
+    check: Callable[[torch.Tensor], None] | None = None,
 ) -> None:
+    """Makes ``torch.ops.tpkernels.<name>``, an op that communicates over ``group``. The functions
+    get the arguments as a named tuple with the schema's names.
+
+    Args:
+        problem: checks the arguments and says what the ranks must agree on. Called once per set of
+            arguments; the plan is remembered.
+        execute: runs a planned call. All that can fail for one rank alone, such as an allocation,
+            belongs there.
+        fake: what the op returns, without data.
+        check: of ``x``, what must be checked in every call, since the key does not tell.
+    """
+    unpack, get = unpacker(torch._C.parse_schema(f"tpkernels::{schema}")), groups.get
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        given, key = unpack(*args, **options)
+        if check is not None:
+            check(given.x)
+        group = get(given.group)
+        call = group.calls.get(key)
+        if call is None:
+            call = plan_call(group, problem(group, given), given.algorithm, given.x.device)
+            remember(group, key, call)
+        return run(call, execute, given)
+
+    def fake_kernel(*args: Any, **options: Any) -> Any:
+        given, _ = unpack(*args, **options)
+        return fake(groups.get(given.group), given)
+
+    define_local(schema, run=kernel, fake=fake_kernel)
+
+
+def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..., Any]) -> None:
     """Gives an op its gradient.
 
     Args:
-        run: the op's kernel for CPU and CUDA tensors.
-        save: ``save(ctx, inputs, keyword_only_inputs, output)``; without the second where the op
-            has no keyword-only arguments.
-        backward: ``backward(ctx, needs, *grads)`` with, for each positional argument, whether its
-            gradient is needed; returns the gradients. It runs in the dtypes of the forward, also
-            under autocast, and is refused where it would have to be differentiated itself.
+        save: ``save(ctx, given, output)`` with the op's arguments as a named tuple.
+        backward: ``backward(ctx, needs, *grads)``, where ``needs`` has the names of the positional
+            arguments and says whose gradient is needed; returns gradients by name. It runs in the
+            dtypes of the forward, also under autocast, and is refused where it would have to be
+            differentiated itself.
     """
-    overload = getattr(torch.ops.tpkernels, op).default
-    count = sum(not argument.kwarg_only for argument in overload._schema.arguments)
+    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
+    unpack = unpacker(overload._schema)
+    names = [each.name for each in overload._schema.arguments if not each.kwarg_only]
+    needs_of = namedtuple("Needs", names, defaults=[False] * len(names))  # type: ignore[misc]
+
+    def keep(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        given, _ = unpack(*inputs, **(keyword_only_inputs or {}))
+        save(ctx, given, output)
 
     def first_order(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 f"tpkernels.{op} has no second derivative; call backward without create_graph=True"
             )
-        given = ctx.needs_input_grad  # without the defaults at the end
-        needs = (*given, *(False,) * (count - len(given)))
+        needs = needs_of(*ctx.needs_input_grad)  # without the defaults at the end
         with torch._C._DisableAutocast(), _told_of_errors(getattr(ctx, "group", None)):
-            return backward(ctx, needs, *grads)[: len(given)]
+            found = backward(ctx, needs, *grads)
+        return tuple(found.get(name) for name in names[: len(ctx.needs_input_grad)])
 
     # What torch.library.register_autograd registers. By itself it would go through the dispatcher
     # once more in a call without a gradient: 13 us, AMD EPYC Zen 3, torch 2.13, 2026-11-21.
-    recorded = make_autograd_impl(overload, Info(first_order, save))
+    recorded = make_autograd_impl(overload, Info(first_order, keep))
     below, grad_enabled = torch._C._after_ADInplaceOrView_keyset, torch.is_grad_enabled
     any_requires_grad = torch._C._any_requires_grad
 
@@ -80,10 +128,10 @@ def define_backward(
     _LIBRARY.impl(op, dispatch, "Autograd", with_keyset=True)
 
 
-def define_in_place(op: str, *, run: Callable[..., Any], instead: str) -> None:
+def define_in_place(op: str, *, instead: str) -> None:
     """Has an op that overwrites its first argument say so to autograd, and refuse what has a
     gradient or cannot be overwritten; ``instead`` is what to call then."""
-    overload = getattr(torch.ops.tpkernels, op).default
+    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
     below = torch._C._after_ADInplaceOrView_keyset
     increment_version = torch.autograd.graph.increment_version
 
@@ -174,69 +222,6 @@ def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype |
     if value.dtype in (torch.float64, kept.get(name)):
         return value
     return value.to(dtype)
-
-
-def remember(group: Group, key: Hashable, call: Call) -> Call:
-    """Keeps a planned call for the next one with the same arguments."""
-    if len(group.calls) >= _MOST_CALLS:
-        group.calls.clear()
-    group.calls[key] = call
-    return call
-
-
-def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
-    """Plans a call whose arguments have been checked. Makes the group's workspace if that is its
-    first."""
-    if algorithm != "auto":
-        check_algorithm(algorithm)
-    if group.world > 1 or algorithm not in ("auto", "unfused"):
-        group.ready()
-    if algorithm == "ring" and problem.device == "cuda" and group.by_gloo("cuda"):
-        raise NotImplementedError(
-            f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
-            "group with NCCL"
-        )
-    if algorithm != "auto":  # what cannot run is refused before anything is sent
-        choose(problem, _means(group), requested=algorithm)
-    tuned = NOTHING_TUNED
-    if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are taken with NCCL
-        tuned = group.tuned(problem.device)
-    missing: dict[str, str] = {}
-    while True:
-        means = _means(group, missing)
-        plan = choose(problem, means, requested=algorithm, tuned=tuned)
-        why = _unsupported_kernels(group, plan.algorithm, problem, on)
-        if why is not None:
-            missing[plan.algorithm] = why
-            continue
-        if problem.device == "cpu":
-            record = ALGORITHMS[plan.algorithm]
-            group.make_room(record.workspace_bytes(problem, means.workspace_bytes), plan.text)
-        if _means(group, missing) == means:
-            return Call(group, problem, plan, implementation(problem, plan))
-
-
-def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
-    """What the group has, as far as it is set up."""
-    workspace = group.workspace
-    usable = group.workspace_bytes if workspace is None else workspace.usable_bytes
-    return Means(workspace is not None or group.world == 1, usable, dict(unsupported or {}))
-
-
-def _unsupported_kernels(
-    group: Group, algorithm: str, problem: Problem, on: torch.device
-) -> str | None:
-    """Why the kernels of an algorithm cannot run on tensors of the problem's device type; None:
-    they can, or there are none. ``on`` is this rank's device. Collective on GPUs: the ranks, which
-    have made the same plan, find out together."""
-    own, record = unsupported(algorithm, problem.device, on), ALGORITHMS[algorithm]
-    kind = record.kernels.get(problem.device)
-    if problem.device != "cuda" or kind is None:
-        return own
-    optional = record.optional_kernels.get(problem.op)
-    if optional is not None and problem.world > 1:
-        group.unsupported_kernels(on, optional, cuda.unsupported(on))
-    return group.unsupported_kernels(on, kind, own)
 
 
 def bias_list(

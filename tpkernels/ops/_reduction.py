@@ -1,11 +1,58 @@
-"""What the ops that sum partials share: the epilogue's arguments."""
+"""What the ops that sum partials share: checks, the epilogue, what their backward keeps."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from tpkernels import dtypes
 from tpkernels.algorithms.reduction import Reduction
+from tpkernels.groups.group import Group
+from tpkernels.ops import _check
+from tpkernels.ops._autograd import WeightGrad
+from tpkernels.planning.problem import Problem
+
+
+def matmul_problem(
+    op: str, group: Group, given: Any, scatter_dim: int | None, sizes: Any = None
+) -> Problem:
+    """Checks the arguments of an op that multiplies and sums over the ranks.
+
+    Args:
+        scatter_dim: the dim of the sum [..., N] of which each rank keeps its shard; None: all.
+        sizes: rows of each rank along it, where they are not all equal.
+    """
+    x, w = given.x, given.w
+    _check.matrix_input(x)
+    dim = None if scatter_dim is None else _check.dim(scatter_dim, x.dim(), "scatter_dim")
+    _check.weight(w, x, x.shape[-1], "w")
+    shape, kept = [*x.shape[:-1], w.shape[1]], [*x.shape[:-1], w.shape[1]]
+    sizes = () if dim is None else _check.scatter_sizes(sizes, shape[dim], group.world)
+    if dim is not None:
+        kept[dim] = sizes[group.rank]
+    out_dtype = _check.out_dtype(given.out_dtype, x)
+    _check.bias(given.bias, x, w.shape[1])
+    _check.residual(given.residual, x, kept, out_dtype)
+    return Problem(
+        op=op,
+        device=_check.device(x),
+        world=group.world,
+        shape=tuple(shape),
+        dim=dim,
+        sizes=sizes,
+        dtype=_check.wire_dtype(given.wire_dtype, x),
+        options=describe(x.dtype, out_dtype, given.bias, given.residual),
+    )
+
+
+def save_operands(ctx: Any, given: Any) -> None:
+    """Keeps for the backward what a product with an epilogue needs, of the op's arguments."""
+    x, w, bias, residual = given.x, given.w, given.bias, given.residual
+    ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None)
+    ctx.dtype, ctx.weight_grad = x.dtype, WeightGrad.of(w)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
 
 
 def describe(

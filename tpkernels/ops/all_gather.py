@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes, groups
-from tpkernels.backends import run
+from tpkernels import dtypes
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _check
-from tpkernels.ops._library import define, define_backward, plan_call, remember
+from tpkernels.ops._library import define, define_backward
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -22,82 +21,45 @@ SCHEMA = (
 )
 
 
-def _prepare(
-    group: Group,
-    x: torch.Tensor,
-    gather_dim: int,
-    shard_sizes: Sequence[int] | None,
-    algorithm: str,
-) -> Call:
+def _problem(group: Group, given: Any) -> Problem:
+    x = given.x
     dtypes.check_supported(x.dtype, "x")
-    dim = _check.dim(gather_dim, x.dim(), "gather_dim")
-    sizes = _check.gather_sizes(shard_sizes, x.shape[dim], group.rank, group.world)
-    shape = list(x.shape)
-    shape[dim] = sum(sizes)
-    problem = Problem(
+    dim = _check.dim(given.gather_dim, x.dim(), "gather_dim")
+    sizes = _check.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
+    return Problem(
         op="all_gather",
         device=_check.device(x),
         world=group.world,
-        shape=tuple(shape),
+        shape=(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]),
         dim=dim,
         sizes=sizes,
         dtype=x.dtype,
     )
-    return plan_call(group, problem, algorithm, x.device)
 
 
-def _run(
-    x: torch.Tensor,
-    group: str,
-    gather_dim: int = 0,
-    *,
-    shard_sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    own = groups.get(group)
-    sizes = None if shard_sizes is None else tuple(shard_sizes)
-    key = ("all_gather", x.shape, x.dtype, x.device, gather_dim, sizes, algorithm)
-    call = own.calls.get(key)
-    if call is None:
-        call = remember(own, key, _prepare(own, x, gather_dim, shard_sizes, algorithm))
-    result: torch.Tensor = run(call, _execute, x)
-    return result
+def _execute(call: Call, given: Any) -> Any:
+    return call.function(call, given.x)
 
 
-def _execute(call: Call, x: torch.Tensor) -> Any:
-    return call.function(call, x)
+def _fake(group: Group, given: Any) -> torch.Tensor:
+    shape = _check.gathered_shape(given.x.shape, given.gather_dim, given.shard_sizes, group)
+    return given.x.new_empty(shape)
 
 
-def _fake(
-    x: torch.Tensor,
-    group: str,
-    gather_dim: int = 0,
-    *,
-    shard_sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    own = groups.get(group)
-    shape = list(x.shape)
-    dim = _check.dim(gather_dim, x.dim(), "gather_dim")
-    shape[dim] = shape[dim] * own.world if shard_sizes is None else sum(shard_sizes)
-    return x.new_empty(shape)
+def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+    ctx.group, ctx.dim = given.group, given.gather_dim
+    ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
 
 
-def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
-    _, ctx.group, ctx.dim = inputs
-    ctx.options = keyword_only_inputs
-
-
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
-    options = ctx.options
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     grad_x = torch.ops.tpkernels.reduce_scatter.default(
-        grad, ctx.group, ctx.dim, shard_sizes=options["shard_sizes"], algorithm=options["algorithm"]
+        grad, ctx.group, ctx.dim, shard_sizes=ctx.shard_sizes, algorithm=ctx.algorithm
     )
-    return grad_x, None, None
+    return {"x": grad_x}
 
 
-define(SCHEMA, run=_run, fake=_fake)
-define_backward("all_gather", run=_run, save=_save, backward=_backward)
+define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
+define_backward("all_gather", save=_save, backward=_backward)
 
 
 def all_gather(
@@ -115,7 +77,7 @@ def all_gather(
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
         gather_dim: the dim that is split over the ranks.
         shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
-        algorithm: "auto", or one of "unfused", "ring", "direct".
+        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     The gradient of ``x`` is the sum over the ranks of the gradients of its part of their results:
     each rank is taken to use the result for a part of the loss of its own.
@@ -126,6 +88,6 @@ def all_gather(
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     result: Any = torch.ops.tpkernels.all_gather.default(
-        x, groups.name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm
+        x, name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm
     )
     return result

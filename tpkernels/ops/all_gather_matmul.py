@@ -8,22 +8,14 @@ from typing import Any, overload
 
 import torch
 
-from tpkernels import dtypes, groups
-from tpkernels.backends import run
+from tpkernels import dtypes
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
-from tpkernels.ops._library import (
-    bias_list,
-    define,
-    define_autocast,
-    define_backward,
-    plan_call,
-    remember,
-)
+from tpkernels.ops._library import bias_list, define, define_autocast, define_backward
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -33,123 +25,50 @@ SCHEMA = (
 )
 
 
-def _prepare(
-    group: Group,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    gather_dim: int,
-    biases: Sequence[torch.Tensor] | None,
-    out_dtype: torch.dtype | None,
-    return_gathered: bool,
-    shard_sizes: Sequence[int] | None,
-    algorithm: str,
-) -> Call:
+def _problem(group: Group, given: Any) -> Problem:
+    x = given.x
     _check.matrix_input(x)
-    dim = _check.dim(gather_dim, x.dim(), "gather_dim")
-    sizes = _check.gather_sizes(shard_sizes, x.shape[dim], group.rank, group.world)
-    shape = list(x.shape)
-    shape[dim] = sum(sizes)
-    if not weights:
+    dim = _check.dim(given.gather_dim, x.dim(), "gather_dim")
+    sizes = _check.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
+    shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+    if not given.weights:
         raise ValueError("weights is empty; pass at least one weight")
-    if biases is not None and len(biases) != len(weights):
-        raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
-    for i, w in enumerate(weights):
-        _check.weight(w, x, shape[-1], f"weights[{i}]")
-        if biases is not None and biases[i].shape != (0,):
-            _check.bias(biases[i], x, w.shape[1], f"biases[{i}]")
-    out = _check.out_dtype(out_dtype, x)
-    options = [] if out == x.dtype else [f"out {dtypes.name(out)}"]
-    if return_gathered:
+    _check.weights(given.weights, given.biases, x, shape[-1])
+    out_dtype = _check.out_dtype(given.out_dtype, x)
+    options = [] if out_dtype == x.dtype else [f"out {dtypes.name(out_dtype)}"]
+    if given.return_gathered:
         options.append("return_gathered")
-    problem = Problem(
+    return Problem(
         op="all_gather_matmul",
         device=_check.device(x),
         world=group.world,
-        shape=tuple(shape),
+        shape=shape,
         dim=dim,
         sizes=sizes,
         dtype=x.dtype,
         options=tuple(options),
     )
-    return plan_call(group, problem, algorithm, x.device)
 
 
-def _run(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    group: str,
-    gather_dim: int = 0,
-    biases: Sequence[torch.Tensor] | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    return_gathered: bool = False,
-    shard_sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    own = groups.get(group)
-    key = (
-        "all_gather_matmul",
-        x.shape,
-        x.dtype,
-        x.device,
-        tuple((w.shape, w.dtype, w.device) for w in weights),
-        gather_dim,
-        biases is not None and tuple((b.shape, b.dtype, b.device) for b in biases),
-        out_dtype,
-        return_gathered,
-        None if shard_sizes is None else tuple(shard_sizes),
-        algorithm,
-    )
-    call = own.calls.get(key)
-    if call is None:
-        call = _prepare(
-            own, x, weights, gather_dim, biases, out_dtype, return_gathered, shard_sizes, algorithm
-        )
-        remember(own, key, call)
-    result: tuple[torch.Tensor, list[torch.Tensor]] = run(
-        call, _execute, x, weights, biases, out_dtype or x.dtype, return_gathered
-    )
-    return result
-
-
-def _execute(
-    call: Call,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor] | None,
-    out_dtype: torch.dtype,
-    return_gathered: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    lead = call.problem.shape[:-1]
+def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x, weights, biases = given.x, given.weights, given.biases
+    lead, out_dtype = call.problem.shape[:-1], given.out_dtype or x.dtype
     outs = [empty((*lead, w.shape[1]), out_dtype, x.device) for w in weights]
-    gathered = empty(call.problem.shape, x.dtype, x.device) if return_gathered else None
+    gathered = empty(call.problem.shape, x.dtype, x.device) if given.return_gathered else None
     each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
     call.function(call, x, weights, each_bias, outs, gathered)
     return (x.new_empty(0) if gathered is None else gathered), outs
 
 
-def _fake(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    group: str,
-    gather_dim: int = 0,
-    biases: Any = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    return_gathered: bool = False,
-    shard_sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    own = groups.get(group)
-    shape = list(x.shape)
-    dim = _check.dim(gather_dim, x.dim(), "gather_dim")
-    shape[dim] = shape[dim] * own.world if shard_sizes is None else sum(shard_sizes)
-    outs = [x.new_empty((*shape[:-1], w.shape[1]), dtype=out_dtype) for w in weights]
-    return x.new_empty(shape if return_gathered else [0]), outs
+def _fake(group: Group, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x = given.x
+    shape = _check.gathered_shape(x.shape, given.gather_dim, given.shard_sizes, group)
+    outs = [x.new_empty((*shape[:-1], w.shape[1]), dtype=given.out_dtype) for w in given.weights]
+    return x.new_empty(shape if given.return_gathered else [0]), outs
 
 
-define(SCHEMA, run=_run, fake=_fake)
-define_backward("all_gather_matmul", run=_run, save=save, backward=backward)
+define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
+define_backward("all_gather_matmul", save=save, backward=backward)
 define_autocast("all_gather_matmul")
 
 
@@ -194,7 +113,7 @@ def all_gather_matmul(  # type: ignore[misc]
             of the product that follows, where keeping takes the memory of all ranks' activations on
             each. ``return_gathered`` keeps it too.
         shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
-        algorithm: "auto", or one of "unfused", "ring", "direct", "pipelined".
+        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         y [..., M, ..., N] for one weight, a list for several; ``(gathered, y)`` with
@@ -220,7 +139,7 @@ def all_gather_matmul(  # type: ignore[misc]
     gathered, outs = torch.ops.tpkernels.all_gather_matmul.default(
         x,
         each,
-        groups.name_of(group),
+        name_of(group),
         gather_dim,
         biases=bias_list(x, each_bias),
         out_dtype=out_dtype,

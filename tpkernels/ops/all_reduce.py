@@ -6,20 +6,13 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes, groups
-from tpkernels.backends import run
+from tpkernels import dtypes
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.ops import _check
-from tpkernels.ops._library import (
-    define,
-    define_backward,
-    define_in_place,
-    plan_call,
-    remember,
-)
+from tpkernels.ops._library import define, define_backward, define_in_place
 from tpkernels.ops._reduction import describe, reduction_of
 from tpkernels.planning.problem import Problem
 
@@ -29,18 +22,9 @@ SCHEMA = (
 SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto') -> ()"
 
 
-def _call(x: torch.Tensor, group: str, out_dtype: torch.dtype | None, algorithm: str) -> Call:
-    own = groups.get(group)
-    key = ("all_reduce", x.shape, x.dtype, x.device, out_dtype, algorithm)
-    call = own.calls.get(key)
-    if call is None:
-        call = remember(own, key, _prepare(own, x, out_dtype, algorithm))
-    return call
-
-
-def _prepare(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None, algorithm: str) -> Call:
+def _problem_of(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None) -> Problem:
     dtypes.check_supported(x.dtype, "x")
-    problem = Problem(
+    return Problem(
         op="all_reduce",
         device=_check.device(x),
         world=group.world,
@@ -50,71 +34,55 @@ def _prepare(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None, algor
         dtype=x.dtype,
         options=describe(x.dtype, _check.out_dtype(out_dtype, x)),
     )
-    return plan_call(group, problem, algorithm, x.device)
 
 
-def _run(
-    x: torch.Tensor,
-    group: str,
-    *,
-    out_dtype: torch.dtype | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    call = _call(x, group, out_dtype, algorithm)
-    result: torch.Tensor = run(call, _execute, x, out_dtype)
-    return result
+def _problem(group: Group, given: Any) -> Problem:
+    return _problem_of(group, given.x, given.out_dtype)
 
 
-def _execute(call: Call, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-    out = empty(x.shape, out_dtype or x.dtype, x.device)
-    call.function(call, x, out, reduction_of(x, out_dtype))
+def _execute(call: Call, given: Any) -> torch.Tensor:
+    x = given.x
+    out = empty(x.shape, given.out_dtype or x.dtype, x.device)
+    call.function(call, x, out, reduction_of(x, given.out_dtype))
     return out
 
 
-def _run_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
-    _check.written_once(x)
-    call = _call(x, group, None, algorithm)
-    run(call, _execute_in_place, x)
+def _fake(group: Group, given: Any) -> torch.Tensor:
+    return given.x.new_empty(given.x.shape, dtype=given.out_dtype)
 
 
-def _execute_in_place(call: Call, x: torch.Tensor) -> None:
+def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+    ctx.dtype = given.x.dtype
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+    return {"x": grad.to(ctx.dtype)}
+
+
+define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
+define_backward("all_reduce", save=_save, backward=_backward)
+
+
+def _problem_in_place(group: Group, given: Any) -> Problem:
+    return _problem_of(group, given.x, None)
+
+
+def _execute_in_place(call: Call, given: Any) -> None:
+    x = given.x
     out = x if x.is_contiguous() else empty(x.shape, x.dtype, x.device)
     call.function(call, x, out, reduction_of(x, None))
     if out is not x:
         x.copy_(out)
 
 
-def _fake(
-    x: torch.Tensor,
-    group: str,
-    *,
-    out_dtype: torch.dtype | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    groups.get(group)
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
-def _fake_in_place(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
-    groups.get(group)
-
-
-def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
-    ctx.dtype = inputs[0].dtype
-
-
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
-    return grad.to(ctx.dtype), None
-
-
-define(SCHEMA, run=_run, fake=_fake)
-define_backward("all_reduce", run=_run, save=_save, backward=_backward)
-define(SCHEMA_IN_PLACE, run=_run_in_place, fake=_fake_in_place)
-define_in_place(
-    "all_reduce_",
-    run=_run_in_place,
-    instead="it overwrites its input: use tpkernels.all_reduce",
+define(
+    SCHEMA_IN_PLACE,
+    problem=_problem_in_place,
+    execute=_execute_in_place,
+    fake=lambda group, given: None,
+    check=_check.written_once,
 )
+define_in_place("all_reduce_", instead="it overwrites its input: use tpkernels.all_reduce")
 
 
 def all_reduce(
@@ -130,7 +98,7 @@ def all_reduce(
         x: of the same shape on all ranks; any strides.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
         out_dtype: dtype of the result; default ``x``'s.
-        algorithm: "auto", or one of "unfused", "ring", "direct".
+        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         The sum, taken in fp32 in the order of the ranks and rounded once: the same bits on every
@@ -147,7 +115,7 @@ def all_reduce(
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     result: Any = torch.ops.tpkernels.all_reduce.default(
-        x, groups.name_of(group), out_dtype=out_dtype, algorithm=algorithm
+        x, name_of(group), out_dtype=out_dtype, algorithm=algorithm
     )
     return result
 
@@ -156,5 +124,5 @@ def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -
     """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does,
     ``NotImplementedError`` where a gradient of ``x`` is recorded, and ``ValueError`` where elements
     of ``x`` share memory, as in an expanded tensor."""
-    torch.ops.tpkernels.all_reduce_.default(x, groups.name_of(group), algorithm=algorithm)
+    torch.ops.tpkernels.all_reduce_.default(x, name_of(group), algorithm=algorithm)
     return x

@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 
-from tpkernels import groups
-from tpkernels.backends import run
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
-from tpkernels.ops import _check
-from tpkernels.ops._autograd import WeightGrad, bias_grad, matmul
-from tpkernels.ops._library import define, define_autocast, define_backward, plan_call, remember
-from tpkernels.ops._reduction import describe, reduction_of
+from tpkernels.ops._autograd import bias_grad, matmul
+from tpkernels.ops._library import define, define_autocast, define_backward
+from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -23,120 +20,42 @@ SCHEMA = (
 )
 
 
-def _prepare(
-    group: Group,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    wire_dtype: torch.dtype | None,
-    algorithm: str,
-) -> Call:
-    _check.matrix_input(x)
-    _check.weight(w, x, x.shape[-1], "w")
-    shape = (*x.shape[:-1], w.shape[1])
-    out = _check.out_dtype(out_dtype, x)
-    _check.bias(bias, x, w.shape[1])
-    _check.residual(residual, x, shape, out)
-    wire = _check.wire_dtype(wire_dtype, x)
-    problem = Problem(
-        op="matmul_all_reduce",
-        device=_check.device(x),
-        world=group.world,
-        shape=shape,
-        dim=None,
-        sizes=(),
-        dtype=wire,
-        options=describe(x.dtype, out, bias, residual),
+def _problem(group: Group, given: Any) -> Problem:
+    return matmul_problem("matmul_all_reduce", group, given, scatter_dim=None)
+
+
+def _execute(call: Call, given: Any) -> Any:
+    return call.function(
+        call,
+        given.x,
+        given.w,
+        reduction_of(given.x, given.out_dtype, given.bias, given.residual),
     )
-    return plan_call(group, problem, algorithm, x.device)
 
 
-def _run(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    group: str,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    own = groups.get(group)
-    key = (
-        "matmul_all_reduce",
-        x.shape,
-        x.dtype,
-        x.device,
-        w.shape,
-        w.dtype,
-        w.device,
-        bias is not None and (bias.shape, bias.dtype, bias.device),
-        residual is not None and (residual.shape, residual.dtype, residual.device),
-        out_dtype,
-        wire_dtype,
-        algorithm,
-    )
-    call = own.calls.get(key)
-    if call is None:
-        call = _prepare(own, x, w, bias, residual, out_dtype, wire_dtype, algorithm)
-        remember(own, key, call)
-    result: torch.Tensor = run(call, _execute, x, w, out_dtype, bias, residual)
-    return result
+def _fake(group: Group, given: Any) -> torch.Tensor:
+    shape = (*given.x.shape[:-1], given.w.shape[1])
+    return given.x.new_empty(shape, dtype=given.out_dtype)
 
 
-def _execute(
-    call: Call,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    out_dtype: torch.dtype | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> Any:
-    return call.function(call, x, w, reduction_of(x, out_dtype, bias, residual))
+def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+    save_operands(ctx, given)
 
 
-def _fake(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    group: str,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    groups.get(group)
-    return x.new_empty((*x.shape[:-1], w.shape[1]), dtype=out_dtype)
-
-
-def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
-    x, w, _, bias, residual = inputs
-    ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None)
-    ctx.dtype, ctx.weight_grad = x.dtype, WeightGrad.of(w)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.residual_dtype = None if residual is None else residual.dtype
-
-
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     """All of it local: the gradient of the sum is that of each partial (ops/_autograd.py)."""
     x, w = ctx.saved_tensors
-    need_x, need_w, _, need_bias, need_residual = needs
     factor = grad.to(ctx.dtype)
-    return (
-        matmul(factor, w.t()) if need_x else None,
-        ctx.weight_grad.product(x, factor) if need_w else None,
-        None,
-        bias_grad(grad, ctx.bias_dtype) if need_bias else None,
-        grad.to(ctx.residual_dtype) if need_residual else None,
-    )
+    return {
+        "x": matmul(factor, w.t()) if needs.x else None,
+        "w": ctx.weight_grad.product(x, factor) if needs.w else None,
+        "bias": bias_grad(grad, ctx.bias_dtype) if needs.bias else None,
+        "residual": grad.to(ctx.residual_dtype) if needs.residual else None,
+    }
 
 
-define(SCHEMA, run=_run, fake=_fake)
-define_backward("matmul_all_reduce", run=_run, save=_save, backward=_backward)
+define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
+define_backward("matmul_all_reduce", save=_save, backward=_backward)
 define_autocast("matmul_all_reduce")
 
 
@@ -161,7 +80,7 @@ def matmul_all_reduce(
         residual: [..., N], added after the bias.
         out_dtype: dtype of the result; default ``x``'s.
         wire_dtype: dtype that partial products travel in; ``x``'s (default) or float32.
-        algorithm: "auto", or one of "unfused", "ring", "direct", "pipelined".
+        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in the order of
@@ -179,7 +98,7 @@ def matmul_all_reduce(
     result: Any = torch.ops.tpkernels.matmul_all_reduce.default(
         x,
         w,
-        groups.name_of(group),
+        name_of(group),
         bias=bias,
         residual=residual,
         out_dtype=out_dtype,

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes, groups
-from tpkernels.backends import run
+from tpkernels import dtypes
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _check
-from tpkernels.ops._library import define, define_backward, plan_call, remember
+from tpkernels.ops._library import define, define_backward
 from tpkernels.ops._reduction import describe, reduction_of
 from tpkernels.planning.problem import Problem
 
@@ -23,88 +22,49 @@ SCHEMA = (
 )
 
 
-def _prepare(
-    group: Group,
-    x: torch.Tensor,
-    scatter_dim: int,
-    out_dtype: torch.dtype | None,
-    shard_sizes: Sequence[int] | None,
-    algorithm: str,
-) -> Call:
+def _problem(group: Group, given: Any) -> Problem:
+    x = given.x
     dtypes.check_supported(x.dtype, "x")
-    dim = _check.dim(scatter_dim, x.dim(), "scatter_dim")
-    sizes = _check.scatter_sizes(shard_sizes, x.shape[dim], group.world)
-    problem = Problem(
+    dim = _check.dim(given.scatter_dim, x.dim(), "scatter_dim")
+    return Problem(
         op="reduce_scatter",
         device=_check.device(x),
         world=group.world,
         shape=tuple(x.shape),
         dim=dim,
-        sizes=sizes,
+        sizes=_check.scatter_sizes(given.shard_sizes, x.shape[dim], group.world),
         dtype=x.dtype,
-        options=describe(x.dtype, _check.out_dtype(out_dtype, x)),
+        options=describe(x.dtype, _check.out_dtype(given.out_dtype, x)),
     )
-    return plan_call(group, problem, algorithm, x.device)
 
 
-def _run(
-    x: torch.Tensor,
-    group: str,
-    scatter_dim: int = 0,
-    *,
-    out_dtype: torch.dtype | None = None,
-    shard_sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    own = groups.get(group)
-    sizes = None if shard_sizes is None else tuple(shard_sizes)
-    key = ("reduce_scatter", x.shape, x.dtype, x.device, scatter_dim, out_dtype, sizes, algorithm)
-    call = own.calls.get(key)
-    if call is None:
-        call = _prepare(own, x, scatter_dim, out_dtype, shard_sizes, algorithm)
-        remember(own, key, call)
-    result: torch.Tensor = run(call, _execute, x, out_dtype)
-    return result
+def _execute(call: Call, given: Any) -> Any:
+    return call.function(call, given.x, reduction_of(given.x, given.out_dtype))
 
 
-def _execute(call: Call, x: torch.Tensor, out_dtype: torch.dtype | None) -> Any:
-    return call.function(call, x, reduction_of(x, out_dtype))
+def _fake(group: Group, given: Any) -> torch.Tensor:
+    shape = _check.scattered_shape(given.x.shape, given.scatter_dim, given.shard_sizes, group)
+    return given.x.new_empty(shape, dtype=given.out_dtype)
 
 
-def _fake(
-    x: torch.Tensor,
-    group: str,
-    scatter_dim: int = 0,
-    *,
-    out_dtype: torch.dtype | None = None,
-    shard_sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    own = groups.get(group)
-    shape = list(x.shape)
-    dim = _check.dim(scatter_dim, x.dim(), "scatter_dim")
-    shape[dim] = shape[dim] // own.world if shard_sizes is None else shard_sizes[own.rank]
-    return x.new_empty(shape, dtype=out_dtype)
+def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+    ctx.group, ctx.dim, ctx.dtype = given.group, given.scatter_dim, given.x.dtype
+    ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
 
 
-def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: torch.Tensor) -> None:
-    x, ctx.group, ctx.dim = inputs
-    ctx.dtype, ctx.options = x.dtype, keyword_only_inputs
-
-
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> Any:
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     grad_x = torch.ops.tpkernels.all_gather.default(
         grad.to(ctx.dtype),
         ctx.group,
         ctx.dim,
-        shard_sizes=ctx.options["shard_sizes"],
-        algorithm=ctx.options["algorithm"],
+        shard_sizes=ctx.shard_sizes,
+        algorithm=ctx.algorithm,
     )
-    return grad_x, None, None
+    return {"x": grad_x}
 
 
-define(SCHEMA, run=_run, fake=_fake)
-define_backward("reduce_scatter", run=_run, save=_save, backward=_backward)
+define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
+define_backward("reduce_scatter", save=_save, backward=_backward)
 
 
 def reduce_scatter(
@@ -124,7 +84,7 @@ def reduce_scatter(
         scatter_dim: the dim that is split over the ranks.
         out_dtype: dtype of the result; default ``x``'s.
         shard_sizes: rows of each rank along ``scatter_dim`` where they are not all equal.
-        algorithm: "auto", or one of "unfused", "ring", "direct".
+        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         The shard, summed in fp32 in the order of the ranks and rounded once. The gradient of ``x``
@@ -137,7 +97,7 @@ def reduce_scatter(
     """
     result: Any = torch.ops.tpkernels.reduce_scatter.default(
         x,
-        groups.name_of(group),
+        name_of(group),
         scatter_dim,
         out_dtype=out_dtype,
         shard_sizes=shard_sizes,

@@ -1,0 +1,79 @@
+"""From a checked problem to a planned call: what the group can run, and the algorithm it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+
+from tpkernels import cuda
+from tpkernels.backends import implementation, unsupported
+from tpkernels.call import Call
+from tpkernels.groups.group import Group
+from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
+from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
+from tpkernels.planning.problem import Problem
+
+_MOST_CALLS = 4096  # remembered per group
+
+
+def remember(group: Group, key: Hashable, call: Call) -> None:
+    """Keeps a planned call for the next one with the same arguments."""
+    if len(group.calls) >= _MOST_CALLS:
+        group.calls.clear()
+    group.calls[key] = call
+
+
+def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
+    """Plans a call whose arguments have been checked. Makes the group's workspace if that is its
+    first."""
+    if algorithm != "auto":
+        check_algorithm(algorithm)
+    if group.world > 1 or algorithm not in ("auto", "unfused"):
+        group.ready()
+    if algorithm == "ring" and problem.device == "cuda" and group.by_gloo("cuda"):
+        raise NotImplementedError(
+            f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
+            "group with NCCL"
+        )
+    if algorithm != "auto":  # what cannot run is refused before anything is sent
+        choose(problem, _means(group), requested=algorithm)
+    tuned = NOTHING_TUNED
+    if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are taken with NCCL
+        tuned = group.tuned(problem.device)
+    missing: dict[str, str] = {}
+    while True:
+        means = _means(group, missing)
+        plan = choose(problem, means, requested=algorithm, tuned=tuned)
+        why = _unsupported_kernels(group, plan.algorithm, problem, on)
+        if why is not None:
+            missing[plan.algorithm] = why
+            continue
+        if problem.device == "cpu":
+            record = ALGORITHMS[plan.algorithm]
+            group.make_room(record.workspace_bytes(problem, means.workspace_bytes), plan.text)
+        if _means(group, missing) == means:
+            return Call(group, problem, plan, implementation(problem, plan))
+
+
+def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
+    """What the group has, as far as it is set up."""
+    workspace = group.workspace
+    usable = group.workspace_bytes if workspace is None else workspace.usable_bytes
+    return Means(workspace is not None or group.world == 1, usable, dict(unsupported or {}))
+
+
+def _unsupported_kernels(
+    group: Group, algorithm: str, problem: Problem, on: torch.device
+) -> str | None:
+    """Why the kernels of an algorithm cannot run on tensors of the problem's device type; None:
+    they can, or there are none. ``on`` is this rank's device. Collective on GPUs: the ranks, which
+    have made the same plan, find out together."""
+    own, record = unsupported(algorithm, problem.device, on), ALGORITHMS[algorithm]
+    kind = record.kernels.get(problem.device)
+    if problem.device != "cuda" or kind is None:
+        return own
+    optional = record.optional_kernels.get(problem.op)
+    if optional is not None and problem.world > 1:
+        group.unsupported_kernels(on, optional, cuda.unsupported(on))
+    return group.unsupported_kernels(on, kind, own)
