@@ -1,4 +1,4 @@
-"""Where a planned call runs: one table (op, algorithm) -> function for each device."""
+"""Where a planned call runs: one table (op, algorithm) -> function per device type."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def unsupported(algorithm: str, device: str, on: torch.device) -> str | None:
 
 
 def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
-    """The function that carries a plan out."""
+    """The function that executes a plan."""
     return TABLES[problem.device][problem.op, plan.algorithm]
 
 
 def run(call: Call, execute: Callable[..., Any], *args: Any) -> Any:
-    """Runs ``execute(call, *args)``; calls on one group run one after the other. All that an op
-    does once its arguments have been checked belongs in there: an error on the way, such as no
-    memory for a result, breaks the group, and peers that wait for this rank are told."""
+    """Runs ``execute(call, *args)``. Calls on one group run one after another. Everything an op
+    does after its arguments are checked belongs inside: an error there, such as no memory for a
+    result, breaks the group and is reported to the peers that wait for this rank."""
     group = call.group
     with group.lock:
         group.check_usable()

@@ -16,7 +16,7 @@ from tpkernels.symm.host import HostWorkspace
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What an algorithm is given besides tensors. ``function`` is its implementation of the op."""
+    """What an algorithm gets besides tensors. ``function`` is its implementation of the op."""
 
     group: Group
     problem: Problem
@@ -25,7 +25,7 @@ class Call:
 
     @property
     def workspace(self) -> HostWorkspace:
-        assert self.group.workspace is not None  # `choose` asks for it only where there is one
+        assert self.group.workspace is not None  # else `choose` takes another algorithm
         return self.group.workspace
 
     @functools.cached_property
@@ -35,6 +35,7 @@ class Call:
 
     @functools.cached_property
     def peers_in_ring_order(self) -> tuple[int, ...]:
-        """The other ranks from the next one on, so that not all turn to the same one at once."""
+        """The other ranks, from the next one on, so that they do not all start with the same
+        peer."""
         rank, world = self.group.rank, self.group.world
         return tuple((rank + i) % world for i in range(1, world))

@@ -1,4 +1,4 @@
-"""The ops: their schemas, checks, fake kernels and Python faces, one file each."""
+"""The ops, one file each: schema, checks, fake kernel, gradient, documented function."""
 
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_gather_matmul import all_gather_matmul

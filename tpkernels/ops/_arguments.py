@@ -33,7 +33,7 @@ def unpacker(schema: torch.FunctionSchema) -> Callable[..., tuple[Any, Hashable]
     given = schema.arguments
     defaults = {each.name: each.default_value for each in given if each.has_default_value()}
     names = [each.name for each in given]
-    cls = namedtuple("Arguments", names, defaults=defaults.values())  # type: ignore[misc]  # noqa: PYI024
+    cls = namedtuple("Arguments", names, defaults=defaults.values())  # type: ignore[misc]
     signature = [name if name not in defaults else f"{name}={defaults[name]!r}" for name in names]
     if any(each.kwarg_only for each in given):
         signature.insert(sum(not each.kwarg_only for each in given), "*")

@@ -1,20 +1,20 @@
 """What the backward passes of the ops share.
 
-A backward calls ``torch.ops.tpkernels`` itself, so that AOTAutograd traces it like a forward. It
-communicates: all ranks must run the same backward passes in the same order, with gradients asked
-for the same inputs. Ranks that differ find out as in any call (``CollectiveMismatchError``,
-``CollectiveTimeoutError``).
+A backward calls ``torch.ops.tpkernels`` itself, so AOTAutograd can trace it like a forward. It
+communicates: all ranks must run the same backward passes in the same order and request gradients of
+the same inputs. Ranks that differ get the errors of any mismatched call
+(``CollectiveMismatchError``, ``CollectiveTimeoutError``).
 
 Whose gradient it is:
 
-- Where each rank makes something else of its result (all_gather_matmul, matmul_reduce_scatter,
-  all_gather, reduce_scatter), the loss is the sum of what the ranks make of it, and the backward is
-  the exact adjoint: sums become gathers, gathers become sums.
-- Where the result is the same on all ranks (all_reduce, matmul_all_reduce), all make the same loss
-  of it, which counts once. The gradient is then the same on all ranks too, and passes to each
-  summand as it is, without communication. It is Megatron's convention, under which a
-  tensor-parallel model has the gradients of the unsharded one;
-  ``torch.distributed.nn.functional.all_reduce`` takes the loss W times.
+- Where each rank uses its result differently (all_gather_matmul, matmul_reduce_scatter, all_gather,
+  reduce_scatter), the loss is the sum over the ranks, and the backward is the exact adjoint: sums
+  become gathers, gathers become sums.
+- Where the result is the same on all ranks (all_reduce, matmul_all_reduce), all ranks compute the
+  same loss from it, and it counts once. The gradient is the same on all ranks too, and goes to each
+  summand unchanged, without communication. This is Megatron's convention: a tensor-parallel model
+  has the gradients of the unsharded one. ``torch.distributed.nn.functional.all_reduce`` counts the
+  loss W times instead.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _fake(
     return x.new_empty((*x.shape[:-1], w.shape[1]), dtype=out_dtype)
 
 
-# The product that the algorithms use: accumulated in fp32, rounded once to any dtype, and fast
-# where torch.mm of 16-bit operands is not.
+# The local matmul of the algorithms: accumulates in fp32, rounds once, to any dtype, and is fast
+# where torch.mm of 16-bit operands is slow.
 define_local(SCHEMA, run=_run, fake=_fake)
 
 
@@ -59,10 +59,10 @@ def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None = Non
 
 @dataclass(frozen=True)
 class WeightGrad:
-    """How the gradient of a weight [K, N] is to lie in memory, and its dtype.
+    """Memory layout and dtype of the gradient of a weight [K, N].
 
-    It lies as the weight does, so that ``linear.weight``, of which the op got a transposed view,
-    takes it over without a copy.
+    It has the weight's layout, so ``linear.weight``, of which the op got a transposed view, takes
+    it over without a copy.
     """
 
     transposed: bool
@@ -71,7 +71,7 @@ class WeightGrad:
     @classmethod
     def of(cls, w: torch.Tensor) -> WeightGrad:
         dtype = w.dtype
-        # torch lets a leaf ask for gradients in another dtype than its own.
+        # A leaf can request gradients in a dtype other than its own.
         asked = getattr(w, "grad_dtype", None) if w.is_leaf else None
         if asked == dtypes.accumulator(dtype):
             dtype = asked

@@ -1,4 +1,4 @@
-"""Checks of arguments, before anything is sent. Messages give the value and what is allowed."""
+"""Argument checks, made before anything is sent. Messages give the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpkernels import dtypes
 from tpkernels.groups.group import Group
 from tpkernels.shards import check_sizes
 
-_OVERLAPS = 1  # of torch: 0, no; 2, too hard to tell
+_OVERLAPS = 1  # torch's answer; 0 is no, 2 is too hard to tell
 
 
 def dim(value: int, ndim: int, what: str) -> int:
@@ -21,14 +21,14 @@ def dim(value: int, ndim: int, what: str) -> int:
 
 
 def device(x: torch.Tensor) -> str:
-    """The type of x's device, of those that the ops run on."""
+    """The type of x's device; raises where the ops do not run on it."""
     if x.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"x is on {x.device}; the ops run on cpu and cuda")
     return x.device.type
 
 
 def written_once(x: torch.Tensor) -> None:
-    """An x to be overwritten, no two elements of which lie in one place."""
+    """An x that can be overwritten: no two of its elements share memory."""
     if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == _OVERLAPS:
         raise ValueError(
             f"x of shape {list(x.shape)} and strides {list(x.stride())} has elements that share "
@@ -37,14 +37,14 @@ def written_once(x: torch.Tensor) -> None:
 
 
 def matrix_input(x: torch.Tensor) -> None:
-    """x [..., K] of a dtype that can be multiplied."""
+    """x [..., K] of a supported dtype."""
     dtypes.check_supported(x.dtype, "x")
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dims [..., K], not shape {list(x.shape)}")
 
 
 def weight(w: torch.Tensor, x: torch.Tensor, k: int, what: str) -> None:
-    """w [k, N] of x's dtype and device, for x of ``k`` columns over all ranks that share them."""
+    """w [k, N] of x's dtype and device, where ``k`` is the columns of the (gathered) x."""
     if k < 1:
         raise ValueError(f"x has shape {list(x.shape)}: K must be at least 1")
     if w.dim() != 2 or w.shape[0] != k:
@@ -83,7 +83,7 @@ def residual(
 
 
 def out_dtype(value: torch.dtype | None, x: torch.Tensor, what: str = "out_dtype") -> torch.dtype:
-    """The dtype asked for, or x's."""
+    """The requested dtype, or x's."""
     if value is None or value == x.dtype:
         return x.dtype
     dtypes.check_supported(value, what)
@@ -107,7 +107,7 @@ def wire_dtype(value: torch.dtype | None, x: torch.Tensor) -> torch.dtype:
 
 
 def gather_sizes(sizes: Sequence[int] | None, size: int, rank: int, world: int) -> tuple[int, ...]:
-    """Rows per rank of a dim of which ``size`` rows are here; all have as many by default."""
+    """Rows per rank of a dim of which this rank has ``size`` rows, as all ranks do by default."""
     if sizes is None:
         return (size,) * world
     checked = check_sizes(sizes, world)
@@ -120,7 +120,7 @@ def gather_sizes(sizes: Sequence[int] | None, size: int, rank: int, world: int) 
 
 
 def scatter_sizes(sizes: Sequence[int] | None, total: int, world: int) -> tuple[int, ...]:
-    """Rows per rank of a dim of ``total`` rows that is to be scattered."""
+    """Rows per rank of a scattered dim of ``total`` rows."""
     if sizes is None:
         if total % world:
             raise ValueError(

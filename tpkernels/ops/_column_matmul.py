@@ -1,9 +1,9 @@
-"""``y_i = x @ w_i`` where all ranks have the same x and each has columns of its own: the
+"""``y_i = x @ w_i`` where all ranks have the same x and each has its own columns of w: the
 column-parallel layer without sequence parallelism.
 
-The forward is local. In the backward every rank has the part of x's gradient that its columns give,
-and the sum of these is one ``matmul_all_reduce``: Megatron's "f" (identity forward, all-reduce
-backward), fused with the product before it.
+The forward is local. In the backward each rank has a partial gradient of x, from its columns, and
+one ``matmul_all_reduce`` sums them: Megatron's "f" (identity forward, all-reduce backward), fused
+with the matmul before it.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..
 
 
 def define_in_place(op: str, *, instead: str) -> None:
-    """Has an op that overwrites its first argument say so to autograd, and refuse what has a
-    gradient or cannot be overwritten; ``instead`` is what to call then."""
+    """Makes an op that overwrites its first argument tell autograd so, and refuse tensors that need
+    a gradient or cannot be overwritten; ``instead`` says what to do in that case."""
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
     below = torch._C._after_ADInplaceOrView_keyset
     increment_version = torch.autograd.graph.increment_version
@@ -148,7 +148,7 @@ def define_in_place(op: str, *, instead: str) -> None:
             raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, [x])
-        increment_version(x)  # what was saved of it is no longer valid
+        increment_version(x)  # tensors saved for a backward are no longer valid
         rest = keys & below
         if rest in (_CPU, _CUDA):
             run(x, *args, **options)
@@ -161,7 +161,7 @@ def define_in_place(op: str, *, instead: str) -> None:
 
 
 def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
-    """``NotImplementedError`` where forward-mode differentiation would take a tangent for zero."""
+    """``NotImplementedError`` where forward-mode AD would silently treat a tangent as zero."""
     for value in args:
         if isinstance(value, (list, tuple)):
             _forbid_tangents(op, value)
@@ -177,11 +177,11 @@ def _has_tangent(x: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _told_of_errors(group: str | None) -> Iterator[None]:
-    """An error on the way to a call, or between two, leaves this rank out of step with its peers:
-    they are told, and the group is broken."""
+    """An error before a call, or between two, leaves this rank out of step with its peers: the
+    group is broken, and the peers are told."""
     try:
         yield
-    except TpkernelsError:  # of a call, which has seen to that
+    except TpkernelsError:  # the call has broken the group already
         raise
     except BaseException as error:
         if group is not None:
@@ -191,9 +191,9 @@ def _told_of_errors(group: str | None) -> Iterator[None]:
 
 
 def define_autocast(op: str) -> None:
-    """Has an op with a matmul cast its operands under autocast, as ``torch.matmul`` does.
+    """Makes an op with a matmul cast its operands under autocast, as ``torch.matmul`` does.
 
-    ``torch.library.register_autocast`` is for ops without keyword arguments, and for one dtype.
+    ``torch.library.register_autocast`` supports neither keyword arguments nor more than one dtype.
     """
     overload = getattr(torch.ops.tpkernels, op).default
     names = [argument.name for argument in overload._schema.arguments]
@@ -212,8 +212,9 @@ def define_autocast(op: str) -> None:
 
 
 def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
-    """An argument as autocast has it: floating tensors in ``dtype``, float64 as it is, like a bias
-    in float32 and a residual in the output's dtype, which the ops take beside 16-bit operands."""
+    """An argument as autocast passes it: floating-point tensors in ``dtype``. Unchanged are
+    float64, a bias in float32 and a residual in the output's dtype, which the ops take with 16-bit
+    operands."""
     if isinstance(value, (list, tuple)):
         return [_lowered(name, each, dtype, out_dtype) for each in value]
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -227,7 +228,7 @@ def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype |
 def bias_list(
     x: torch.Tensor, biases: Sequence[torch.Tensor | None] | None
 ) -> list[torch.Tensor] | None:
-    """Biases as the ops take them, whose lists hold tensors only: one of no elements is none."""
+    """Biases as the ops take them: their lists hold tensors only, so an empty one means none."""
     if biases is None:
         return None
     return [x.new_empty(0) if bias is None else bias for bias in biases]

@@ -1,4 +1,5 @@
-"""From a checked problem to a planned call: what the group can run, and the algorithm it takes."""
+"""From a checked problem to a planned call: what the group can run, and which algorithm is
+taken."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def remember(group: Group, key: Hashable, call: Call) -> None:
 
 
 def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
-    """Plans a call whose arguments have been checked. Makes the group's workspace if that is its
-    first."""
+    """Plans a call whose arguments have been checked. A group's first call sets up its
+    workspace."""
     if algorithm != "auto":
         check_algorithm(algorithm)
     if group.world > 1 or algorithm not in ("auto", "unfused"):
@@ -36,10 +37,10 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
             f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
             "group with NCCL"
         )
-    if algorithm != "auto":  # what cannot run is refused before anything is sent
+    if algorithm != "auto":  # refuses what cannot run before anything is sent
         choose(problem, _means(group), requested=algorithm)
     tuned = NOTHING_TUNED
-    if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are taken with NCCL
+    if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are measured with NCCL
         tuned = group.tuned(problem.device)
     missing: dict[str, str] = {}
     while True:
@@ -57,7 +58,7 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
 
 
 def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
-    """What the group has, as far as it is set up."""
+    """What the group offers, as far as it is set up."""
     workspace = group.workspace
     usable = group.workspace_bytes if workspace is None else workspace.usable_bytes
     return Means(workspace is not None or group.world == 1, usable, dict(unsupported or {}))

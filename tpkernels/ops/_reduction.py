@@ -61,7 +61,7 @@ def describe(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> tuple[str, ...]:
-    """The options that all ranks must share, in words, for the call's signature."""
+    """The options that must be the same on all ranks, as text for the call's signature."""
     options = [f"x {dtypes.name(x_dtype)}", f"out {dtypes.name(out_dtype)}"]
     if bias is not None:
         options.append("bias")

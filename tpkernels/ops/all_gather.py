@@ -74,17 +74,17 @@ def all_gather(
 
     Args:
         x: this rank's shard, of any shape with at least one dim; any strides.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         gather_dim: the dim that is split over the ranks.
-        shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
+        shard_sizes: rows of each rank along ``gather_dim``; default: all the same.
         algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     The gradient of ``x`` is the sum over the ranks of the gradients of its part of their results:
-    each rank is taken to use the result for a part of the loss of its own.
+    the loss is the sum of what the ranks compute from theirs.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has been sent then.
-        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        ValueError, TypeError: invalid arguments; nothing has been sent.
+        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     result: Any = torch.ops.tpkernels.all_gather.default(

@@ -103,33 +103,33 @@ def all_gather_matmul(  # type: ignore[misc]
         x: [..., K], this rank's shard along ``gather_dim``; any strides.
         weights: [K, N] or several [K, N_i] that share the gather; any strides
             (``linear.weight.t()`` is the fast layout). N may differ by rank.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         gather_dim: the dim of ``x`` that is split over the ranks.
         biases: [N] for each weight, or None.
-        out_dtype: dtype of the result; default ``x``'s. Products accumulate in fp32 either way.
+        out_dtype: dtype of the result; default ``x``'s. The matmul accumulates in fp32 either way.
         return_gathered: also return the gathered ``x``.
         save_gathered: keep the gathered ``x`` for the gradient of the weights. By default ``x``
-            alone is kept, and gathered again in the backward: that takes a small part of the time
-            of the product that follows, where keeping takes the memory of all ranks' activations on
-            each. ``return_gathered`` keeps it too.
-        shard_sizes: rows of each rank along ``gather_dim`` where they are not all equal.
+            is kept and gathered again in the backward, which takes a small fraction of the time of
+            the matmul that follows; keeping it takes the memory of all ranks' activations on every
+            rank. ``return_gathered`` keeps it too.
+        shard_sizes: rows of each rank along ``gather_dim``; default: all the same.
         algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         y [..., M, ..., N] for one weight, a list for several; ``(gathered, y)`` with
         ``return_gathered``.
 
-    The gradient of ``x`` is one ``matmul_reduce_scatter``, that of a weight the product of the
-    gathered ``x`` and its result's gradient. A weight that is a leaf with ``grad_dtype`` float32
-    gets its gradient in float32, without a rounding to ``x``'s dtype.
+    The gradient of ``x`` is one ``matmul_reduce_scatter``; that of a weight is a matmul of the
+    gathered ``x`` and the gradient of its result. A leaf weight with ``grad_dtype`` float32 gets
+    its gradient in float32, not rounded to ``x``'s dtype.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has been sent then.
-        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        ValueError, TypeError: invalid arguments; nothing has been sent.
+        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
 
-    In ``torch.ops.tpkernels.all_gather_matmul`` a weight without a bias has one of no elements, and
-    ``gathered`` comes first, of no elements unless asked for. The argument meanings are those of
+    In ``torch.ops.tpkernels.all_gather_matmul`` a weight without a bias gets an empty one, and the
+    first result is ``gathered``, empty unless requested. The arguments mean what they mean in
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
     single = isinstance(weights, torch.Tensor)

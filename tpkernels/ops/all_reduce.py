@@ -92,26 +92,26 @@ def all_reduce(
     out_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Sums the ranks' ``x``, on every rank.
+    """Sums ``x`` over the ranks; every rank gets the sum.
 
     Args:
         x: of the same shape on all ranks; any strides.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         out_dtype: dtype of the result; default ``x``'s.
         algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
-        The sum, taken in fp32 in the order of the ranks and rounded once: the same bits on every
-        rank and in every run.
+        The sum, in fp32, in rank order, rounded once: the same bits on every rank and in every
+        run.
 
-    The gradient of the result is taken to be the same on all ranks, since all compute the same loss
-    from it, and passes to each rank's ``x`` as it is. What all ranks share and each multiplies by
-    weights of its own needs the opposite, the sum of its gradients: ``x = x.view_as(x)`` for the
-    products alone, with ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
+    All ranks compute the same loss from the result, so its gradient is the same on all ranks and
+    goes to each rank's ``x`` unchanged. An input that all ranks share and multiply by their own
+    weights needs the opposite, the sum of its gradients: pass ``x = x.view_as(x)`` to those matmuls
+    and call ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has been sent then.
-        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        ValueError, TypeError: invalid arguments; nothing has been sent.
+        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     result: Any = torch.ops.tpkernels.all_reduce.default(
@@ -121,8 +121,8 @@ def all_reduce(
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:
-    """``all_reduce`` into ``x`` itself, which is returned. Raises what ``all_reduce`` does,
-    ``NotImplementedError`` where a gradient of ``x`` is recorded, and ``ValueError`` where elements
-    of ``x`` share memory, as in an expanded tensor."""
+    """``all_reduce`` in place; returns ``x``. Raises what ``all_reduce`` raises, and also
+    ``NotImplementedError`` if ``x`` requires a gradient and ``ValueError`` if elements of ``x``
+    share memory, as in an expanded tensor."""
     torch.ops.tpkernels.all_reduce_.default(x, name_of(group), algorithm=algorithm)
     return x

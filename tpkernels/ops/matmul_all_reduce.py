@@ -70,29 +70,29 @@ def matmul_all_reduce(
     wire_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiplies and sums the products over the ranks of ``group``, as one operation.
+    """Multiplies and sums over the ranks of ``group``, as one operation.
 
     Args:
         x: [..., K]; any strides. K may differ by rank.
         w: [K, N]; any strides (``linear.weight.t()`` is the fast layout).
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         bias: [N], added once, after the sum. The same on all ranks, as is ``residual``.
         residual: [..., N], added after the bias.
         out_dtype: dtype of the result; default ``x``'s.
-        wire_dtype: dtype that partial products travel in; ``x``'s (default) or float32.
+        wire_dtype: dtype of the communicated partials; ``x``'s (default) or float32.
         algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
-        ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in the order of
-        the ranks and rounded once: the same bits on every rank, in every run, for every algorithm.
+        ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in rank order
+        and rounded once: the same bits on every rank, in every run and for every algorithm.
 
-    Its gradient is taken to be the same on all ranks, since all compute the same loss from it. The
-    backward is local then: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``; see ``all_reduce`` for
-    an input that all ranks share.
+    All ranks compute the same loss from the result, so its gradient is the same on all ranks and
+    the backward is local: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``. For an input that all
+    ranks share see ``all_reduce``.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has been sent then.
-        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        ValueError, TypeError: invalid arguments; nothing has been sent.
+        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     result: Any = torch.ops.tpkernels.matmul_all_reduce.default(

@@ -1,5 +1,5 @@
 """``y_r = rows_r(sum_r(x_r @ w_r))``: the row-parallel layer with sequence parallelism (attention
-out, down)."""
+output, MLP down)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
 
 
 def _gathered(ctx: Any, grad: torch.Tensor, w: torch.Tensor | None, keep: bool) -> Any:
-    """(the gradient of x, or None without ``w``; the gathered gradient, if kept or needed): one
-    gather at the most."""
+    """(the gradient of x, or None without ``w``; the gathered gradient, if ``keep``), with at most
+    one gather."""
     last = ctx.dim == grad.dim() - 1
     if w is not None:
         whole, (grad_x,) = torch.ops.tpkernels.all_gather_matmul.default(
@@ -107,31 +107,30 @@ def matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiplies, sums the products over the ranks of ``group`` and keeps this rank's shard, as one
-    operation.
+    """Multiplies, sums over the ranks of ``group`` and keeps this rank's shard, as one operation.
 
     Args:
         x: [..., K]; any strides. K may differ by rank.
         w: [K, N]; any strides (``linear.weight.t()`` is the fast layout).
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        scatter_dim: the dim of the product [..., N] that is split over the ranks.
-        bias: [N], added once, after the sum; the whole bias also where N is scattered.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
+        scatter_dim: the dim of the sum [..., N] that is split over the ranks.
+        bias: [N], added once, after the sum. Pass the whole bias, even if N is scattered.
         residual: of the result's shape, added after the bias.
         out_dtype: dtype of the result; default ``x``'s.
-        wire_dtype: dtype that partial products travel in; ``x``'s (default) or float32.
-        shard_sizes: rows of each rank along ``scatter_dim`` where they are not all equal.
+        wire_dtype: dtype of the communicated partials; ``x``'s (default) or float32.
+        shard_sizes: rows of each rank along ``scatter_dim``; default: all the same.
         algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         This rank's shard of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
-        the order of the ranks and rounded once: the same bits in every run, for every algorithm.
+        rank order and rounded once: the same bits in every run and for every algorithm.
 
     The backward gathers the gradients of the shards once, for ``x`` (an ``all_gather_matmul``),
-    ``w`` and ``bias``, whose whole gradient every rank gets.
+    ``w`` and ``bias``. Every rank gets the whole gradient of ``bias``.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has been sent then.
-        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        ValueError, TypeError: invalid arguments; nothing has been sent.
+        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
 
     The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.

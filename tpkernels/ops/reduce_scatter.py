@@ -80,19 +80,19 @@ def reduce_scatter(
 
     Args:
         x: of the same shape on all ranks; any strides.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         scatter_dim: the dim that is split over the ranks.
         out_dtype: dtype of the result; default ``x``'s.
-        shard_sizes: rows of each rank along ``scatter_dim`` where they are not all equal.
+        shard_sizes: rows of each rank along ``scatter_dim``; default: all the same.
         algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
-        The shard, summed in fp32 in the order of the ranks and rounded once. The gradient of ``x``
-        is that of all shards, gathered.
+        The shard, summed in fp32 in rank order and rounded once. The gradient of ``x`` is the
+        gathered gradient of all shards.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has been sent then.
-        NotImplementedError: right but not supported: a dtype, or the algorithm asked for.
+        ValueError, TypeError: invalid arguments; nothing has been sent.
+        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     result: Any = torch.ops.tpkernels.reduce_scatter.default(

@@ -1,7 +1,7 @@
-"""Which algorithm a call runs: Problem -> Plan. Pure: no device, no communication.
+"""Which algorithm a call runs: Problem -> Plan. Pure: touches no device and communicates nothing.
 
-All that a choice rests on is shared by the ranks, so that all choose alike: the problem, the means
-of the group, and the table of measured times, which is rank 0's (`group.Group.tuned`).
+Every input is the same on all ranks, so all ranks choose alike: the problem, the group's means, and
+rank 0's table of measured times (`Group.tuned`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from tpkernels.planning.table import Config, Series, Table
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice, its reason in words, and how the call is named to peers."""
+    """The choice, the reason for it, and how the call identifies itself to peers."""
 
     algorithm: str
     reason: str
     text: str = field(repr=False)
     signature: int = field(repr=False)
-    config: Config = ()  #: of the fused kernels, where a measured one is better than the table's
+    config: Config = ()  #: block sizes of the fused kernels; empty: those of the built-in table
 
 
-# Rows that one rank contributes to an all-gather, or receives from a reduction, from which on the
-# matmul is split into one part per rank. Below, a GEMM of few rows streams the weights from memory
-# and splitting it streams them once per part. AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21:
-# `tpkernels bench` (benchmarks/results).
+# Minimum rows per rank at which splitting the matmul pays off. With fewer rows the GEMM is bound by
+# streaming the weight, and a split streams it once per part. AMD EPYC Zen 3, 2 ranks x 1 thread,
+# 2026-11-21: `tpkernels bench` (benchmarks/results).
 PIPELINE_MIN_ROWS = 256
 
-# Bytes of the tensor that travels from which on `ring` is faster than `unfused` where ranks share
-# no memory; smaller ones take the messages as long as the bytes, and `ring` sends more of them. AMD
-# EPYC Zen 3, 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python -m benchmarks.hosts`
+# Minimum bytes of the communicated tensor at which `ring` beats `unfused` between ranks that share
+# no memory. Smaller tensors are bound by latency, and `ring` sends more messages. AMD EPYC Zen 3,
+# 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python -m benchmarks.hosts`
 # (benchmarks/results/cpu-2core-zen3-hosts.md).
 RING_MIN_BYTES = 8 << 20
 
@@ -50,12 +49,12 @@ NOTHING_TUNED = Table()
 
 @dataclass(frozen=True)
 class Means:
-    """What a group has for its calls, the same on all ranks.
+    """What a group offers its calls; the same on all ranks.
 
     Attributes:
         shared_memory: whether all ranks of the group can map each other's memory.
-        workspace_bytes: what each of the two data buffers of a rank may take, where there are any.
-        unsupported: the algorithms whose kernels cannot run, and why.
+        workspace_bytes: the limit of each of a rank's two data buffers, if there are any.
+        unsupported: algorithms whose kernels cannot run, each with the reason.
     """
 
     shared_memory: bool
@@ -70,12 +69,12 @@ def choose(
 
     Args:
         requested: an algorithm's name, or "auto".
-        tuned: measured times, the same on all ranks. Where they tell that another algorithm is
-            clearly faster than the one of the thresholds, "auto" is the fastest.
+        tuned: measured times, the same on all ranks. Where they show another algorithm to be
+            clearly faster than the one the thresholds give, "auto" takes the fastest.
 
     Raises:
-        ValueError: ``requested`` is no algorithm.
-        NotImplementedError: the algorithm asked for cannot run this problem; the message says
+        ValueError: ``requested`` is not an algorithm.
+        NotImplementedError: the requested algorithm cannot run this problem; the message says
             what it needs.
     """
     tuning_key = problem.tuning_key if tuned.measurements and problem.world > 1 else None
@@ -94,14 +93,14 @@ def choose(
 
 
 def _cut(plan: Plan, tuned: Table, tuning_key: tuple[Series, int] | None) -> Plan:
-    """The plan with the block sizes that were measured best for its kernels, if any were."""
+    """The plan with the block sizes measured to be best for its kernels, if there are any."""
     if tuning_key is None or "Triton" not in ALGORITHMS[plan.algorithm].kernels.values():
         return plan
     return replace(plan, config=tuned.config(*tuning_key))
 
 
 def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
-    """The algorithm where nothing is known but the thresholds, and why."""
+    """The algorithm that the thresholds alone give, and why."""
     if problem.world == 1:
         return "unfused", "one rank: nothing to communicate"
     if not means.shared_memory:
@@ -122,7 +121,7 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
 
 
 def candidates(problem: Problem, means: Means) -> list[str]:
-    """What "auto" may take: all that can run, but for the kernels under Triton's interpreter."""
+    """What "auto" may take: all that can run, except under Triton's interpreter."""
     return [
         name
         for name, reason in unsupported_algorithms(problem, means).items()
@@ -151,7 +150,7 @@ def unsupported_algorithms(problem: Problem, means: Means) -> dict[str, str | No
 
 
 def _rows_per_part(problem: Problem) -> int:
-    """Rows of the smallest matmul that a split per rank makes (ranks without rows aside)."""
+    """Rows of the smallest matmul after a split by rank, ignoring ranks without rows."""
     if problem.dim is None:
         return problem.rows // problem.world
     if problem.dim == len(problem.shape) - 1:

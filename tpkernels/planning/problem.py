@@ -1,7 +1,7 @@
-"""One call as all ranks see it: what a plan is made for, and what ranks must agree on.
+"""One call as all ranks see it: what is planned, and what the ranks must agree on.
 
-What may differ by rank (the columns of a column-parallel weight, the K of a row-parallel one) is
-not part of it.
+What may differ between ranks is not part of it: the columns of a column-parallel weight and the K
+of a row-parallel one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tpkernels.shards import shard_sizes
 class Problem:
     """One call as all ranks see it.
 
-    ``shape`` is the global shape of what travels: the gathered ``x`` of an all-gather, the
-    unreduced sum of a reduction. ``dim`` is gathered or scattered (None for an all-reduce), rank
-    ``r`` holding ``sizes[r]`` rows of it. ``dtype`` is what travels; ``options`` is the rest that
-    ranks must share.
+    ``shape`` is the global shape of the communicated tensor: the gathered ``x`` of an all-gather,
+    the unreduced sum of a reduction. ``dim`` is the gathered or scattered dim (None for an
+    all-reduce), of which rank ``r`` holds ``sizes[r]`` rows. ``dtype`` is the dtype on the wire.
+    ``options`` is everything else that must be the same on all ranks.
     """
 
     op: str
@@ -37,12 +37,12 @@ class Problem:
 
     @property
     def has_matmul(self) -> bool:
-        """Whether it multiplies, and does not only communicate."""
+        """Whether the op multiplies as well as communicates."""
         return "matmul" in self.op
 
     @property
     def outer(self) -> int:
-        """Elements before ``dim``: how many blocks one rank's shard consists of."""
+        """Elements before ``dim``: the number of blocks in one rank's shard."""
         return prod(self.shape[: self.dim]) if self.dim is not None else 1
 
     @property
@@ -57,15 +57,16 @@ class Problem:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor that travels."""
+        """Bytes of the whole communicated tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def tuning_key(self) -> tuple[Series, int] | None:
-        """Among which measured problems this one stands, and its extent; None: among none, because
-        it is not split evenly along its rows, or along its elements where there is no matmul.
+        """The series of measurements that this problem belongs to, and its extent in it. None where
+        it belongs to none: it is not split evenly along its rows (along its elements, without a
+        matmul).
 
-        A bias and a residual change nothing: all algorithms add them where they sum anyway.
+        A bias and a residual do not count: every algorithm adds them while it sums.
         """
         matmul = self.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)

@@ -1,5 +1,5 @@
-"""How much of a rank's data buffers a call on CPU tensors takes, and how `pipelined` is cut to fit
-into them. All of it follows from what the ranks share."""
+"""How much of a rank's data buffers a call on CPU tensors uses, and how `pipelined` is cut into
+steps that fit. All ranks compute the same."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from math import prod
 
 from tpkernels.planning.problem import Problem
 
-LINE_BYTES = 64  # parts of a step begin on cache lines
-# Bytes of a chunk for each rank in which `direct` moves large tensors: `kLimits` of
+LINE_BYTES = 64  # parts of a step are aligned to cache lines
+# Bytes per rank of the chunks in which `direct` moves large tensors: `kLimits` in
 # csrc/host/collectives.cpp.
 _CHUNK_BYTES = 512 << 10
 _SLACK_BYTES = 4 << 10
 
 
 def step_bytes(problem: Problem) -> int:
-    """What a step of `pipelined` on CPU tensors takes of a data buffer for one row of each rank."""
+    """Bytes of a data buffer that one row of each rank takes in a step of `pipelined`."""
     width, world = problem.shape[-1], problem.world
     if problem.op == "all_gather_matmul":
         return width * problem.dtype.itemsize
-    if problem.dim is None:  # partials, and sums in a dtype of 4 bytes at the most, or 8 of 8
+    if problem.dim is None:  # partials, and sums of 4 bytes an element, or 8 in float64
         return world * width * (problem.dtype.itemsize + max(4, problem.dtype.itemsize))
     if problem.dim == len(problem.shape) - 1:
         width = max(problem.sizes)
@@ -27,7 +27,7 @@ def step_bytes(problem: Problem) -> int:
 
 
 def step_rows(problem: Problem, workspace_bytes: int) -> int:
-    """Rows of each rank that fit a step of `pipelined` on CPU tensors."""
+    """Rows of each rank that fit into a step of `pipelined`."""
     return (workspace_bytes - 2 * problem.world * LINE_BYTES) // max(step_bytes(problem), 1)
 
 
