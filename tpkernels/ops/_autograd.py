@@ -1,4 +1,4 @@
-"""What the backward passes of the ops shard.
+"""What the backward passes of the ops share.
 
 A backward calls ``torch.ops.tpkernels`` itself, so that AOTAutograd traces it like a forward. It
 communicates: all ranks must run the same backward passes in the same order, with gradients asked
@@ -76,7 +76,7 @@ class WeightGrad:
             dtype = asked
         return cls(w.stride(0) < w.stride(1), dtype)
 
-    def local_matmul(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """``x^T @ grad`` over all rows. x [..., K], grad [..., N]."""
         x, grad = as_rows(x), as_rows(grad)
         if self.transposed:
