@@ -36,10 +36,10 @@ test-slow: $(EXT)  ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 faults: $(EXT)  ## random faults at random moments: nobody hangs, nothing is wrong
-	@$(BIN)/python tests/campaign.py $(ARGS)
+	@$(BIN)/python -m tests.support.campaign $(ARGS)
 
 sanitize: $(EXT)  ## the C++ under ThreadSanitizer and AddressSanitizer
-	@$(BIN)/python -m pytest -m '' tests/test_sanitizers.py tests/test_nccl_sanitizers.py $(ARGS)
+	@$(BIN)/python -m pytest -m '' tests/native/test_sanitizers.py tests/nccl/test_sanitizers.py $(ARGS)
 
 bench: $(EXT)  ## measure the ops beside the unfused way
 	@$(BIN)/tpkernels bench $(ARGS)

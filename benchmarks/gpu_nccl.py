@@ -78,7 +78,7 @@ def gpu_tests(setting: Setting) -> Iterator[Result]:
         "-q",
         "-m",
         "gpu",
-        "--ignore=tests/test_gpu_suite.py",
+        "--ignore=tests/benchmarks/test_gpu_suite.py",
     ]
     root = Path(__file__).resolve().parent.parent
     ended = subprocess.run(

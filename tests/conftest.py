@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from fake_nccl import Build, make_build
 from hypothesis import settings
 
+from tests.support.fake_nccl import Build, make_build
 from tpkernels.launch import Ranks, fork_server
 
 # An example may run a job on several processes: its time says nothing about the code under test.
@@ -112,8 +112,8 @@ def fake_nccl(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 @pytest.fixture(scope="session")
 def cuda_driver(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> str:
-    """A CUDA driver whose device is the CPU (tests/emulated.py); kept in pytest's cache."""
-    import emulated
+    """A CUDA driver whose device is the CPU (support/emulated.py); kept in pytest's cache."""
+    from tests.support import emulated
 
     cache = getattr(pytestconfig, "cache", None)
     folder = tmp_path_factory.mktemp("emulated") if cache is None else cache.mkdir("emulated")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tpkernels
+from tests.support.paths import ROOT
 from tpkernels.backends import OPS, TABLES
 from tpkernels.planning.algorithms import ALGORITHMS
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tpkernels"
 MOST_LINES = 300
 
@@ -120,7 +120,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_has_one_name_everywhere(op: str) -> None:
     assert (PACKAGE / "ops" / f"{op}.py").is_file()
-    assert (ROOT / "tests" / f"test_{op}.py").is_file()
+    assert (ROOT / "tests" / "ops" / f"test_{op}.py").is_file()
     assert op in tpkernels.__all__
     assert callable(getattr(tpkernels, op))
     schema = getattr(torch.ops.tpkernels, op).default._schema

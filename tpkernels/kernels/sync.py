@@ -15,7 +15,7 @@ Invariant (no overwritten read): when rank A starts epoch e+2 its kernel of e+1 
 has seen the ENTERED word of e+1 of every peer B. B pushed that when its kernel of e had ended,
 which was B's last reader of any buffer of epoch e, A's or its own. So A may write the buffers of
 parity e: its own, and its slots in B's. Nor can a word be two epochs ahead of a waiter; hence words
-are compared for equality. tests/protocol_model.py searches all interleavings.
+are compared for equality. tests/support/protocol_model.py searches all interleavings.
 
 Programs: a program waits for words of a peer's first program, or of its program of the same number.
 Those that a program waits for before it publishes (the results of a two-shot) depend on lower

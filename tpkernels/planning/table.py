@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 # Of the time of the fastest: what is within it is as fast. Medians of 40 repetitions by turns, of
 # the same algorithms in two runs, differ by 1 to 4 %. AMD EPYC Zen 3, 2 ranks, 2026-11-21:
-# `pytest -m slow -s tests/test_tune.py`.
+# `pytest -m slow -s tests/cli/test_tune.py`.
 AS_FAST = 1.02
 # Of the time of `unfused`: more is slower than not to fuse.
 NOT_SLOWER = 1 / 0.97

@@ -1,0 +1,239 @@
+"""The fused ops under Triton's interpreter: the kernels that GPUs run, one process per rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support.cases import Case, RanksFixture, each, uneven_splits
+from tests.support.ranked import check, check_cases, fresh_group, run_cases
+from tpkernels import groups
+from tpkernels.planning.table import Measurement, Table
+from tpkernels.symm.device import DeviceWorkspace
+
+FUSED = ("fused",)
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# Tiles of the interpreter's config are 32 x 32 x 32.
+SHAPES = {1: (1, 33, 1), 2: (70, 65, 33), 3: (7, 40, 100), 4: (97, 64, 64)}  # M, N, K
+
+
+def split(rows: int, world: int) -> tuple[int, ...]:
+    """Growing with the rank; the first have none where there are few rows."""
+    _, growing = islice(uneven_splits(rows, world), 2)
+    return growing
+
+
+def gather(m: int, n: int, k: int, world: int) -> Case:
+    return Case(op="all_gather_matmul", shape=(m, k), sizes=split(m, world), n=(n,))
+
+
+def scatter(m: int, n: int, k: int, world: int) -> Case:
+    return Case(op="matmul_reduce_scatter", shape=(m, n), sizes=split(m, world), k=(k,))
+
+
+def reduce(m: int, n: int, k: int, world: int) -> Case:
+    return Case(op="matmul_all_reduce", shape=(m, n), k=(k,))
+
+
+OPS: dict[str, Callable[[int, int, int, int], Case]] = {
+    "all_gather_matmul": gather,
+    "matmul_reduce_scatter": scatter,
+    "matmul_all_reduce": reduce,
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3, 4))]
+)
+def test_every_dtype(interpreting: RanksFixture, world: int, op: str) -> None:
+    run_cases(interpreting, world, each(OPS[op](*SHAPES[world], world), algorithms=FUSED))
+
+
+def test_what_comes_with_the_product(interpreting: RanksFixture) -> None:
+    """Several weights, biases, residuals, dtypes of the result and on the wire, strides."""
+    several = Case(
+        op="all_gather_matmul",
+        shape=(40, 50),
+        n=(40, 7),
+        n_by_rank=True,
+        biases=(F32, None),
+        return_gathered=True,
+        out_dtype=F32,
+        weight_layout="linear",
+        layout="sliced",
+    )
+    added = Case(
+        op="matmul_reduce_scatter",
+        shape=(2, 17, 40),
+        dim=1,
+        sizes=(5, 12),
+        k=(33, 20),
+        biases=(F32,),
+        residual=BF16,
+        wire_dtype=F32,
+    )
+    flat = replace(added, shape=(17, 40), dim=0, layout="transposed", weight_layout="sliced")
+    whole = replace(flat, op="matmul_all_reduce", sizes=None, wire_dtype=None, out_dtype=F32)
+    cases = [replace(several, dtype=BF16), replace(flat, dtype=BF16), replace(whole, dtype=BF16)]
+    run_cases(interpreting, 2, [replace(case, algorithm="fused") for case in cases])
+    batched = replace(several, shape=(6, 5, 20), layout="plain")
+    run_cases(interpreting, 2, each(batched, dtypes=(F32,), algorithms=FUSED))
+    assert interpreting(2).run(refused_job, replace(added, dtype=BF16)) == [True, True]
+
+
+def refused_job(case: Case) -> bool:
+    with fresh_group() as group:
+        found = check_cases([replace(case, algorithm="fused")], group)
+    return "it can split dim 0 only" in "".join(found)
+
+
+def tuned_job() -> list[str]:
+    """With block sizes that a table of times has."""
+    cut = (("block_m", 16), ("block_n", 64), ("fetchers", 1))
+    with fresh_group() as group:
+        own = groups.get(group.group_name)
+        found = []
+        for op, make in OPS.items():
+            case = replace(make(70, 65, 33, 2), algorithm="fused", dtype=BF16)
+            case = replace(case, sizes=None if case.sizes is None else (35, 35))
+            found += check_cases([case], group)
+            (call,) = own.calls.values()
+            place = call.problem.tuning_key
+            assert place is not None and call.plan.config == ()
+            one = Measurement(*place, other=33, ms={"fused": 1.0}, date="2026-11-21", config=cut)
+            own.use_times("cpu", Table((one,)))
+            found += check_cases([case], group)
+            (call,) = own.calls.values()
+            if call.plan.config != cut:
+                found.append(f"{op} is cut by {call.plan.config}")
+            own.calls.clear()
+    return found
+
+
+def test_tuned_block_sizes(interpreting: RanksFixture) -> None:
+    for found in interpreting(2).run(tuned_job, timeout=120):
+        assert not found, found
+
+
+@pytest.fixture(params=["one-shot", "two-shot"])
+def shots(request: pytest.FixtureRequest) -> int:
+    return 1 << 30 if request.param == "one-shot" else 0
+
+
+def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
+    from tpkernels.kernels import matmul_all_reduce
+
+    known = matmul_all_reduce.ONE_SHOT_BYTES
+    matmul_all_reduce.ONE_SHOT_BYTES = one_shot_bytes
+    try:
+        with fresh_group() as group:
+            return check_cases(cases, group)
+    finally:
+        matmul_all_reduce.ONE_SHOT_BYTES = known
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_both_ways_to_reduce_everywhere(interpreting: RanksFixture, world: int, shots: int) -> None:
+    """Also where there are fewer rows of tiles than ranks."""
+    cases = [reduce(rows, 40, 33, world) for rows in (33, 100)]
+    wanted = each(*cases, dtypes=(F32,), algorithms=FUSED)
+    for found in interpreting(world).run(shots_job, wanted, shots):
+        assert not found, found
+
+
+# The protocol.
+
+
+def _device(group: dist.ProcessGroup) -> DeviceWorkspace:
+    workspace = groups.get(group.group_name).workspace
+    assert workspace is not None and workspace._device is not None
+    return workspace._device
+
+
+def _poison(space: DeviceWorkspace, epoch: int) -> None:
+    """Fills this rank's buffer of a call with NaN."""
+    region = torch.frombuffer(space._memory[space.rank], dtype=F32)
+    begin = space.buffers_at + (epoch & 1) * space.buffer_stride
+    region[begin // 4 : (begin + space.buffer_bytes) // 4].fill_(math.nan)
+
+
+def _calls(world: int) -> Iterator[Case]:
+    """Calls in turn, each with other values."""
+    while True:
+        for make in (gather, scatter, reduce, scatter, gather):
+            for rows in (40, 9, 33):
+                case = make(rows, 20, 17, world)
+                yield replace(case, algorithm="fused", integers=True)
+
+
+def protocol_job(seed: int, calls: int, delay_us: int, poison: bool, **broken: bool) -> list[str]:
+    wrong: list[str] = []
+    with fresh_group() as group:
+        largest = Case(op="matmul_reduce_scatter", shape=(world_rows(), 20), k=(17,))
+        wrong += check(replace(largest, algorithm="fused", integers=True), group)
+        chaos = {"seed": seed * 10 + group.rank(), "max_delay_us": delay_us, **broken}
+        workspace = groups.get(group.group_name).workspace
+        assert workspace is not None
+        workspace.set_chaos(**chaos)
+        for _, case in zip(range(calls), _calls(group.size()), strict=False):
+            if poison and case.op == "all_gather_matmul":  # the peers have read the last but one
+                _poison(_device(group), int(_device(group).state[0]) + 1)
+            try:
+                wrong += check(case, group)
+            except tpkernels.TpkernelsError as error:
+                return [*wrong, f"{case}: {error}"]
+            if poison and case.op != "all_gather_matmul":  # only this rank reads what peers push
+                _poison(_device(group), int(_device(group).state[0]))
+    return wrong
+
+
+def world_rows() -> int:
+    return 64 * dist.get_world_size()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_fifty_calls_with_delays_and_poison(interpreting: RanksFixture, world: int) -> None:
+    for wrong in interpreting(world).run(protocol_job, world, 50, 2000, True, timeout=250):
+        assert not wrong, wrong[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_more_calls_with_other_delays(interpreting: RanksFixture, world: int) -> None:
+    told = interpreting(world).run(protocol_job, 70 + world, 150, 5000, True, timeout=840)
+    assert not any(told), told
+
+
+def test_a_wait_that_is_left_out_is_found(interpreting: RanksFixture) -> None:
+    """Negative control: the test above can fail."""
+    told = interpreting(2).run(protocol_job, 5, 8, 20_000, False, timeout=250, skip_waits=True)
+    assert any(told)
+
+
+def lagging_job(single_buffer: bool) -> list[str]:
+    """Rank 0 brings the peers' rows so late that they are in their next call."""
+    with fresh_group() as group:
+        cases = [gather(rows, 20, 17, 3) for rows in (40, 41, 42)]
+        cases = [replace(case, algorithm="fused", integers=True) for case in cases]
+        found = check_cases(cases[:1], group)
+        delay = 400_000 if group.rank() == 0 else 0
+        _device(group).set_chaos(seed=3, max_delay_us=delay, single_buffer=single_buffer)
+        space = _device(group)
+        found += check_cases(cases, group)
+        assert _device(group) is space, "the workspace grew, and the new one has two buffers"
+        return found
+
+
+@pytest.mark.parametrize("single_buffer", [False, True])
+def test_one_buffer_is_not_enough(interpreting: RanksFixture, single_buffer: bool) -> None:
+    told = interpreting(3).run(lagging_job, single_buffer)
+    assert any(told) == single_buffer, told

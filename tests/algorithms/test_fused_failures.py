@@ -1,0 +1,211 @@
+"""The fused ops when a rank dies, stops, comes with another call, or cannot run them at all."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import PROMPT, Ending, Report
+from tpkernels import groups
+from tpkernels.symm import device, watch
+
+WORLD = 3
+VICTIM = 1
+OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+QUICK_OPS = [OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in OPS[1:])]
+STOP_TIMEOUT = 2.0  # a call of the interpreter takes up to half a second
+KERNEL_PROMPT = 3 * PROMPT  # it runs its kernel to the end after a failure
+
+
+def disturbed_job(op: str, number: int, timeout: float) -> tuple[Report, float] | None:
+    """The victim sends itself a signal while its kernel runs: at one of its waits."""
+    from tpkernels.kernels import sync
+
+    group, rank = faults.new_group(timeout), dist.get_rank()
+    survivors = [r for r in range(WORLD) if r != VICTIM]
+    others = [faults.new_group(ranks=survivors)] if rank != VICTIM else []
+    call = functools.partial(faults.run_op, op, group, "fused", 12)
+    call()
+
+    def disturb() -> None:
+        sync.pause_for = lambda _: None
+        faults.disturb_now(number)
+
+    if rank == VICTIM:
+        faults.workspace_of(group).set_chaos(seed=1, max_delay_us=1)
+        sync.pause_for = lambda _: disturb()
+    report = faults.report_of(call, group, others)
+    return None if rank == VICTIM else (report, faults.disturbed_at())
+
+
+@pytest.mark.parametrize("op", QUICK_OPS)
+def test_a_killed_rank_is_reported(op: str) -> None:
+    with faults.watched_ranks(WORLD, TRITON_INTERPRET="1") as ranks:
+        pid = ranks.pids[VICTIM]
+        outcomes = faults.collect(ranks, disturbed_job, op, signal.SIGKILL, faults.PATIENCE)
+        assert outcomes[VICTIM].exitcode == -signal.SIGKILL, outcomes[VICTIM]
+        for report, killed_at in faults.values(outcomes, VICTIM).values():
+            first = report.first
+            assert first.error == "PeerLostError" and first.peer == VICTIM, first
+            assert f"rank {VICTIM} (pid {pid})" in first.text and first.text.startswith(op), first
+            assert first.at - killed_at < KERNEL_PROMPT, first.at - killed_at
+            faults.require_broken(report)
+
+
+@pytest.mark.parametrize("op", QUICK_OPS)
+def test_a_stopped_rank_is_a_timeout(op: str) -> None:
+    with faults.watched_ranks(WORLD, TRITON_INTERPRET="1") as ranks:
+        ranks.submit(disturbed_job, op, signal.SIGSTOP, STOP_TIMEOUT)
+        outcomes = faults.collect_without(ranks, VICTIM)
+        assert outcomes[VICTIM].timed_out, outcomes[VICTIM]
+        for report, stopped_at in faults.values(outcomes, VICTIM).values():
+            first = report.first
+            assert first.error == "CollectiveTimeoutError" and first.peer is not None, first
+            assert first.at - stopped_at < 2 * STOP_TIMEOUT + KERNEL_PROMPT, first
+            faults.require_broken(report)
+        os.kill(ranks.pids[VICTIM], signal.SIGCONT)
+        ranks.collect(faults.COLLECT_SECONDS)
+
+
+def woken_job(delay_at: int) -> list[Ending]:
+    """Rank 1 sleeps through the others' deadline, then goes on; nobody may return wrong numbers."""
+    from tpkernels.kernels import matmul_all_reduce, sync
+
+    matmul_all_reduce.ONE_SHOT_BYTES = 0
+    watch.LOOK_S = faults.COLLECT_SECONDS  # the kernels alone
+    group = faults.new_group(timeout=1.0)
+    call = functools.partial(faults.run_op, "matmul_all_reduce", group, "fused", 100)
+    call()
+    places = 0
+
+    def nap(_: object) -> None:
+        nonlocal places
+        places += 1
+        if places == delay_at:
+            time.sleep(3)
+
+    if group.rank() == 1:
+        faults.workspace_of(group).set_chaos(seed=1, max_delay_us=1)
+        sync.pause_for = nap
+    return [faults.ending_of(call)]
+
+
+@pytest.mark.parametrize(
+    "delay_at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 9))]
+)
+def test_a_rank_that_overslept_gets_no_wrong_result(delay_at: int) -> None:
+    """Of a two-shot, whose results come from ranks that may have given up."""
+    with faults.watched_ranks(2, TRITON_INTERPRET="1") as ranks:
+        told = faults.values(faults.collect(ranks, woken_job, delay_at))
+        errors = [told[rank][0].error for rank in range(2)]
+        assert errors[0] == "CollectiveTimeoutError", told
+        assert errors[1] in ("CollectiveTimeoutError", "PeerLostError"), told
+
+
+def mismatched_job(watched: bool) -> tuple[Ending, tuple[int, ...] | None]:
+    """Rank 1 has other columns in its all-reduce. Without the thread that watches the peers, the
+    kernels must find it by themselves."""
+    group, rank = faults.new_group(), dist.get_rank()
+    faults.run_op("matmul_all_reduce", group, "fused", 40)
+    if not watched:
+        watch.LOOK_S = faults.COLLECT_SECONDS
+    x, w = torch.ones(40, 8), torch.ones(8, 32 + 8 * (rank == 1))
+    call = functools.partial(tpkernels.matmul_all_reduce, x, w, group, algorithm="fused")
+    ending = faults.ending_of(call)
+    space = faults.workspace_of(group)._device
+    assert space is not None
+    return ending, space.failure()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_mismatch_is_found_on_all_ranks(interpreting: RanksFixture, watched: bool) -> None:
+    told = interpreting(2).run(mismatched_job, watched)
+    if not watched:  # by one of the kernels at least, which may end the wait of the other
+        assert any(failure and failure[0] == device.MISMATCH for _, failure in told), told
+    for rank, (first, failure) in enumerate(told):
+        assert first.error == "CollectiveMismatchError", first
+        assert first.peer == 1 - rank and first.seconds < KERNEL_PROMPT, first
+        assert "[40, 32]" in first.text and "[40, 40]" in first.text, first
+        if failure is not None and failure[0] == device.MISMATCH:
+            assert failure[1] == 1 - rank, failure
+            expected, seen = failure[2:]
+            assert expected & 0xFFFFFFFF == seen & 0xFFFFFFFF and expected != seen
+
+
+def late_job() -> tuple[Ending, tuple[int, ...] | None]:
+    """Rank 1 does not come; the kernel of rank 0 must give up by itself."""
+    group = faults.new_group(timeout=1.0)
+    faults.run_op("all_gather_matmul", group, "fused", 12)
+    watch.LOOK_S = faults.COLLECT_SECONDS
+    if group.rank() == 1:
+        time.sleep(3)
+    ending = faults.ending_of(lambda: faults.run_op("all_gather_matmul", group, "fused", 12))
+    space = faults.workspace_of(group)._device
+    assert space is not None
+    return ending, space.failure()
+
+
+def test_a_kernel_gives_up_at_its_deadline(interpreting: RanksFixture) -> None:
+    first, failure = interpreting(2).run(late_job)[0]
+    assert first.error == "CollectiveTimeoutError" and first.peer == 1, first
+    assert 1.0 <= first.seconds < 1.0 + KERNEL_PROMPT, first
+    assert failure is not None and failure[:2] == (device.TIMEOUT, 1), failure
+
+
+def raising_job() -> Ending:
+    """Rank 1 fails before its kernel starts; the others are told."""
+    from tpkernels.kernels import matmul_reduce_scatter as kernel
+
+    group = faults.new_group()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("none left")
+
+    faults.run_op("matmul_reduce_scatter", group, "fused", 12)
+    if group.rank() == 1:
+        kernel.matmul_reduce_scatter = fail  # type: ignore[assignment]
+    return faults.ending_of(lambda: faults.run_op("matmul_reduce_scatter", group, "fused", 12))
+
+
+def test_an_exception_in_one_rank_reaches_all() -> None:
+    with faults.watched_ranks(WORLD, TRITON_INTERPRET="1") as ranks:
+        for rank, first in faults.values(faults.collect(ranks, raising_job)).items():
+            if rank == 1:
+                assert first.error == "MemoryError", first
+                continue
+            assert first.error == "PeerLostError" and first.peer == 1, first
+            assert "MemoryError: none left" in first.text, first
+            assert first.seconds < KERNEL_PROMPT, first
+
+
+def refused_job(op: str) -> list[str]:
+    group = faults.new_group()
+    x, w = torch.ones(8, 4, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    told = []
+    for dtype in (torch.float32, torch.float64):
+        given = x.to(dtype), w.to(dtype)
+        call = functools.partial(getattr(tpkernels, op), *given, group, algorithm="fused")
+        ending = faults.ending_of(call)
+        told.append(f"{ending.error}: {ending.text}")
+    faults.run_op(op, group)
+    assert groups.get(group.group_name).workspace is not None
+    return told
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_without_the_interpreter_it_says_so(ranks: RanksFixture, op: str) -> None:
+    for plain, wide in ranks(2).run(refused_job, op):
+        assert plain.startswith(f"NotImplementedError: algorithm 'fused' of {op} runs Triton"), (
+            plain
+        )
+        assert "TRITON_INTERPRET=1" in plain
+        assert "takes no float64" in wide, wide

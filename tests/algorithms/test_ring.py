@@ -1,0 +1,195 @@
+"""``ring``, and ``unfused`` beside it, where ranks share no memory: against float64, to the bit,
+and what travels. ops/test_<op>.py run it where they do."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
+from tests.support.ranked import apart, call, check_cases, fresh_group, report
+from tpkernels import groups
+from tpkernels.algorithms import ring
+from tpkernels.transport import point_to_point as links
+from tpkernels.transport.point_to_point import PeerLinks
+
+F32, BF16 = torch.float32, torch.bfloat16
+WORLDS = (2, 3, 4, 5)
+
+
+def apart_job(cases: list[Case]) -> list[str]:
+    with apart(), fresh_group() as group:
+        failures = check_cases(cases, group)
+        if groups.get(group.group_name).shared_memory:
+            failures.append("the ranks share memory")
+    return failures
+
+
+def run(ranks: RanksFixture, world: int, cases: list[Case]) -> None:
+    told = ranks(world).run(apart_job, cases, timeout=240)
+    report(failure for rank in told for failure in rank)
+
+
+def ways(*cases: Case, **options: Any) -> list[Case]:
+    return each(*cases, algorithms=("unfused", "ring", "auto"), **options)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_op_and_dtype(ranks: RanksFixture, world: int) -> None:
+    plain = [replace(case, algorithm="ring") for case in dict.fromkeys(one_of_each(world))]
+    run(ranks, world, ways(*{replace(c, integers=False, algorithm="auto") for c in plain}))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_uneven_and_empty_shards(ranks: RanksFixture, world: int) -> None:
+    cases = []
+    for sizes in [*uneven_splits(23, world), (0,) * world]:
+        rows, options = sum(sizes), {"sizes": sizes, "algorithm": "ring"}
+        for shape, dim in [((rows, 9), 0), ((2, rows, 9), 1), ((2, rows, 3, 5), 1)]:
+            split: dict[str, Any] = {**options, "shape": shape, "dim": dim}
+            cases += [
+                Case(op="all_gather", **split),
+                Case(op="reduce_scatter", **split),
+                Case(op="all_gather_matmul", n=(8, 3), return_gathered=dim > 0, **split),
+                Case(op="matmul_reduce_scatter", k=(7, 9), **split),
+            ]
+        if rows:
+            last: dict[str, Any] = {**options, "shape": (6, rows), "dim": 1}
+            cases += [
+                Case(op="all_gather", **last),
+                Case(op="reduce_scatter", **last),
+                Case(op="matmul_reduce_scatter", k=(7,), biases=(F32,), **last),
+            ]
+    cases += [
+        Case(op=op, shape=shape, k=(5,) * ("matmul" in op), algorithm="ring")
+        for op in ("all_reduce", "all_reduce_", "matmul_all_reduce")
+        for shape in [(1, 3), (world - 1, 2), (world + 1, 7)]
+    ]
+    run(ranks, world, [replace(case, integers=True) for case in cases])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_epilogues_and_layouts(ranks: RanksFixture, world: int) -> None:
+    gather = Case(op="all_gather_matmul", shape=(24, 33), n=(9, 30), biases=(F32, None))
+    scatter = Case(op="matmul_reduce_scatter", shape=(24, 33), k=(20, 41), biases=(F32,))
+    reduce = replace(scatter, op="matmul_all_reduce")
+    cases = []
+    for case in (gather, scatter, reduce):
+        cases += [case, replace(case, layout="sliced", weight_layout="linear")]
+    for case in (scatter, reduce):
+        full = replace(case, residual=F32, out_dtype=F32)
+        cases += [full, replace(full, dtype=BF16, wire_dtype=F32)]
+    cases += [Case(op="reduce_scatter", shape=(24, 5), layout="transposed", out_dtype=F32)]
+    cases += [Case(op=op, shape=(13, 7), layout="sliced") for op in ("all_reduce", "all_reduce_")]
+    run(
+        ranks,
+        world,
+        [replace(case, algorithm=way) for case in cases for way in ("unfused", "ring")],
+    )
+
+
+BITS = [
+    Case(op="all_gather_matmul", shape=(60, 133), n=(40, 300), biases=(F32, None)),
+    Case(op="matmul_reduce_scatter", shape=(60, 65), k=(133, 90), biases=(F32,)),
+    Case(op="matmul_reduce_scatter", shape=(9, 60), dim=1, k=(133,), out_dtype=F32),
+    Case(op="matmul_all_reduce", shape=(60, 300), k=(133, 90), biases=(F32,)),
+    Case(op="reduce_scatter", shape=(60, 65)),
+    Case(op="all_reduce", shape=(90, 133)),
+    Case(op="all_reduce_", shape=(90, 133)),
+]
+
+
+def bits_job(cases: list[Case]) -> list[str]:
+    """Cases whose bits differ between `unfused` and `ring`, with memory in common and without."""
+    found: dict[Case, list[torch.Tensor]] = {}
+    different = []
+    with fresh_group() as near, apart(), fresh_group() as far:
+        for case, group in itertools.product(cases, (near, far)):
+            for way in ("unfused", "ring"):
+                got = call(replace(case, algorithm=way), group)
+                first = found.setdefault(case, got)
+                if not all(map(torch.equal, got, first)):
+                    different.append(f"{case} {way}")
+    return different
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_bits_are_those_of_unfused(ranks: RanksFixture, world: int) -> None:
+    cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
+    report(bad for rank in ranks(world).run(bits_job, cases, timeout=120) for bad in rank)
+
+
+# What travels.
+
+
+@pytest.mark.parametrize("world", range(1, 10))
+def test_the_steps_of_the_ring(world: int) -> None:
+    """Each rank gets every shard once, from a neighbour that has it, in half as many steps as there
+    are peers; what one sends in a step the other receives."""
+    steps = [list(ring.hops(rank, world)) for rank in range(world)]
+    have = [{(rank, part) for part in (0, 1)} for rank in range(world)]
+    for step in zip(*steps, strict=True):
+        halves = {
+            (rank, hop.to, hop.sent, half)
+            for rank, hops in enumerate(step)
+            for hop in hops
+            for half in (range(2) if hop.parts == 1 else [hop.part])
+        }
+        expected = {
+            (hop.source, rank, hop.received, half)
+            for rank, hops in enumerate(step)
+            for hop in hops
+            for half in (range(2) if hop.parts == 1 else [hop.part])
+        }
+        assert halves == expected
+        for sender, receiver, owner, half in halves:
+            assert (owner, half) in have[sender]
+            assert (receiver - sender) % world in (1, world - 1)
+        for _, receiver, owner, half in halves:
+            assert (owner, half) not in have[receiver]
+            have[receiver].add((owner, half))
+    assert all(len(parts) == 2 * world for parts in have)
+    assert all(len(rank) == world // 2 for rank in steps)
+
+
+def traffic_job(case: Case) -> int:
+    """Bytes that this rank sends in one call, greetings aside."""
+    sent = 0
+    begin = PeerLinks._start
+
+    def count(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
+        nonlocal sent
+        if tag != links._GREETING_TAG:
+            sent += sum(tensor.nbytes for tensor, _ in sends)
+        return begin(link, sends, receives, tag)
+
+    with apart(), fresh_group() as group:
+        call(case, group)
+        PeerLinks._start = count  # type: ignore[method-assign]
+        call(case, group)
+        PeerLinks._start = begin  # type: ignore[method-assign]
+    return sent
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_more_travels_than_must(ranks: RanksFixture, world: int) -> None:
+    """(W-1)/W of the tensor from each rank, twice for an all-reduce: as in an all-to-all and an
+    all-gather."""
+    rows = 12 * world
+    for case in [
+        Case(op="all_gather", shape=(rows, 10), dtype=BF16),
+        Case(op="all_gather_matmul", shape=(rows, 10), n=(8,), dtype=BF16),
+        Case(op="reduce_scatter", shape=(rows, 10), dtype=BF16),
+        Case(op="matmul_reduce_scatter", shape=(rows, 10), k=(8,), dtype=BF16),
+        Case(op="all_reduce", shape=(rows, 10), dtype=BF16),
+        Case(op="matmul_all_reduce", shape=(rows, 10), k=(8,), dtype=BF16),
+    ]:
+        shard = prod(case.shape) * 2 // world
+        twice = 2 if "all_reduce" in case.op else 1
+        sent = ranks(world).run(traffic_job, replace(case, algorithm="ring"))
+        assert sum(sent) == world * (world - 1) * shard * twice, (case, sent)

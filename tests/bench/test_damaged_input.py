@@ -1,0 +1,119 @@
+"""Damaged YAML for `bench --config` and damaged tuning files: refused or ignored in one line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.bench.test_damaged import SEED, nothing_runs
+from tests.planning.test_tuning import spec
+from tests.planning.test_tuning_store import MACHINE, TABLE, cache
+from tests.support.damage import altered, faults, invoke, unusable
+from tpkernels.bench.options import UsageError
+from tpkernels.bench.sweep import Settings, plan_sweep, read_file
+from tpkernels.planning import store
+from tpkernels.planning.choose import Means, choose
+
+__all__ = ["cache", "nothing_runs"]  # fixtures
+SWEEP = {
+    "op": ["all_gather_matmul", "all_reduce"],
+    "shape": [[8, 16, 32], "16,32,64"],
+    "bytes": "4K,1M",
+    "tp": [2],
+    "dtype": "fp32",
+    "algorithm": ["auto"],
+    "repeat": 6,
+    "seconds": 1.5,
+    "quick": True,
+    "model": "llama3-8b",
+    "m": [16],
+}
+_LAUGHS = "a0: &a0 [x]" + "".join(f"\na{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))
+_MERGED = "a0: &a0 {x: 1}" + "".join(
+    f"\na{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 18)
+)
+REFUSED = [
+    "op: [", "", "- op", "text", "\0", "op: \x1b[2J", "? [op]\n: 1", "op: &a [*a]", "tp: *nothing",
+    "op: !!python/object/apply:os.getcwd []", "tp: !!timestamp x", "tp: !!int ''", "tp: !!bool x",
+    "seconds: !!float ''", "m: 2001-99-99", "tp: " + "9" * 5000, "tp: 0x" + "f" * 5000,
+    "shape: '" + "9" * 5000 + ",2,2'", "bytes: '" + "9" * 5000 + "'", "repeat: " + "9" * 5000,
+    "seconds: .inf", "seconds: .nan", "seconds: -1", "seconds: 1e-400", "seconds: 1" + "0" * 400,
+    "tp: 1000000000000", "{op: all_reduce, tp: 5000}", "threads: 1000000000000",
+    "tp: ²", "seconds: 0", "shape: 1_0,2,2", "tp: [[[2]]]",
+    "tp: {2: 2}", "tp: 2.0", "tp: true", "repeat: null", "warm: yes please",
+    "op: [[all_gather, [x]]]",
+    "[" * 100_000, "tp: " + "[" * 900 + "]" * 900, "{" * 5000, "op: " + "x" * 100_000, _LAUGHS,
+    _LAUGHS + "\nop: *a39", _MERGED,
+    "\x1b[31m: 1", "op: 'a\\x1b[31mb'", "? " + "x" * 5000 + "\n: 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: ascii(text[:25]))
+@pytest.mark.timeout(20)
+def test_yaml_that_cannot_be_used_is_refused(tmp_path: Path, nothing_runs: None, text: str) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert not faults(invoke("bench", "--config", str(path)), (2,))
+
+
+def test_yaml_has_no_aliases(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text("tp: &ranks [2]\nm: *ranks")
+    with pytest.raises(UsageError, match=r"is no YAML: aliases \(\*name\) are not supported"):
+        read_file(path)
+
+
+def yaml_kinds(pick: random.Random) -> Iterator[tuple[str, bytes]]:
+    """JSON is YAML."""
+    yield from altered(SWEEP, pick)
+    yield from unusable(SWEEP, pick)
+    text = yaml.safe_dump(SWEEP).encode()
+    for _ in range(60):
+        at = pick.randrange(len(text))
+        yield f"a byte at {at}", text[:at] + pick.randbytes(1) + text[at + 1 :]
+        yield f"cut at {at}", text[:at]
+
+
+def test_no_yaml_ends_in_a_traceback(tmp_path: Path) -> None:
+    path, planned, refused = tmp_path / "sweep.yaml", 0, 0
+    for what, content in yaml_kinds(random.Random(SEED)):
+        path.write_bytes(content)
+        try:
+            plan_sweep(Settings().over(read_file(path), path), ranks=None, device="cpu")
+            planned += 1
+        except UsageError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{what}: {content[:200]!r}") from error
+    assert planned > 20 and refused > 200
+
+
+def test_yaml_that_is_no_file_is_refused(tmp_path: Path, nothing_runs: None) -> None:
+    for path in (tmp_path, Path("/dev/zero"), tmp_path / "nowhere"):
+        assert not faults(invoke("bench", "--config", str(path)), (2,))
+
+
+def test_no_tuning_file_ends_in_a_traceback(cache: Path) -> None:
+    """It is used, or ignored with one warning that a terminal can show."""
+    store.update(MACHINE, *TABLE.measurements)
+    tree, pick = json.loads(cache.read_bytes()), random.Random(SEED)
+    used = 0
+    for what, content in itertools.chain(altered(tree, pick), unusable(tree, pick)):
+        cache.write_bytes(content)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            table = store.load_or_warn(MACHINE)
+        messages = [str(one.message) for one in told]
+        assert all(message.isprintable() and len(message) < 1000 for message in messages), what
+        assert len(told) == 1 or (not told and table.measurements is not None), what
+        used += not told
+        plan = choose(spec(64).problem(2), Means(shared_memory=True), tuned=table)
+        assert plan.reason.isprintable()
+    assert used > 5

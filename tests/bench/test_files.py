@@ -1,0 +1,290 @@
+"""Interrupts, going on, and comparing two runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.bench.test_report import valid
+from tests.cli.test_cli import processes_of_session
+from tpkernels.bench import session
+from tpkernels.bench.file import new_report, resumed, save
+from tpkernels.bench.options import UsageError
+from tpkernels.bench.sweep import Settings, plan_sweep
+from tpkernels.cli import app
+from tpkernels.cli import bench as bench_command
+
+MODULE = [sys.executable, "-m", "tpkernels"]
+SWEEP = ["--op", "reduce_scatter,all_reduce", "--bytes", "4K,8K", "--repeat", "6", "--tp", "2"]
+SECONDS = 60.0
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
+    """Then --resume measures the rest, and only that."""
+    sizes = ",".join(f"{kib}K" for kib in range(4, 44, 4))
+    options = ["bench", "--op", "all_gather", "--bytes", sizes, "--repeat", "6", "--tp", "2"]
+    options += ["--warm", "--no-baselines"]
+    file = tmp_path / "bench.json"
+    command = subprocess.Popen(
+        [*MODULE, *options, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: file.exists() or command.poll() is not None, "no case was measured")
+    os.killpg(command.pid, signal.SIGINT)  # as a terminal does
+    said = command.communicate(timeout=SECONDS)
+    assert command.returncode == 130, said[1]
+    wait_until(lambda: not processes_of_session(command.pid), "processes are left")
+
+    partial = valid(file)
+    count = len(partial["results"])
+    assert not partial["complete"] and 1 <= count < len(partial["cases"]) == 10
+    assert f"Interrupted: {count} of 10 cases are measured; --resume goes on." in said[1]
+    assert f"Not complete: {count} of 10" in said[0]
+    assert {path.name for path in tmp_path.iterdir()} >= {"bench.json", "bench.csv", "report.html"}
+    assert not list(tmp_path.glob(".bench*"))
+
+    again = invoke(*options, "--out", str(tmp_path), "--resume")
+    assert again.exit_code == 0, again.output
+    whole = valid(file)
+    assert whole["complete"] and [each["case"] for each in whole["results"]] == whole["cases"]
+    assert whole["results"][:count] == partial["results"]
+    assert len(whole["runs"]) == 2 and len(whole["rooflines"]) == 1
+
+
+def test_resuming_what_is_complete_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invoke("bench", *SWEEP, "--out", str(tmp_path)).exit_code == 0
+    before = valid(tmp_path / "bench.json")["results"]
+    assert len(before) == 4
+    monkeypatch.delattr(session, "Ranks")
+    assert invoke("bench", *SWEEP, "--out", str(tmp_path), "--resume").exit_code == 0
+    assert valid(tmp_path / "bench.json")["results"] == before
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would put back what it read at its start, without what the other has measured since."""
+    file, again = tmp_path / "bench.json", ["bench", *SWEEP, "--json", str(tmp_path / "bench.json")]
+    turns, second = iter([True, False]), list[Result]()
+
+    def meanwhile(*_: object, **__: object) -> None:
+        if next(turns):
+            second.append(invoke(*again, "--resume"))
+
+    monkeypatch.setattr(bench_command, "run_sweep", meanwhile)
+    assert invoke(*again).exit_code == 0
+    assert second[0].exit_code == 2
+    assert f"cannot write '{file}': another process has held " in second[0].output
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_that_cannot_be_written_are_no_regression(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_command, "run_sweep", lambda *_, **__: None)
+    (tmp_path / "bench.csv").mkdir()
+    result = invoke("bench", *SWEEP, "--out", str(tmp_path))
+    assert result.exit_code == 2, result.output
+    assert f"Error: cannot write '{tmp_path}': Is a directory\n" in result.output
+    (tmp_path / "bench.csv").rmdir()
+    report = new_report(plan_sweep(Settings(), ranks=None, device="cpu"))
+    with pytest.raises(UsageError, match=r"cannot write '/nowhere/bench\.json': No such file"):
+        save(report, Path("/nowhere/bench.json"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_with_an_odd_name_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are kept as they are shown."""
+    monkeypatch.setattr("tpkernels.bench.environment.processor", lambda: "A\xa0CPU\x1b[2J")
+    monkeypatch.setattr(bench_command, "run_sweep", lambda *_, **__: None)
+    file = tmp_path / "bench.json"
+    sweep = plan_sweep(Settings(), ranks=None, device="cpu")
+    save(new_report(sweep), file)
+    assert resumed(file, new_report(sweep))["environment"]["cpu"] == r"A\xa0CPU\x1b[2J"
+
+
+def of_first(report: dict[str, Any], algorithm: str) -> dict[str, Any]:
+    times: dict[str, Any] = report["results"][0]["times"][algorithm]
+    return times
+
+
+def altered(name: str, value: object) -> Callable[[dict[str, Any]], None]:
+    return lambda report: report["environment"].update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "message"),
+    [
+        (altered("torch", "1.0"), [], "its torch is '1.0', here it is"),
+        (altered("cpu", "another"), [], "its cpu is 'another'"),
+        (None, ["--repeat", "7"], "its repeat is 6, here it is 7"),
+        (None, ["--warm"], "its cold is True, here it is False"),
+        (None, ["--algorithm", "direct"], "its algorithms is ['auto'], here it is ['direct']"),
+        (None, ["--bytes", "16K"], "it has other cases, 6 of them, as all_reduce 2048"),
+        (lambda report: report.pop("results"), [], "$: 'results' is a required property"),
+        (lambda report: report.update(format="tpkernels-bench/2"), [], "is no result of this `tpk"),
+        (lambda report: report.update(format="x/1"), [], "format 'x/1', not 'tpkernels-bench/3'"),
+        (lambda report: report["results"].append({}), [], "is damaged: $.results[4]: 'case' is a"),
+        (lambda report: report.update(environment=[]), [], "$.environment: [] is not of type"),
+        (lambda report: report.update(results=None), [], "$.results: None is not of type 'array'"),
+        (lambda report: report.update(sweep={}), [], "$.sweep: 'algorithms' is a required"),
+        (lambda report: of_first(report, "unfused").update(samples=[]), [], "[] should be non-e"),
+        (lambda report: of_first(report, "unfused").update(median="1"), [], "'1' is not of type"),
+    ],
+)
+def test_what_cannot_be_resumed(
+    written: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    more: Any,
+    message: str,
+) -> None:
+    report = json.loads(written.read_text())
+    if change is not None:
+        change(report)
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(report))
+    monkeypatch.delattr(session, "Ranks")
+    sweep = [*SWEEP, *more] if "--bytes" not in more else [*SWEEP[:2], *SWEEP[4:], *more]
+    result = invoke("bench", *sweep, "--json", str(file), "--resume")
+    assert result.exit_code == 2, result.output
+    assert message in result.output and result.output.count("\n") == 1
+    assert json.loads(file.read_text()) == report
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The JSON of a run."""
+    file = tmp_path_factory.mktemp("bench") / "bench.json"
+    assert invoke("bench", *SWEEP, "--json", str(file)).exit_code == 0
+    return file
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"environment": {}, "results": []}', "\0"])
+def test_what_is_no_result_is_refused(tmp_path: Path, written: Path, text: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    for args in (["bench", *SWEEP, "--json", str(file), "--resume"], ["compare", *[str(file)] * 2]):
+        result = invoke(*args)
+        assert result.exit_code == 2, result.output
+        assert f"'{file}' is no " in result.output and result.output.count("\n") == 1
+
+
+def slowed(written: Path, target: Path, factor: float, only: str = "auto", keep: int = 6) -> Path:
+    """The run again, with the times of ``only`` multiplied, and some repetitions left."""
+    report = json.loads(written.read_text())
+    for found in report["results"]:
+        for name, timed in found["times"].items():
+            samples = [1 + i / 100 for i in range(timed["iterations"])]
+            scale = factor if only in (name, "all") else 1.0
+            timed["samples"] = [scale * each for each in samples][:keep]
+            timed["iterations"] = keep
+    target.write_text(json.dumps(report))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("factor", "only", "keep", "options", "exit_code", "shown"),
+    [
+        (1.0, "auto", 6, [], 0, "no difference"),
+        (1.3, "auto", 6, [], 1, "REGRESSION"),
+        (0.7, "auto", 6, [], 0, "faster"),
+        (1.3, "auto", 6, ["--threshold", "0.4"], 0, "slower, within the threshold"),
+        # Its interval begins below 1.05.
+        (1.06, "auto", 6, [], 0, "slower, within the threshold"),
+        (9.0, "auto", 5, [], 0, "too few repetitions"),
+        (1.3, "all", 6, [], 1, "REGRESSION"),
+        (1.3, "all", 6, ["--relative-to", "unfused"], 0, "no difference"),
+        (1.3, "auto", 6, ["--relative-to", "unfused"], 1, "REGRESSION"),
+    ],
+)
+def test_compare(
+    written: Path,
+    tmp_path: Path,
+    factor: float,
+    only: str,
+    keep: int,
+    options: list[str],
+    exit_code: int,
+    shown: str,
+) -> None:
+    first = slowed(written, tmp_path / "a.json", 1.0)
+    second = slowed(written, tmp_path / "b.json", factor, only, keep)
+    result = invoke("compare", str(first), str(second), *options)
+    assert result.exit_code == exit_code, result.output
+    assert result.output.partition("4 compared")[0].count(shown) == 4, result.output
+    assert f"4 compared, {4 * exit_code} slower" in result.output
+    assert "differs" not in result.output
+
+
+def test_compare_finds_what_has_become_wrong(written: Path, tmp_path: Path) -> None:
+    report = json.loads(written.read_text())
+    report["results"][0]["algorithms"]["auto"]["right"] = False
+    del report["results"][0]["times"]["auto"]
+    report["environment"]["torch"] = "9.9"
+    other = tmp_path / "bench.json"
+    other.write_text(json.dumps(report))
+    result = invoke("compare", str(written), str(tmp_path))
+    assert result.exit_code == 1
+    assert result.output.count("REGRESSION") == 1 and "WRONG" in result.output
+    assert "torch differs" in result.output
+    assert invoke("compare", str(tmp_path), str(written)).exit_code == 0
+    for found in report["results"]:
+        found["algorithms"]["auto"]["right"] = False
+        found["times"].pop("auto", None)
+    other.write_text(json.dumps(report))
+    mended = invoke("compare", str(tmp_path), str(written))
+    assert mended.exit_code == 0 and mended.output.count("not timed in both") == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["/nowhere/a.json"], "cannot read '/nowhere/a.json': No such file"),
+        (["{written}", "--threshold", "-1"], "--threshold is -1; it must be 0 or more"),
+        (["{written}", "--relative-to", "gloo"], "unknown baseline 'gloo'; there are unfused,"),
+        (["{written}", "--relative-to", "local_matmul"], "in common, timed beside 'local_matmul'"),
+    ],
+)
+def test_compare_refuses(written: Path, args: list[str], message: str) -> None:
+    result = invoke("compare", str(written), *(arg.format(written=written) for arg in args))
+    assert result.exit_code == 2, result.output
+    assert message in result.output and result.output.count("\n") == 1
+
+
+def test_compare_needs_something_in_common(written: Path, tmp_path: Path) -> None:
+    report = json.loads(written.read_text())
+    for found in report["results"]:
+        found["case"] += " elsewhere"
+    report["cases"] = [found["case"] for found in report["results"]]
+    (tmp_path / "bench.json").write_text(json.dumps(report))
+    result = invoke("compare", str(written), str(tmp_path))
+    assert result.exit_code == 2 and "no case and algorithm in common" in result.output

@@ -1,0 +1,166 @@
+"""Inputs exceed the cache, or the benchmark says by how much they do not; memory stays bounded."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.support.damage import RATES, good_report
+from tpkernels.bench import inputs, page, roofline, table
+from tpkernels.bench import report as output
+from tpkernels.bench.cases import Spec, random_case
+from tpkernels.bench.inputs import COLD, Inputs, copies, last_level_cache_bytes, warm_cases
+from tpkernels.bench.measuring import CaseReport, run_case
+from tpkernels.bench.results import result
+from tpkernels.bench.roofline import Rates
+from tpkernels.bench.sweep import Effort, Item
+from tpkernels.cli.compare import _differences
+from tpkernels.launch import Ranks
+
+MIB, GIB = 1 << 20, 1 << 30
+CACHES = [MIB, 32 * MIB, 480 * MIB, 2 * GIB]
+MATMUL = Spec("all_gather_matmul", (64, 1024, 1024), torch.float32)  # 2.1 MiB on each of 2 ranks
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("nbytes", [1, 4096, 2 * MIB, 256 * MIB])
+@pytest.mark.parametrize("room", [0, 3 * MIB, GIB, 1 << 50])
+def test_copies_are_as_many_as_it_takes_and_memory_allows(
+    cache: int, nbytes: int, room: int
+) -> None:
+    found = copies(nbytes, footprint=2 * nbytes, cache=cache, room=room)
+    assert 1 <= found <= inputs._MOST_COPIES
+    assert found == 1 or found * 2 * nbytes <= room
+    assert (found - 1) * nbytes < COLD * cache
+    if found * nbytes < COLD * cache:  # there is a reason
+        assert found == inputs._MOST_COPIES or (found + 1) * 2 * nbytes > room
+
+
+def turns(spec: Spec, cache: int | None, available: int) -> tuple[bool, float, float, int]:
+    """On a rank: whether all copies have the right data; the size of all over that of the cache, by
+    a look at them and by what is said; and what they and the gathered ones take in memory."""
+    size = cache or last_level_cache_bytes("cpu")
+    with mock.patch.multiple(
+        inputs, last_level_cache_bytes=lambda _: size, available_bytes=lambda: available
+    ):
+        case = random_case(spec)
+        made = Inputs(case, cold=True)
+        warm = Inputs(case, cold=False)
+    right, seen, whole = warm.sharded().x is warm.sharded().x, dict[int, int](), dict[int, int]()
+    while (given := made.sharded()).x.data_ptr() not in seen:
+        for one, other in zip((given.x, *given.weights), (case.x, *case.weights), strict=True):
+            right = right and torch.equal(one, other) and one.stride() == other.stride()
+            seen[one.data_ptr()] = one.nbytes
+    for _ in range(len(seen) if spec.shape[1:] else 0):
+        x = made.whole().x
+        whole[x.data_ptr()] = x.nbytes
+    used = sum(seen.values())
+    return right, used / size, made.over_cache, used + sum(whole.values())
+
+
+@pytest.mark.parametrize("cache", [None, *CACHES[:3]])
+@pytest.mark.parametrize("elements", [1024, 64 * 1024, None])
+def test_cold_inputs_exceed_the_cache(
+    ranks: Callable[[int], Ranks], elements: int | None, cache: int | None
+) -> None:
+    """Or it is said that there would have to be too many of them."""
+    spec = MATMUL if elements is None else Spec("all_reduce", (elements,), torch.float32)
+    for right, over_cache, said, _ in ranks(2).run(turns, spec, cache, 16 * GIB):
+        assert right
+        assert said == pytest.approx(over_cache)
+        few = elements == 1024 and (cache or last_level_cache_bytes("cpu")) > 32 * MIB
+        assert (said >= COLD) == (not few) == (not warm_cases({"case": said}))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("available", [0, 16 * MIB, 512 * MIB])
+def test_where_memory_does_not_suffice_it_is_said(
+    ranks: Callable[[int], Ranks], cache: int, available: int
+) -> None:
+    one_copy = 3 * MIB
+    for right, over_cache, said, used in ranks(2).run(turns, MATMUL, cache, available):
+        assert right
+        assert said == pytest.approx(over_cache)
+        assert used <= max(one_copy, available / 4)  # half of it for two ranks
+        assert (said >= COLD) == (cache == MIB or (cache, available) == (32 * MIB, 512 * MIB))
+
+
+def a_case(spec: Spec) -> CaseReport:
+    with mock.patch.object(inputs, "available_bytes", lambda: 0):
+        return run_case(spec, ["auto"], Effort(1, None, True, False), RATES, "cpu")
+
+
+def test_a_result_has_that_of_the_rank_with_the_fewest(ranks: Callable[[int], Ranks]) -> None:
+    """But for ranks without any."""
+    spec, cache = Spec("all_gather", (1,), torch.float32), last_level_cache_bytes("cpu")
+    found = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
+    assert found["inputs_over_cache"] == pytest.approx(4 / cache)
+    spec = Spec("all_gather", (3 * 1024,), torch.float32)
+    found = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
+    assert found["inputs_over_cache"] == pytest.approx(4 * 1536 / cache)
+
+
+def rates_of(cache: int, available: int) -> tuple[Rates, int]:
+    """On a rank: the roofline, and the bytes of the largest tensor of the copy."""
+    largest, randint = [0], torch.randint
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = randint(*args, **kwargs)
+        largest[0] = max(largest[0], made.nbytes)
+        return made
+
+    with (
+        mock.patch.object(roofline, "last_level_cache_bytes", lambda _: cache),
+        mock.patch.object(inputs, "available_bytes", lambda: available),
+        mock.patch.object(torch, "randint", counted),
+        mock.patch.dict(roofline._SIZE, {"cpu": 64}),
+    ):
+        return roofline.measure_rates(torch.float32, "cpu", None), largest[0]
+
+
+@pytest.mark.parametrize(
+    ("cache", "available", "over_cache"),
+    [(MIB, GIB, 8.0), (32 * MIB, 128 * MIB, 1.0), (2 * GIB, 64 * MIB, 1 / 128), (MIB, 0, 2.0)],
+)
+def test_the_rooflines_copy_is_bounded_too(
+    ranks: Callable[[int], Ranks], cache: int, available: int, over_cache: float
+) -> None:
+    for rates, largest in ranks(2).run(rates_of, cache, available):
+        assert rates.copy_over_cache == over_cache == 2 * largest / cache
+        assert 2 * largest <= max(2 * MIB, available / 4)
+
+
+def shown(report: Any) -> str:
+    console = Console(width=300, file=io.StringIO())
+    table.show(report, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_was_in_the_cache_is_shown_everywhere() -> None:
+    report = good_report()
+    small = report["results"][1]
+    assert "inputs not in the cache.\n" in shown(report) and "2.5x" in shown(report)
+    small["inputs_over_cache"] = 0.125
+    said = shown(report)
+    assert "inputs not in the cache but for those below.\n" in said
+    assert "may be in the cache in part or whole" in said
+    assert f"(cold from 2x on): {small['case']} (0.12x)." in said
+    assert re.search(r"all_reduce .* 6x2 +0\.12x ", said)
+    written = page.render(report, [])
+    assert f"{small['case']} (0.12x)" in written and "<td>0.12x</td>" in written
+    rows = list(csv.DictReader(io.StringIO(output.as_csv(report))))
+    assert {row["inputs_over_cache"] for row in rows} == {"2.5", "0.125"}
+    assert list(_differences(good_report(), report)) == [
+        f"the inputs of {small['case']} differ: 2.5x and 0.12x the last-level cache "
+        "(cold from 2x on)"
+    ]
+    report["sweep"]["cold"] = False
+    assert "inputs the same in each call, maybe in the cache.\n" in shown(report)

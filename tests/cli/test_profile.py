@@ -1,0 +1,287 @@
+"""``tpkernels profile``: ranks on one clock, kinds of time, and scripts that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.profiler import profile
+
+import tpkernels
+from tests.cli.test_cli import MODULE, check_refused, invoke, processes_of_session
+from tpkernels.bench import timeline
+from tpkernels.bench.trace import CALL, lanes, merge, rank_of, times, union, without
+from tpkernels.local import matmul as product
+from tpkernels.local import ranges
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, tpkernels
+dist.init_process_group("gloo")
+assert sys.argv[1:] == ["--rows", "64"], sys.argv
+x, w = torch.ones(32, 64), torch.ones(64, 64)
+for _ in range(3):
+    y = torch.relu(tpkernels.all_gather_matmul(x, w, dist.group.WORLD))
+assert y.shape == (64, 64) and (y == 64).all()
+"""
+
+
+def event(name: str, begin: float, end: float, **more: Any) -> dict[str, Any]:
+    span = {"ph": "X", "pid": 7, "tid": 7, "ts": begin, "dur": end - begin}
+    return {"name": name, **span, **more}
+
+
+def trace(*events: dict[str, Any], base: int = 0) -> dict[str, Any]:
+    named = [
+        {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "ts": 0, "args": {"name": "python"}}
+    ]
+    return {"baseTimeNanoseconds": base, "traceEvents": [*named, *events]}
+
+
+def test_ranks_come_on_one_clock_and_apart() -> None:
+    merged = merge(
+        [
+            trace(event("a", 100, 200), base=5_000_000),
+            trace(event("a", 5100, 5200, id=3), event("x", 0, 1, pid="Spans"), base=0),
+            trace(event("a", 100, 200, pid=0, tid=1, id=3), base=5_001_000),
+        ]
+    )
+    spans = [(rank_of(e), e["ts"], e["dur"]) for e in merged["traceEvents"] if e["ph"] == "X"]
+    assert spans == [(0, 0.0, 100), (1, 0.0, 100), (2, 1.0, 100)]
+    ids = [e["id"] for e in merged["traceEvents"] if "id" in e]
+    assert len(set(ids)) == 2  # a flow of one rank does not end in another
+    names = [e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_each_moment_counts_once() -> None:
+    """A copy of 10 that waits for 4 of them; a transfer of 20 with a product of 12 in it and a wait
+    of 5 behind that."""
+    ms = 1000.0
+    found = merge(
+        [
+            trace(
+                event(f"{CALL} 0", 0, 60 * ms),
+                event(ranges.COPY, 0, 10 * ms),
+                event(ranges.WAIT, 3 * ms, 7 * ms),
+                event(ranges.TRANSFER, 20 * ms, 40 * ms),
+                event(ranges.MATMUL, 20 * ms, 32 * ms),
+                event("aten::mm", 21 * ms, 31 * ms),
+                event(ranges.WAIT, 34 * ms, 39 * ms),
+                event(ranges.MATMUL, 60 * ms, 99 * ms),  # in no call
+            )
+        ]
+    )
+    (told,) = times(found, 1)
+    assert (told.total, told.compute, told.copy, told.wait) == (60, 12, 6 + 8, 4)
+    assert (told.moved, told.overlapped) == (6 + 20, 12)
+    assert len(lanes(found)) == 1
+
+
+def test_a_host_that_waits_hides_no_communication_of_its_gpu() -> None:
+    """NCCL for 20, beside a product for the last 10 of them; the host is in `item()` meanwhile."""
+    ms = 1000.0
+    found = merge(
+        [
+            trace(
+                event("aten::mm", 0, 2 * ms),
+                event("aten::item", 2 * ms, 40 * ms),
+                event("cudaStreamSynchronize", 3 * ms, 40 * ms, cat="cuda_runtime"),
+                event("ncclDevKernel_AllGather", 5 * ms, 25 * ms, cat="kernel", pid=0),
+                event("gemm", 15 * ms, 35 * ms, cat="kernel", pid=0, tid=2),
+                event("Memcpy", 35 * ms, 38 * ms, cat="gpu_memcpy", pid=0, tid=2),
+            )
+        ]
+    )
+    (told,) = times(found, 1)
+    assert (told.total, told.compute, told.copy) == (40, 20, 10 + 3)
+    assert (told.moved, told.overlapped) == (23, 10)
+
+
+def test_where_nothing_was_recorded_nothing_is_told() -> None:
+    (told,) = times(merge([trace()]), 1)
+    assert told.total == told.moved == 0
+
+
+def test_intervals() -> None:
+    assert union([(3, 4), (0, 2), (1, 3), (6, 6)]) == [(0, 4), (6, 6)]
+    assert without([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
+    assert without([(0, 1)], []) == [(0, 1)] and without([], [(0, 1)]) == []
+
+
+def loaded(folder: Path) -> list[dict[str, Any]]:
+    """The events of a trace that a viewer can load."""
+    merged = json.loads((folder / "trace.json").read_text())
+    assert set(merged) == {"displayTimeUnit", "traceEvents", "otherData"}
+    found: list[dict[str, Any]] = merged["traceEvents"]
+    for one in found:
+        assert {"ph", "name", "pid", "tid", "ts"} <= set(one), one
+        assert one["ts"] >= 0 and (one["ph"] != "X" or one["dur"] >= 0), one
+    names = {e["args"]["name"] for e in found if e["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1"}
+    return found
+
+
+def check_picture(path: Path, *colours: str) -> None:
+    """The colours of all that must be there, in more than the legend."""
+    from matplotlib.colors import to_rgb
+
+    with Image.open(path) as image:
+        counts = {colour: n for n, colour in image.convert("RGB").getcolors(1 << 24)}
+    for kind in colours:
+        wanted = tuple(round(255 * part) for part in to_rgb(timeline.COLOURS[kind]))
+        assert counts.get(wanted, 0) > 600, (kind, counts.get(wanted))
+
+
+EXPECTED = {
+    "direct": {ranges.MATMUL, ranges.COPY, ranges.WAIT},
+    "pipelined": {ranges.MATMUL, ranges.COPY, ranges.TRANSFER},
+    "ring": {ranges.MATMUL, ranges.TRANSFER, ranges.WAIT},
+    "unfused": {ranges.MATMUL, ranges.TRANSFER, ranges.WAIT},
+}
+
+
+@pytest.mark.parametrize("algorithm", EXPECTED)
+def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
+    options = ["--shape", "256,512,512", "--algorithm", algorithm, "--calls", "4"]
+    shown = invoke(
+        "profile", "--op", "all_gather_matmul", *options, "--out", str(tmp_path / "new" / "folder")
+    )
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"^overlapped share: \d+% of [\d.]+ ms$", shown.output, re.MULTILINE)
+    assert f"{algorithm}: asked for" in shown.output
+    found = loaded(tmp_path / "new" / "folder")
+    for rank in (0, 1):
+        names = {e["name"] for e in found if rank_of(e) == rank}
+        wanted = {*EXPECTED[algorithm], "tpkernels::all_gather_matmul"}
+        assert names >= wanted - {ranges.WAIT}, (rank, names)  # one may always be the later
+    assert {e["name"] for e in found} >= wanted
+    # Behind a barrier no call of a rank begins before all have ended the one before it.
+    calls: dict[str, list[tuple[float, float]]] = {}
+    for e in found:
+        if e["name"].startswith(CALL):
+            calls.setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
+    assert len(calls) == 4
+    for one, other in zip(list(calls.values()), list(calls.values())[1:], strict=False):
+        assert len(one) == 2
+        assert max(begin for begin, _ in one) < min(end for _, end in one), "no time in common"
+        assert max(end for _, end in one) < min(begin for begin, _ in other) + 200
+    kinds = {"compute"} if algorithm == "direct" else {"transfer", "compute"}
+    check_picture(tmp_path / "new" / "folder" / "timeline.png", *kinds)
+
+
+def test_a_script_on_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(SCRIPT)
+    shown = invoke("profile", "--out", str(tmp_path), str(script), "--rows", "64")
+    assert shown.exit_code == 0, shown.output
+    found = loaded(tmp_path)
+    for rank in (0, 1):
+        count = sum(
+            e["name"] == "tpkernels::all_gather_matmul" and rank_of(e) == rank for e in found
+        )
+        assert count == 3
+        assert any(e["name"] == "aten::relu" and rank_of(e) == rank for e in found)
+    check_picture(tmp_path / "timeline.png", "compute")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ArithmeticError(f'rank {RANK} cannot')", "ArithmeticError: rank 1 cannot"),
+        pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.slow),
+        ("time.sleep(600) if RANK else os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    ],
+    ids=["raises", "exits", "dies while the other goes on"],
+)
+def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(
+        "import os, pathlib, sys, time; RANK = int(os.environ['RANK'])\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n{body}"
+    )
+    shown = invoke("profile", "--out", str(tmp_path), str(script))
+    assert shown.exit_code == 1, shown.output
+    assert shown.output.startswith("FAIL: record_script failed on") and message in shown.output
+    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 2 and not any(Path("/proc", str(pid)).exists() for pid in pids)
+    assert not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.slow
+def test_a_script_that_is_interrupted(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)")
+    started = subprocess.Popen(
+        [*MODULE, "profile", "--out", str(tmp_path), str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert started.stdout is not None
+    assert "at work" in started.stdout.readline()
+    os.killpg(started.pid, signal.SIGINT)  # as a terminal does
+    _, error = started.communicate(timeout=90)
+    assert started.returncode == 128 + signal.SIGINT and "Traceback" not in error
+    deadline = time.monotonic() + 60
+    while processes_of_session(started.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes_of_session(started.pid)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("profile", "give either --op or a script"),
+        ("profile --op all_reduce x.py", "give either --op or a script"),
+        ("profile /nowhere/x.py", "no script '/nowhere/x.py'"),
+        ("profile --op gather", "unknown op 'gather'"),
+        ("profile --op all_reduce --algorithm fast", "unknown algorithm 'fast'"),
+        ("profile --op all_reduce --algorithm pipelined", "overlaps a matmul"),
+        ("profile --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
+        ("profile --op all_reduce --calls 0", "--calls is 0"),
+        ("profile --op all_reduce --bytes 4,8", "--bytes 4,8 are 2 sizes"),
+        ("profile --op all_gather_matmul --algorithm fused", "TRITON_INTERPRET=1"),
+        ("profile --op all_reduce --out /dev/null/x", "cannot make the folder '/dev/null/x'"),
+        ("profile --op all_reduce --out /proc", "cannot write '/proc/trace.json'"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_rank_starts(
+    args: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_refused(args, message, monkeypatch)
+
+
+def test_without_matplotlib_there_is_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        timeline, "unsupported", lambda: "no picture without matplotlib: pip install"
+    )
+    shown = invoke("profile", "--op", "all_reduce", "--bytes", "4K", "--out", str(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    assert "no picture without matplotlib" in shown.output
+    assert loaded(tmp_path) and not (tmp_path / "timeline.png").exists()
+
+
+def test_no_range_is_opened_where_no_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, 4)
+    opened: list[str] = []
+    range_of = ranges._Range
+    monkeypatch.setattr(ranges, "_Range", lambda name: opened.append(name) or range_of(name))
+    product.local_matmul(x, x, torch.empty(4, 4))
+    assert not opened and not ranges.profiling()
+    with profile():
+        product.local_matmul(x, x, torch.empty(4, 4))
+        assert ranges.profiling()
+    assert opened == [ranges.MATMUL]
+    assert tpkernels.__version__

@@ -1,0 +1,274 @@
+"""The pass in ``torch.compile``: a DTensor model, forward and backward; how it is switched on and
+off; several shapes; inductor's cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import custom_graph_pass
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.compiled import graph_runner
+from tests.support.ranked import fresh_group, report
+from tpkernels.compile import Report
+from tpkernels.launch import Ranks
+
+_c10d = torch.ops._c10d_functional
+
+WIDTH, HIDDEN = 16, 24
+SLOT = "post_grad_custom_pre_pass"
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=i == 0) for i in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(WIDTH), MLP()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.mlp(self.norm(x))
+
+
+SEQUENCE = {
+    "norm": SequenceParallel(),
+    "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+REPLICATED = {
+    "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(),
+}
+
+
+class Parallel:
+    """A block in one process and its like under a plan of torch's own, both in float64: what
+    differs by more than its roundings is wrong."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        self.sequence = plan is SEQUENCE
+        torch.manual_seed(0)
+        self.whole, self.model = Block().double(), Block().double()
+        self.model.load_state_dict(self.whole.state_dict())
+        parallelize_module(self.model, self.mesh, plan)
+        torch._dynamo.reset()
+        counters.clear()
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        chunks = x.chunk(self.mesh.size(), 1)
+        return chunks[self.mesh.get_local_rank()].contiguous() if self.sequence else x
+
+    def step(self, compiled: Any, batch: int, rows: int) -> list[str]:
+        """What differs from the unsharded model after a forward and a backward."""
+        for model in (self.whole, self.model):
+            model.zero_grad()
+        draw = torch.Generator().manual_seed(rows)
+        x = torch.randn(batch, rows, WIDTH, dtype=torch.float64, generator=draw)
+        expected = self.whole(x)
+        (expected**2).sum().backward()
+        y = compiled(self.shard(x))
+        (y**2).sum().backward()
+        pairs = {"y": (y, self.shard(expected))}
+        for (name, p), whole in zip(
+            self.model.named_parameters(), self.whole.parameters(), strict=True
+        ):
+            grad: Any = p.grad
+            pairs[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad, whole.grad)
+        return [
+            f"[{batch}, {rows}]: {name} differs by {(got - want).abs().max()}"
+            for name, (got, want) in pairs.items()
+            if not torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+        ]
+
+
+PAIRS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}  # forward and backward have each
+
+
+def _on(parallel: Parallel, shapes: list[tuple[int, int]]) -> tuple[Report, list[str]]:
+    """Steps within the context; what the pass tells, and what is wrong."""
+    seen: list[Counter[str]] = []
+    with tpkernels.compile.fuse_collectives() as told:
+        compiled = torch.compile(parallel.model, fullgraph=True, backend=graph_runner(seen))
+        failures = [wrong for shape in shapes for wrong in parallel.step(compiled, *shape)]
+    collectives = [name for graph in seen for name in graph if "c10d" in name]
+    if told.left_alone or collectives:
+        failures.append(f"{told}\nleft: {collectives}")
+    if getattr(inductor_config, SLOT) is not None:
+        failures.append("the pass is still on")
+    return told, failures
+
+
+def sequence_job() -> list[str]:
+    """All pairs are fused within the context; the second shape makes it dynamic, and none after it
+    compiles again."""
+    told, failures = _on(Parallel(SEQUENCE), [(2, 8), (2, 12), (2, 20), (2, 6)])
+    graphs = counters["stats"]["unique_graphs"]
+    if graphs > 2 or told.counts != {op: graphs * count for op, count in PAIRS.items()}:
+        failures.append(f"{graphs} graphs: {told}")
+    if told.rewritten[0].site.module != "mlp" or "graph 1, backward" not in str(told):
+        failures.append(str(told))
+    return failures
+
+
+def replicated_job() -> list[str]:
+    """The backward's all-reduce sums the gradients of what gate and up read."""
+    told, failures = _on(Parallel(REPLICATED), [(2, 8)])
+    if [each.products for each in told.rewritten] != [1, 2] or set(told.counts) != {
+        "matmul_all_reduce"
+    }:
+        failures.append(str(told))
+    return failures
+
+
+def test_a_block_with_sequence_parallelism(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(sequence_job, timeout=250) for f in rank)
+
+
+def test_a_block_without(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(replicated_job, timeout=250) for f in rank)
+
+
+def inductor_job() -> list[str]:
+    """With inductor's code, and its cache: what it takes from there is not in the report."""
+    failures, reports = [], []
+    with fresh_cache():
+        for _ in range(2):
+            parallel = Parallel(SEQUENCE)
+            fusion = tpkernels.compile.fuse_collectives(parallel.mesh)
+            compiled = torch.compile(parallel.model, fullgraph=True, options=fusion.options)
+            failures += parallel.step(compiled, 2, 8)
+            reports.append(fusion.report)
+    if reports[0].counts != PAIRS:
+        failures.append(str(reports[0]))
+    if "from inductor's cache" not in str(reports[1]):
+        failures.append(f"not from the cache: {reports[1]}")
+    return failures
+
+
+@pytest.mark.slow
+def test_inductor(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(inductor_job, timeout=280) for f in rank)
+
+
+@pytest.mark.skipif(
+    not hasattr(custom_graph_pass, "get_custom_graph_passes"), reason="torch has room for one pass"
+)
+def test_it_goes_behind_a_pass_that_is_set_already() -> None:
+    calls = []
+
+    class Mine(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            calls.append(len(list(graph.nodes)))
+
+        def uuid(self) -> str:
+            return "mine"
+
+    mine = Mine()
+    fusion = tpkernels.compile.fuse_collectives()
+    with inductor_config.patch({SLOT: mine}), fusion as told:
+        assert getattr(inductor_config, SLOT) == (mine, fusion)
+        compiled = torch.compile(lambda x: x + 1, backend=graph_runner([]))
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    assert len(calls) == 1 and told.graphs == ["graph 0, forward"]
+    assert "no collectives" in str(told)
+
+
+def test_a_model_can_be_wrapped_within_the_context() -> None:
+    with tpkernels.compile.fuse_collectives() as told:
+        torch.compile(lambda x: x + 1)  # copies inductor's config
+    assert not told.graphs
+
+
+def test_there_is_room_for_one_pass_in_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes", raising=False)
+    with (
+        inductor_config.patch({SLOT: lambda graph: None}),
+        pytest.raises(RuntimeError, match="room for one"),
+        tpkernels.compile.fuse_collectives(),
+    ):
+        pass
+
+
+def test_the_key_for_the_cache() -> None:
+    fuse = tpkernels.compile.fuse_collectives
+    assert fuse().uuid() == fuse().uuid()
+    assert fuse("one").uuid() != fuse().uuid()
+    assert fuse("one", "two").uuid() == fuse("two", "one").uuid()
+
+
+def mean_job() -> tuple[bytes, str, torch.Tensor]:
+    """The mean over all ranks of a product: the same graph for any number of ranks."""
+    fusion = tpkernels.compile.fuse_collectives()
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    mean = torch.compile(
+        lambda x, w: _c10d.wait_tensor(_c10d.all_reduce(x @ w, "avg", name)),
+        options=fusion.options,
+    )
+    ones = torch.ones(4, 4)
+    result = mean(ones * 12 * dist.get_rank(), ones)
+    return fusion.uuid(), str(fusion.report), result
+
+
+@pytest.mark.slow
+def test_the_cache_of_another_number_of_ranks(tmp_path: Path) -> None:
+    keys = []
+    for world in (2, 3):
+        with Ranks(world, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as pool:
+            for key, said, mean in pool.run(mean_job, timeout=280):
+                assert torch.equal(mean, torch.full((4, 4), 24.0 * (world - 1))), said
+                keys.append(key)
+    assert len(set(keys)) == 2
+
+
+def key_job() -> list[bytes]:
+    fusion = tpkernels.compile.fuse_collectives("tp")
+    before = fusion.uuid()
+    with fresh_group():
+        return [before, fusion.uuid()]
+
+
+def test_the_key_for_the_cache_tells_the_groups(ranks: RanksFixture) -> None:
+    for before, after in ranks(2).run(key_job):
+        assert before != after
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(TypeError, match="must be a ProcessGroup"):
+        tpkernels.compile.fuse_collectives(3)  # type: ignore[arg-type]
+
+
+def test_a_report_of_nothing_says_so() -> None:
+    assert "no graph was compiled" in str(tpkernels.compile.Report())

@@ -1,0 +1,194 @@
+"""The CUDA kernels that the extension holds, for GPUs that need not be here: registers, vectors,
+the order of memory; and how they are built."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import cuda_builds
+from tests.support.paths import ROOT
+from tpkernels import _C
+from tpkernels.kernels import sync
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+REDUCES = ("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_reduce")
+SHARES = ("one_shot_gather", "one_shot_scatter")
+RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
+BARRIER = r"bar\.(?:sync|red)|barrier\."
+
+
+def embedded() -> bytes:
+    """What the build compiled; skips where it had no nvcc."""
+    if not _C.cuda_architectures():
+        pytest.skip("this extension was built without nvcc")
+    return _C.cuda_image()
+
+
+def entries() -> set[str]:
+    """The kernels that the source has."""
+    return set(
+        re.findall(r"TPK_KERNEL\(\w+\)\s+(\w+)\(", dict(_C.cuda_sources())["cuda/kernels.cu"])
+    )
+
+
+def test_there_is_code_for_every_architecture() -> None:
+    found = cuda_builds.usage(embedded())
+    assert sorted(found) == sorted(ARCHITECTURES)
+    for arch, kernels in found.items():
+        missing = entries() - set(kernels)
+        assert missing == ({"multimem_all_reduce"} if arch == "sm_80" else set()), arch
+    assert ".target sm_100" in cuda_builds.ptx_of(embedded())
+    assert _C.cuda_architectures().startswith("sm_80 sm_90 sm_100 compute_100, nvcc")
+
+
+def test_nothing_is_spilled() -> None:
+    for arch, kernels in cuda_builds.usage(embedded()).items():
+        for kernel, used in kernels.items():
+            assert used.stack == 0 and used.local == 0, f"{kernel} on {arch}: {used}"
+
+
+def test_spills_would_be_seen() -> None:
+    """Negative control: blocks so many to an SM that registers are few."""
+    ptx = cuda_builds.ptx_of(embedded())
+    crowded = ptx.replace(".minnctapersm 1", ".minnctapersm 4")
+    (kernels,) = cuda_builds.usage(cuda_builds.assembled(crowded, "sm_100")).values()
+    assert kernels["two_shot_all_reduce"].stack > 0
+
+
+def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
+    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
+    assert set(kernels) == entries()
+    waits = entries() - {"sum_of_partials", "paced_copy", "call_spoil", "call_publish"}
+    tells = entries() - {"sum_of_partials", "paced_copy", "call_spoil", "call_wait"}
+    assert {name for name, ptx in kernels.items() if re.search(ACQUIRE, ptx)} == waits
+    assert {name for name, ptx in kernels.items() if re.search(RELEASE, ptx)} == tells
+    for name, ptx in kernels.items():
+        assert not re.search(r"ld\.global\.nc|ldu\.|trap", ptx), name
+        words = re.findall(r"(?:ld|st)\.(?:acquire|release)\.\w+", ptx)
+        assert all(word.endswith(".sys") for word in words), name
+
+
+@pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_publish"])
+def test_a_word_follows_the_data_of_all_threads(kernel: str) -> None:
+    """Before each release there is a barrier, and between the two no store of data."""
+    lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
+    releases = [at for at, line in enumerate(lines) if re.search(RELEASE, line)]
+    stores = rf"{BARRIER}|st\.global\.v4|st\.(?:global\.)?[ufb]\d+|multimem\.st"
+    for at in releases:
+        before = (line for line in reversed(lines[:at]) if re.search(stores, line))
+        assert re.search(BARRIER, next(before)), "\n".join(lines[at - 30 : at + 1])
+    assert releases
+
+
+@pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_wait", "call_begin", "call_end"])
+def test_data_follows_a_wait_behind_a_barrier(kernel: str) -> None:
+    """After each acquire there is a barrier before the next load of data."""
+    lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
+    acquires = [at for at, line in enumerate(lines) if re.search(ACQUIRE, line)]
+    loads = rf"{BARRIER}|ld\.global\.v4|multimem\.ld|ret;"
+    for at in acquires:
+        after = (line for line in lines[at + 1 :] if re.search(loads, line))
+        assert re.search(rf"{BARRIER}|ret;", next(after)), "\n".join(lines[at : at + 30])
+    assert acquires
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
+    kernels = cuda_builds.sass_of(embedded(), arch)
+    quiet = ("sum_of_partials", "paced_copy", "call_wait", "call_spoil")
+    for name in entries() & set(kernels):
+        moves = name in (*REDUCES, *SHARES, "sum_of_partials", "paced_copy")
+        assert ("LDG.E.128" in kernels[name]) == moves, name
+        assert ("STG.E.128" in kernels[name]) == moves, name
+        assert ".CONSTANT" not in kernels[name], name
+        assert not re.search(r"\b(LDL|STL)\b", kernels[name]), name
+        fences = re.search(r"MEMBAR\.\w+\.SYS", kernels[name])
+        assert (fences is not None) == (name not in quiet)
+        assert (re.search(r"LDGMC\.", kernels[name]) is not None) == ("multimem" in name), name
+
+
+def setup_values() -> dict[str, object]:
+    """What setup.py defines, without a build."""
+    if not (ROOT / "setup.py").is_file():
+        pytest.skip("no setup.py here")
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+def test_a_warning_ends_the_build(tmp_path: Path) -> None:
+    values = setup_values()
+    nvcc = values["find_nvcc"]()  # type: ignore[operator]
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    source = tmp_path / "unused.cu"
+    source.write_text('extern "C" __global__ void kernel() { int unused; }\n')
+    command = [nvcc, *values["NVCC_FLAGS"], "-fatbin", str(source), "-o", str(tmp_path / "out")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0 and "unused" in ended.stderr, ended.stderr
+
+
+SAY = """
+import sys
+sys.path.insert(0, {folder!r})
+import tpkernels
+from tpkernels import _C, cuda
+assert _C.__file__.startswith({folder!r}), _C.__file__
+print(repr(_C.cuda_architectures()), len(_C.cuda_image()), len(_C.cuda_sources()))
+print(cuda.image_status())
+"""
+
+
+@pytest.mark.slow
+def test_a_build_without_nvcc_imports(tmp_path: Path) -> None:
+    """From a copy of the tree, with its objects, so that little is compiled."""
+    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("pybind11")
+    names = ["csrc", "tpkernels", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
+    if not all((ROOT / name).exists() for name in names):
+        pytest.skip("no sources here")
+    for path in [*(ROOT / name for name in names), *(ROOT / "build").glob("objects-*")]:
+        target = tmp_path / path.relative_to(ROOT)
+        target.parent.mkdir(exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy2(path, target)
+    env = {**os.environ, "TPKERNELS_CUDA": "0"}
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=tmp_path, env=env, check=True, timeout=280)
+    say = [sys.executable, "-c", SAY.format(folder=str(tmp_path))]
+    told = subprocess.run(say, cwd=tmp_path, capture_output=True, text=True, check=True)
+    first, status = told.stdout.splitlines()
+    assert first == f"'' 0 {len(_C.cuda_sources())}"
+    assert re.match(r"NVRTC \d+\.\d+ through CuPy|none: .*pip install 'tpkernels\[cu13\]'", status)
+
+
+def test_both_protocols_have_the_same_places() -> None:
+    """csrc/cuda/sync.cuh and kernels/sync.py share workspaces."""
+    text = dict(_C.cuda_sources())["cuda/sync.cuh"]
+    found = {name: int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)", text)}
+    named = {
+        "StateEpoch": sync.STATE_EPOCH,
+        "StateEnded": sync.STATE_ENDED,
+        "StateStatus": sync.STATE_STATUS,
+        "StatePeer": sync.STATE_PEER,
+        "StateExpected": sync.STATE_EXPECTED,
+        "StateSeen": sync.STATE_SEEN,
+        "Abort": sync.ABORT,
+        "ControlFailed": sync.FAILED,
+        "FailedMismatch": sync.FAILED_MISMATCH,
+        "FailedTimeout": sync.FAILED_TIMEOUT,
+        "FailedAbort": sync.FAILED_ABORT,
+        "Entered": sync.ENTERED,
+        "Tiles": sync.TILES,
+    }
+    assert {name: found[name] for name in named} == {
+        name: constant.value for name, constant in named.items()
+    }

@@ -1,0 +1,132 @@
+"""The way of CUDA tensors through the ops, rehearsed with CPU tensors: all but the device itself.
+Kernels run under their interpreter, and shared memory stands in for torch's symmetric memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import Case, RanksFixture, each, one_of_each
+from tests.support.cuda_rehearsal import FUSED_OPS, Handle, SharedMemory, pretending
+from tests.support.faults import Ending
+from tests.support.ranked import check_cases, fresh_group, report
+from tpkernels import dtypes, groups
+from tpkernels.algorithms import reduction as summing
+from tpkernels.algorithms.reduction import Reduction
+from tpkernels.symm import cuda
+
+
+def cases_job(cases: Sequence[Case]) -> list[str]:
+    with pretending(), fresh_group() as group:
+        return check_cases(cases, group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_unfused(ranks: RanksFixture, world: int) -> None:
+    ways = [case for case in one_of_each(world) if case.algorithm == "unfused"]
+    told = ranks(world).run(cases_job, ways)
+    report(failure for rank in told for failure in rank)
+
+
+@pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3))])
+def test_fused(interpreting: RanksFixture, world: int) -> None:
+    """The second round needs more memory than there is."""
+    rounds = []
+    for rows in (12, 70):
+        sizes = tuple(tpkernels.shard_sizes(rows, world))
+        rounds += each(
+            Case(op="all_gather_matmul", shape=(rows, 40), sizes=sizes, n=(33, 7)),
+            Case(op="matmul_reduce_scatter", shape=(rows, 80), sizes=sizes, k=(20,)),
+            Case(op="matmul_all_reduce", shape=(rows, 80), k=(20,)),
+            dtypes=(torch.bfloat16,),
+            algorithms=("fused",),
+        )
+    told = interpreting(world).run(cases_job, rounds, timeout=200)
+    report(failure for rank in told for failure in rank)
+
+
+def choice_job() -> tuple[str, str, str]:
+    with pretending(), fresh_group() as group:
+        x, w = torch.ones(4, 8), torch.ones(8, 6)
+        call = functools.partial(tpkernels.all_gather_matmul, x, w, group)
+        refused = faults.ending_of(functools.partial(call, algorithm="ring")).text
+        call()
+        plan = next(iter(groups.get(group.group_name).calls.values())).plan
+        return refused, plan.algorithm, plan.reason
+
+
+def test_auto_does_what_is_known_not_to_be_slower(ranks: RanksFixture) -> None:
+    for refused, algorithm, reason in ranks(2).run(choice_job):
+        assert refused.endswith("which gloo cannot; make the group with NCCL"), refused
+        assert algorithm == "unfused" and "on this GPU nothing is known to be faster" in reason
+
+
+@pytest.mark.parametrize("dtype", dtypes.CODES)
+@pytest.mark.parametrize("begin", [0, 7, 100])
+def test_sums_have_the_bits_of_the_extension(dtype: torch.dtype, begin: int) -> None:
+    torch.manual_seed(begin)
+    wide = dtypes.accumulator(dtype)
+    partials = [torch.randn(1000).to(dtype) for _ in range(4)]
+    bias, residual = torch.randn(33).to(wide), torch.randn(1200).to(dtype)
+    for reduction in (Reduction(dtype, bias, residual), Reduction(wide, None, None)):
+        ours = torch.empty(1000, dtype=reduction.out_dtype)
+        theirs = torch.empty_like(ours)
+        summing._reduce_by_torch(ours, partials, reduction, begin)
+        summing.reduce_into(theirs, partials, reduction, begin)
+        assert torch.equal(ours, theirs)
+
+
+class NoMemory(SharedMemory):
+    @staticmethod
+    def empty(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("virtual memory management is not supported")
+
+
+class NoPeers(SharedMemory):
+    @staticmethod
+    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+        SharedMemory.rendezvous(memory, name)  # the other ranks succeed
+        raise RuntimeError("no peer access")
+
+
+def unsupported_job(op: str, kind: str) -> list[Ending]:
+    """Rank 1 cannot; then all go on without kernels."""
+    unlucky = dist.get_rank() == 1
+    memory = {"memory": NoMemory, "peers": NoPeers}.get(kind, SharedMemory)
+    with pretending(memory if unlucky else SharedMemory) as patch:
+        group = faults.new_group()
+        if unlucky and kind == "old":
+            told = "needs compute capability 8.0; Tesla V100 has 7.0"
+            lacking = {"fused": told}
+            patch.setattr("tpkernels.ops._planning.unsupported", lambda name, *_: lacking.get(name))
+        if unlucky and kind == "unlike":
+            patch.setattr(cuda, "_describe", lambda _: "H100 (sm_90, 114 processors)")
+        call = functools.partial(faults.run_op, op, group)
+        endings = [faults.ending_of(functools.partial(call, "fused")) for _ in range(2)]
+        return [*endings, faults.ending_of(call)]
+
+
+@pytest.mark.parametrize("op", FUSED_OPS)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("old", "rank 1 needs compute capability 8.0; Tesla V100 has 7.0"),
+        ("memory", "rank 1 cannot allocate"),
+        ("peers", "rank 1 cannot map the other ranks' memory: no peer access"),
+        ("unlike", "rank 0 has cpu, rank 1 H100 (sm_90, 114 processors)"),
+    ],
+)
+def test_what_one_rank_lacks_is_refused_by_all(
+    interpreting: RanksFixture, op: str, kind: str, words: str
+) -> None:
+    for first, second, unfused in interpreting(2).run(unsupported_job, op, kind):
+        assert first.error == "NotImplementedError" and words in first.text, first
+        assert second.error == first.error and second.text == first.text
+        assert unfused.error == "", unfused

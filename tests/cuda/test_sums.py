@@ -1,0 +1,192 @@
+"""The sum of partials and the paced copy of csrc/cuda, run on the CPU: dtypes, tails, places, time;
+and what the Python face refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda.test_emulated import BF16, DTYPES, F16, F32, bits, host_sum, random
+from tests.support import emulated
+from tests.support.cases import RanksFixture
+from tpkernels import cuda
+from tpkernels.symm.device import DeviceWorkspace
+
+COUNTS = (0, 1, 7, 8, 9, 17, 2048, 2055, 20_011)
+
+
+def sums_job(driver: str, world: int) -> list[str]:
+    emulated.load(driver)
+    wrong = []
+    places = itertools.product((0, 1, 8), (0, 1))
+    residuals = (None, *DTYPES)
+    for wire, out_dtype, residual_dtype in itertools.product(DTYPES, DTYPES, residuals):
+        for count, (offset, columns_of) in itertools.product(COUNTS, places):
+            partials = [random(count, wire, r, offset) for r in range(world)]
+            bias = random(13 if count % 13 == 0 else count, F32, 8) if columns_of else None
+            residual = random(count, residual_dtype, 9, count % 2) if residual_dtype else None
+            around = torch.full((count + 17,), 77, dtype=out_dtype)
+            at = 1 - offset if offset < 2 else offset  # aligned where the partials are not
+            out = around[at : at + count]
+            cuda.sum_partials(out, partials, bias, residual)
+            right = torch.equal(bits(out), bits(host_sum(partials, out_dtype, bias, residual)))
+            beyond = (around[:at] == 77).all() and (around[at + count :] == 77).all()
+            if not (right and beyond):
+                wrong.append(f"{count} {offset} {wire} {out_dtype} {residual_dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sums_are_the_hosts_bit_for_bit(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    assert ranks(1).run(sums_job, cuda_driver, world)[0] == []
+
+
+def places_job(driver: str) -> list[str]:
+    """A part of a larger output with its bias; a result that replaces a partial; 72 partials."""
+    emulated.load(driver)
+    wrong = []
+    whole, bias = [random(1300, BF16, r) for r in range(3)], random(13, F32, 8)
+    want = host_sum(whole, BF16, bias)
+    for begin, end in ((0, 40), (40, 477), (477, 1300)):
+        out = torch.empty(end - begin, dtype=BF16)
+        cuda.sum_partials(out, [x[begin:end].clone() for x in whole], bias, begin=begin)
+        if not torch.equal(bits(out), bits(want[begin:end])):
+            wrong.append(f"from {begin}")
+    for own in range(3):
+        given = [x.clone() for x in whole]
+        cuda.sum_partials(given[own], given)
+        if not torch.equal(bits(given[own]), bits(host_sum(whole, BF16))):
+            wrong.append(f"in place of {own}")
+    many = [random(100, F16, r) for r in range(72)]
+    out = torch.empty(100)
+    cuda.sum_partials(out, many)
+    if not torch.equal(out, host_sum(many, F32)):
+        wrong.append("72 partials")
+    special = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e-45, 65520.0, 3e38] * 3)
+    for dtype, out_dtype in itertools.product(DTYPES, DTYPES):
+        partials = [special.to(dtype), special.roll(1).to(dtype)]
+        got, want = torch.empty(21, dtype=out_dtype), host_sum(partials, out_dtype)
+        cuda.sum_partials(got, partials)
+        if not torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)):
+            wrong.append(f"special {dtype} {out_dtype}")
+    return wrong
+
+
+def test_parts_replaced_partials_and_special_values(ranks: RanksFixture, cuda_driver: str) -> None:
+    assert ranks(1).run(places_job, cuda_driver)[0] == []
+
+
+def paced_job(driver: str) -> list[str]:
+    """Bytes arrive, and no earlier than a link would bring them."""
+    emulated.load(driver)
+    wrong = []
+    for nbytes, offset, sms in itertools.product((0, 1, 15, 4097, 300_001), (0, 1, 4), (1, 3)):
+        src = torch.arange(nbytes + offset).to(torch.uint8)[offset:]
+        dst = torch.zeros(nbytes + offset + 9, dtype=torch.uint8)
+        cuda.paced_copy(dst[offset : offset + nbytes], src, gb_per_s=50, sms=sms)
+        if not torch.equal(dst[offset : offset + nbytes], src) or dst[offset + nbytes :].any():
+            wrong.append(f"{nbytes} {offset} {sms}")
+    src, dst = torch.randn(1 << 20), torch.empty(1 << 20)  # 4 MiB
+    for rate, latency_us in ((0.05, 0.0), (0.1, 30_000.0)):
+        begin = time.monotonic()
+        cuda.paced_copy(dst, src, rate, latency_us, sms=2)
+        seconds, due = time.monotonic() - begin, 4 * src.numel() / rate * 1e-9 + latency_us * 1e-6
+        if not torch.equal(src, dst) or not due <= seconds < due + 0.5:
+            wrong.append(f"{seconds:.4f} s at {rate} GB/s, due {due:.4f}")
+    return wrong
+
+
+def test_a_paced_copy_takes_its_time(ranks: RanksFixture, cuda_driver: str) -> None:
+    assert ranks(1).run(paced_job, cuda_driver)[0] == []
+
+
+class Region:
+    """Memory that only this process has."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(1 << 14, dtype=torch.uint8)
+        self.address = self.memory.data_ptr()
+
+
+def reduce(**changed: Any) -> None:
+    space = DeviceWorkspace([Region(), Region()], 0, 8, 1 << 10, 1.0)
+    given = {"x": torch.ones(4, 6), "out": torch.ones(4, 6)} | changed
+    cuda.all_reduce(space, 1, **given)
+
+
+def add(**changed: Any) -> None:
+    given = {"out": torch.ones(6), "partials": [torch.ones(6)] * 2} | changed
+    cuda.sum_partials(**given)
+
+
+def paced(**changed: Any) -> None:
+    given = {"dst": torch.ones(6), "src": torch.ones(6), "gb_per_s": 1.0} | changed
+    cuda.paced_copy(**given)
+
+
+REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
+    (reduce, {"x": torch.ones(4, 12)[:, ::2]}, ValueError, r"x has strides \[12, 2\]"),
+    (reduce, {"x": torch.ones(4, 6).double()}, NotImplementedError, "x is float64"),
+    (reduce, {"out": torch.ones(4, 5)}, ValueError, r"out is \[4, 5\] float32, x \[4, 6\]"),
+    (reduce, {"residual": torch.ones(3, 6)}, ValueError, r"residual is \[3, 6\]"),
+    (reduce, {"bias": torch.ones(5)}, ValueError, r"bias is \[5\] float32; it must be \[6\]"),
+    (reduce, {"bias": torch.ones(6).half()}, ValueError, r"bias is \[6\] float16"),
+    (reduce, {"x": torch.ones(4, 6, device="meta")}, ValueError, "x is on meta"),
+    (reduce, {"way": "ring"}, ValueError, "way is 'ring'; it must be auto or one of one_shot"),
+    (reduce, {"way": "multimem"}, NotImplementedError, "needs multicast memory"),
+    (add, {"partials": []}, ValueError, "0 partials; there must be 1 to 72"),
+    (add, {"partials": [torch.ones(6)] * 73}, ValueError, "73 partials"),
+    (add, {"partials": [torch.ones(6), torch.ones(6).half()]}, ValueError, r"partials\[1\] is"),
+    (add, {"out": torch.ones(5)}, ValueError, r"out is \[5\] float32, partials \[6\]"),
+    (add, {"bias": torch.ones(2, 3)}, ValueError, r"bias is \[2, 3\] float32"),
+    (add, {"begin": -1}, ValueError, "begin is -1"),
+    (paced, {"src": torch.ones(5)}, ValueError, r"src is \[5\] float32, dst \[6\]"),
+    (paced, {"gb_per_s": 0.0}, ValueError, "gb_per_s is 0.0; it must be above 0"),
+    (paced, {"gb_per_s": math.inf}, ValueError, "gb_per_s is inf"),
+    (paced, {"latency_us": -1.0}, ValueError, "latency_us is -1.0"),
+    (paced, {"sms": 0}, ValueError, "sms is 0; it must be 1 to 1024"),
+    (paced, {"gb_per_s": 1e-9}, ValueError, "would take 24 s; at most 10 s"),
+]
+
+
+@pytest.mark.parametrize(("call", "changed", "error", "match"), REFUSALS)
+def test_refusals(
+    call: Callable[..., None], changed: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        call(**changed)
+
+
+def copies_refusals_job(driver: str) -> list[str]:
+    space = emulated.space_of(driver, words=8, buffer_bytes=1 << 10)
+    told, x = [], torch.ones(8)
+    with cuda.CopyCall(space, 1) as copies:
+        for call in (
+            lambda: copies.put(x, 2048 - 31),
+            lambda: copies.put(torch.ones(4, 4).t()[1:], 0),
+            lambda: copies.publish(0),
+            lambda: copies.publish(7),
+            lambda: copies.publish(1, to=space.rank),
+            lambda: copies.fetch(2, 1, x, 0),
+        ):
+            with pytest.raises(ValueError) as raised:
+                call()
+            told.append(str(raised.value))
+    return told
+
+
+def test_refusals_of_copies(ranks: RanksFixture, cuda_driver: str) -> None:
+    told = ranks(2).run(copies_refusals_job, cuda_driver)[0]
+    assert told[0] == "bytes [2017, +32) of the 2048 that each rank has"
+    assert "tensor has strides" in told[1]
+    assert told[2:4] == ["word 0; it must be 1 to 6", "word 7; it must be 1 to 6"]
+    assert told[4:] == [
+        "rank 0 is no peer of rank 0 among 2",
+        "rank 2 is no peer of rank 0 among 2",
+    ]

@@ -1,0 +1,73 @@
+"""The examples run as their first lines say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def said_by(name: str, temporary: Path) -> str:
+    text = (EXAMPLES / name).read_text()
+    command = re.search(r"^    torchrun (.*)$", text, re.MULTILINE)
+    assert command is not None and command[1].endswith(f"examples/{name}")
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1].split()],
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_eager_ops(tmp_path: Path) -> None:
+    said = said_by("eager_ops.py", tmp_path)
+    differences = re.findall(r"differ by ([\d.e-]+) at most", said)
+    assert len(differences) == 2 and all(float(each) < 1e-4 for each in differences), said
+
+
+# What these show is in the quick tier without torchrun: nn/, parallel/ and
+# compile/test_models.py.
+
+
+@pytest.mark.slow
+def test_layers(tmp_path: Path) -> None:
+    said = said_by("layers.py", tmp_path)
+    losses = re.search(r"loss ([\d.]+) -> ([\d.]+)", said)
+    assert losses is not None and float(losses[2]) < float(losses[1]) - 1, said
+
+
+@pytest.mark.slow
+def test_huggingface(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    said = said_by("huggingface.py", tmp_path)
+    assert "generated the same tokens: True" in said
+    difference = re.search(r"differ by ([\d.e-]+);", said)
+    assert difference is not None and float(difference[1]) < 1e-5, said
+
+
+@pytest.mark.slow
+def test_compile_pass(tmp_path: Path) -> None:
+    said = said_by("compile_pass.py", tmp_path)
+    assert "4 rewritten, 0 left alone" in said
+    difference = re.search(r"differs from one process by ([\d.e-]+)", said)
+    assert difference is not None and float(difference[1]) < 1e-4, said
+
+
+@pytest.mark.slow
+def test_training_with_fsdp_and_tensor_parallelism(tmp_path: Path) -> None:
+    said = said_by("train_fsdp_tp.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+    assert len(losses) >= 3 and losses[-1] < losses[0] - 2, losses

@@ -1,0 +1,36 @@
+"""A few trials of the campaign of faults (support/campaign.py), one of each kind, and a look at
+whether it would see what it looks for."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from tests.support import campaign
+from tests.support.campaign import KINDS, Trial
+
+
+def trial_of(kind: str, seed: int = 0) -> Trial:
+    """The first drawn from ``seed`` on that is of a kind, by shared memory alone."""
+    drawn = (Trial.drawn(number) for number in count(seed))
+    return next(one for one in drawn if one.kind == kind and not one.in_set_up)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_of_each_kind(kind: str) -> None:
+    wrong, _ = campaign.run_trial(trial_of(kind))
+    assert not wrong, wrong
+
+
+def test_a_fault_in_the_set_up() -> None:
+    trial = next(one for one in map(Trial.drawn, count()) if one.in_set_up and one.kind == "kill")
+    wrong, _ = campaign.run_trial(trial)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("kind", ["kill", "exception", "mismatch"])
+def test_what_is_not_allowed_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "_allowed", lambda trial, victim: {""})
+    wrong, _ = campaign.run_trial(trial_of(kind))
+    assert wrong and all("not one of {''}" in line for line in wrong), wrong

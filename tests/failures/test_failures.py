@@ -1,0 +1,294 @@
+"""Ranks that die, stop or fail in the middle of an op: what the others are told, and how fast."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import faults
+from tests.support.faults import CASES, MATMUL_CASES, PROMPT, Ending, Report
+from tpkernels.algorithms import ring, shards, unfused
+from tpkernels.algorithms.direct import cpu as direct
+from tpkernels.algorithms.pipelined import cpu as pipelined
+from tpkernels.transport import point_to_point as links
+from tpkernels.transport import waits as waiting
+
+WORLD = 4
+VICTIM = 2
+STOP_TIMEOUT = 0.6
+
+
+def _break_product(on_call: int, then: Any) -> None:
+    """Has the local matmul end in ``then()`` at its n-th call from now on."""
+    calls = 0
+    whole = shards.local_matmul
+
+    def local_matmul(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return then() if calls == on_call else whole(*args)
+
+    for module in (shards, direct, pipelined, ring, unfused):
+        module.local_matmul = local_matmul  # type: ignore[assignment]
+
+
+def _break_gloo(first: Callable[[], object]) -> None:
+    """Has this rank do ``first()`` where the others are in torch.distributed already."""
+
+    def late(transport: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            time.sleep(0.1)
+            first()
+            return transport(*args)
+
+        return wrapped
+
+    unfused._gather = late(unfused._gather)  # type: ignore[assignment]
+    unfused._scatter = late(unfused._scatter)  # type: ignore[assignment]
+
+
+def _repeat(call: Callable[[], None]) -> None:
+    while True:
+        call()
+
+
+def disturbed_job(
+    op: str, algorithm: str, where: str, number: int, timeout: float
+) -> tuple[Report, float] | None:
+    """Calls ``op`` until it fails; the victim sends itself a signal, ``where`` told:
+
+    before   the others are in the call, the victim does not come;
+    inside   somewhere within one of many calls, which wait for long in random places;
+    product  within its matmul; pipelined and ring have then passed on one part, not the others;
+    gloo     when all have come, and the others are in torch.distributed.
+    """
+    group, rank = faults.new_group(timeout), dist.get_rank()
+    survivors = [r for r in range(WORLD) if r != VICTIM]
+    others = [faults.new_group(ranks=survivors)] if rank != VICTIM else []
+    call = functools.partial(faults.run_op, op, group, algorithm)
+    call()
+    disturb = functools.partial(faults.disturb_now, number)
+    if rank == VICTIM and where == "before":
+        time.sleep(0.1)
+        disturb()
+    if rank == VICTIM and where == "local_matmul":
+        _break_product(2 if algorithm in ("pipelined", "ring") else 1, disturb)
+    if rank == VICTIM and where == "gloo":
+        _break_gloo(disturb)
+    if rank == VICTIM and where == "inside":
+        faults.workspace_of(group).set_chaos(seed=7, max_delay_us=20_000)
+        faults.disturb_later(0.15, number)
+
+    report = faults.report_of(functools.partial(_repeat, call), group, others)
+    if rank == VICTIM:
+        return None
+    new = faults.new_group(ranks=survivors)
+    report.others.append(faults.ending_of(lambda: faults.run_op(op, new, algorithm)))
+    return report, faults.disturbed_at()
+
+
+def _kill(op: str, algorithm: str, where: str) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        pid = ranks.pids[VICTIM]
+        outcomes = faults.collect(
+            ranks, disturbed_job, op, algorithm, where, signal.SIGKILL, faults.PATIENCE
+        )
+        assert outcomes[VICTIM].exitcode == -signal.SIGKILL, outcomes[VICTIM]
+        for rank, (report, killed_at) in faults.values(outcomes, VICTIM).items():
+            first = report.first
+            assert first.error == "PeerLostError", first
+            assert first.peer == VICTIM, first
+            assert f"rank {VICTIM} (pid {pid})" in first.text, first
+            assert first.text.startswith(op) and f"rank {rank} " in first.text, first
+            assert first.at - killed_at < PROMPT, first.at - killed_at
+            faults.require_broken(report)
+
+
+@pytest.mark.parametrize(("op", "algorithm"), CASES)
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "inside"])
+def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
+    _kill(op, algorithm, where)
+
+
+@pytest.mark.parametrize(("op", "algorithm"), MATMUL_CASES)
+def test_a_rank_killed_in_its_matmul_is_reported(op: str, algorithm: str) -> None:
+    _kill(op, algorithm, "local_matmul")
+
+
+@pytest.mark.parametrize("op", [op for op, algorithm in CASES if algorithm == "unfused"])
+def test_a_rank_killed_while_others_are_in_gloo_is_reported(op: str) -> None:
+    _kill(op, "unfused", "gloo")
+
+
+def _stop(op: str, algorithm: str, where: str) -> list[Report]:
+    """What the survivors tell, who gave up at their deadline. The victim is continued then, and
+    must find out as well."""
+    with faults.watched_ranks(WORLD) as ranks:
+        ranks.submit(disturbed_job, op, algorithm, where, signal.SIGSTOP, STOP_TIMEOUT)
+        outcomes = faults.collect_without(ranks, VICTIM)
+        assert outcomes[VICTIM].timed_out, outcomes[VICTIM]
+        reports = []
+        for report, stopped_at in faults.values(outcomes, VICTIM).values():
+            first = report.first
+            assert first.error == "CollectiveTimeoutError", first
+            assert first.text.startswith(op), first
+            took = first.at - stopped_at
+            assert STOP_TIMEOUT - 0.2 < took < 2 * STOP_TIMEOUT + PROMPT, (took, first)
+            faults.require_broken(report)
+            reports.append(report)
+        os.kill(ranks.pids[VICTIM], signal.SIGCONT)
+        continued_at = time.monotonic()
+        found = ranks.collect(faults.COLLECT_SECONDS)[VICTIM]
+        assert found.ok and found.ended - continued_at < STOP_TIMEOUT + PROMPT, found
+        blamed = re.compile(rf"rank {VICTIM} \(pid {ranks.pids[VICTIM]}\), which lives; expected")
+        assert any(blamed.search(report.first.text) for report in reports), reports
+        return reports
+
+
+@pytest.mark.parametrize(
+    ("op", "algorithm"),
+    [
+        pytest.param(*case, marks=[] if case in MATMUL_CASES else [pytest.mark.slow])
+        for case in CASES
+    ],
+)
+def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
+    for report in _stop(op, algorithm, "before"):
+        assert report.first.peer == VICTIM, report
+        # The first call agrees on measured times.
+        assert "expected call #3, seen #2" in report.first.text, report
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("where", ["inside", "local_matmul"])
+def test_a_rank_stopped_within_a_call_is_a_timeout(op: str, where: str) -> None:
+    for report in _stop(op, "pipelined", where):
+        assert report.first.peer is not None, report
+
+
+@pytest.mark.parametrize("op", ["all_gather", "matmul_all_reduce"])
+def test_a_rank_stopped_while_others_are_in_gloo_is_a_timeout(op: str) -> None:
+    for report in _stop(op, "unfused", "gloo"):
+        assert report.first.peer == VICTIM, report
+
+
+def failing_job(op: str, algorithm: str) -> Report:
+    """The victim's matmul raises; the others are in the call."""
+    group, rank = faults.new_group(), dist.get_rank()
+    others = [faults.new_group()]
+    call = functools.partial(faults.run_op, op, group, algorithm)
+    call()
+
+    def give_up() -> None:
+        time.sleep(0.1)
+        raise ArithmeticError("no luck with these numbers")
+
+    if rank == VICTIM:
+        _break_product(2 if algorithm in ("pipelined", "ring") else 1, give_up)
+    report = faults.report_of(functools.partial(_repeat, call), group, others)
+    new = faults.new_group()
+    report.others.append(faults.ending_of(lambda: faults.run_op(op, new, algorithm)))
+    return report
+
+
+@pytest.mark.parametrize(("op", "algorithm"), MATMUL_CASES)
+def test_an_exception_in_one_rank_reaches_all(op: str, algorithm: str) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        reports = faults.values(faults.collect(ranks, failing_job, op, algorithm))
+        raised_at = reports[VICTIM].first.at
+        for rank, report in reports.items():
+            faults.require_broken(report)
+            first = report.first
+            if rank == VICTIM:
+                assert first.error == "ArithmeticError" and "no luck" in first.text, first
+                continue
+            assert first.error == "PeerLostError" and first.peer == VICTIM, first
+            assert f"rank {VICTIM} (pid {ranks.pids[VICTIM]})" in first.text, first
+            assert "ArithmeticError: no luck with these numbers" in first.text, first
+            assert first.at - raised_at < PROMPT, first
+
+
+def interrupted_job(algorithm: str, in_gloo: bool) -> tuple[Report, float]:
+    """The victim waits for the others and is interrupted; then they come."""
+    group, rank = faults.new_group(), dist.get_rank()
+    others = [faults.new_group()]
+    call = functools.partial(faults.run_op, "all_gather_matmul", group, algorithm)
+    call()
+    at = 0.0
+    if rank == VICTIM:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        at = time.monotonic() + 0.2
+        faults.disturb_later(0.2, signal.SIGINT)
+    elif in_gloo:
+        _break_gloo(lambda: time.sleep(0.5))
+    else:
+        time.sleep(0.5)
+    return faults.report_of(functools.partial(_repeat, call), group, others), at
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "in_gloo"),
+    [("direct", False), ("pipelined", False), ("unfused", False), ("unfused", True)],
+)
+def test_an_interrupt_ends_a_wait(algorithm: str, in_gloo: bool) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        reports = faults.values(faults.collect(ranks, interrupted_job, algorithm, in_gloo))
+        for rank, (report, at) in reports.items():
+            faults.require_broken(report)
+            first = report.first
+            if rank == VICTIM:
+                assert first.error == "KeyboardInterrupt", first
+                assert first.at - at < 0.3, first
+                continue
+            assert first.error == "PeerLostError" and first.peer == VICTIM, first
+            assert f"rank {VICTIM} (pid {ranks.pids[VICTIM]})" in first.text, first
+            assert "it left the call with KeyboardInterrupt" in first.text, first
+            assert first.seconds < PROMPT, first
+
+
+class _SlowWork:
+    """A torch.distributed work that seems to take half a second longer than it does."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.until = work, time.monotonic() + 0.5
+
+    def is_completed(self) -> bool:
+        return time.monotonic() > self.until and self.work.is_completed()
+
+    def wait(self, *_: Any) -> None:
+        if not self.is_completed():
+            time.sleep(0.02)
+            raise RuntimeError("Operation timed out!")
+        self.work.wait()
+
+
+def leaving_job(op: str, algorithm: str) -> Ending:
+    """All but the victim end when their last call is over; it still has data to take in."""
+    group, rank = faults.new_group(), dist.get_rank()
+    finish = waiting.finish
+    if rank == VICTIM:
+        for module in (unfused, links):
+            module.finish = lambda call, work: finish(call, _SlowWork(work))
+    ending = faults.ending_of(lambda: faults.run_op(op, group, algorithm))
+    if rank != VICTIM and not ending.error:
+        os._exit(0)
+    return ending
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("algorithm", ["unfused", "ring"])
+def test_a_rank_that_is_through_may_end(op: str, algorithm: str) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        for outcome in faults.collect(ranks, leaving_job, op, algorithm):
+            if outcome.rank == VICTIM:
+                assert outcome.ok and not outcome.value.error, outcome
+            else:
+                assert outcome.exitcode == 0, outcome

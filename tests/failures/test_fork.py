@@ -1,0 +1,135 @@
+"""Forks of a rank: they cannot take its place in a call, and their end does it no harm."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.ranked import report
+from tpkernels import groups
+
+WORLD = 2
+CHILD_SECONDS = 20.0
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """What ``work`` returns in a fork of this process."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write, (work() or "fine").encode()[:4000])
+        finally:
+            os._exit(0)
+    os.close(write)
+    deadline = time.monotonic() + CHILD_SECONDS
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            os.close(read)
+            return "hung"
+        time.sleep(0.01)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
+
+
+def refused(use: Callable[[], object]) -> str:
+    """ "" where the group says that it is another process's."""
+    ending = faults.ending_of(use)
+    if ending.error != "GroupBrokenError" or "was forked from it" not in ending.text:
+        return str(ending)
+    return "" if f"belongs to process {os.getppid()}" in ending.text else ending.text
+
+
+def uses(group: dist.ProcessGroup) -> list[Callable[[], object]]:
+    return [
+        lambda: tpkernels.all_reduce(torch.full((9,), 100.0), group),
+        lambda: tpkernels.all_gather(torch.ones(2, 3), group, algorithm="unfused"),
+        lambda: tpkernels.matmul_all_reduce(torch.ones(9, 9), torch.ones(9, 9), group),
+        lambda: tpkernels.empty(4, group=group),
+        lambda: tpkernels.init(group, timeout=5.0),
+    ]
+
+
+def forked_job(used_before: bool, ends: bool) -> list[str]:
+    """Rank 0's child uses the group and gives it up; then the ranks go on."""
+    group, rank = faults.group_of(dist.new_group()), dist.get_rank()
+    failures = []
+    if used_before:
+        faults.run_op("all_reduce", group)
+
+    def child() -> str:
+        said = "".join(refused(use) for use in uses(group))
+        if ends:
+            tpkernels.finalize()
+            gc.collect()
+        return said
+
+    if rank == 0:
+        said = in_child(child)
+        failures += [said] if said != "fine" else []
+    for _ in range(3):
+        got = tpkernels.all_reduce(torch.ones(9), group)
+        if not torch.equal(got, torch.full((9,), float(WORLD))):
+            failures.append(f"wrong: {got}")
+        faults.run_op("all_gather", group)
+    return failures
+
+
+@pytest.mark.parametrize("used_before", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_fork_is_no_rank(ranks: RanksFixture, used_before: bool, ends: bool) -> None:
+    report(f for rank in ranks(WORLD).run(forked_job, used_before, ends) for f in rank)
+
+
+def forked_in_call_job() -> list[str]:
+    """A thread of rank 0 waits in a call, whose lock the fork has as it was."""
+    group, rank = faults.new_group(), dist.get_rank()
+    faults.run_op("all_reduce", group)
+    if rank == 1:
+        time.sleep(1.0)
+        faults.run_op("all_reduce", group)
+        return []
+    failures: list[str] = []
+    call = threading.Thread(target=lambda: faults.run_op("all_reduce", group))
+    call.start()
+    while not groups.get(group.group_name).in_call:
+        time.sleep(0.001)
+    said = in_child(lambda: "".join(refused(use) for use in uses(group)))
+    call.join()
+    return failures + ([said] if said != "fine" else [])
+
+
+def test_a_fork_during_a_call_of_another_thread(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(WORLD).run(forked_in_call_job) for f in rank)
+
+
+def grandchild_job() -> list[str]:
+    group, rank = faults.new_group(), dist.get_rank()
+    faults.run_op("all_reduce", group)
+    said = "fine"
+    if rank == 0:
+        owner = os.getpid()
+
+        def grandchild() -> str:
+            ending = faults.ending_of(lambda: faults.run_op("all_reduce", group))
+            return "" if f"belongs to process {owner}," in ending.text else str(ending)
+
+        said = in_child(lambda: in_child(grandchild))
+    faults.run_op("all_reduce", group)
+    return [] if said == "fine" else [said]
+
+
+def test_a_fork_of_a_fork(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(WORLD).run(grandchild_job) for f in rank)

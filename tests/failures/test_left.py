@@ -1,0 +1,295 @@
+"""What is left behind: no descriptors, no memory, no hang when the interpreter ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import Ending
+from tpkernels import _C
+from tpkernels.symm import host, rendezvous
+
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW = 1, 2, 4
+
+
+def _held() -> tuple[int, int]:
+    """Open descriptors, and mappings of our shared memory."""
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels")
+
+
+def groups_job(count: int, finalize: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What is held after one group, and after ``count`` more, each set up, used and destroyed."""
+
+    def use_one() -> None:
+        group = faults.new_group()
+        x = tpkernels.empty(60, 48, group=group)
+        tpkernels.all_gather(x, group)
+        faults.run_op("matmul_all_reduce", group, "pipelined", rows=600)  # which grows
+        del x
+        if finalize:
+            tpkernels.finalize()
+        dist.destroy_process_group(group)
+
+    use_one()
+    first = _held()
+    for _ in range(count):
+        use_one()
+    return first, _held()
+
+
+@pytest.mark.parametrize("finalize", [True, False], ids=["finalize", "destroy"])
+def test_groups_leave_nothing_behind(finalize: bool) -> None:
+    with faults.watched_ranks(2) as ranks:
+        for first, last in ranks.run(groups_job, 50, finalize):
+            assert last == first, "descriptors, mappings"
+            assert last[1] == 0
+
+
+def failed_groups_job(count: int, how: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    group_timeout = 0.1 if how == "timeout" else faults.PATIENCE
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("told to")
+
+    if how == "exception" and dist.get_rank() == 1:
+        rendezvous._map = fail  # type: ignore[assignment]
+
+    def use_one() -> None:
+        group = faults.group_of(dist.new_group())
+        nbytes = 1 << 50 if how == "memory" else faults.WORKSPACE_BYTES
+        if how != "timeout" or group.rank() != 1:
+            ending = faults.ending_of(lambda: tpkernels.init(group, group_timeout, nbytes))
+            assert ending.error, "no failure"
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+    use_one()
+    first = _held()
+    for _ in range(count):
+        use_one()
+    return first, _held()
+
+
+@pytest.mark.parametrize("how", ["timeout", "memory", "exception"])
+def test_failed_groups_leave_nothing_behind(how: str) -> None:
+    with faults.watched_ranks(3) as ranks:
+        for first, last in ranks.run(failed_groups_job, 10, how):
+            assert last == first, "descriptors, mappings"
+            assert last[1] == 0
+
+
+def secrets_job() -> list[str]:
+    group = faults.new_group()
+    x = tpkernels.empty(100, group=group)
+    tpkernels.all_reduce(x, group)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    links = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
+    return [line for line in lines if "memfd:tpkernels (" in line] + [
+        f"open: {link}" for link in links if "memfd:tpkernels (" in link
+    ]
+
+
+def test_shared_memory_has_no_name_and_no_open_descriptor(ranks: RanksFixture) -> None:
+    for found in ranks(2).run(secrets_job):
+        assert len(found) >= 2, found  # the workspace and the symmetric tensor
+        for line in found:
+            assert "rw-s" in line and line.endswith("/memfd:tpkernels (deleted)"), line
+
+
+def test_shared_memory_is_private_and_sealed() -> None:
+    fd = _C.Arena.create(8192, 2)
+    try:
+        assert os.fstat(fd).st_mode & 0o777 == 0o600
+        assert os.fstat(fd).st_nlink == 0
+        assert not os.get_inheritable(fd)
+        seals = fcntl.fcntl(fd, F_GET_SEALS)
+        assert seals & (SEAL_SEAL | SEAL_SHRINK | SEAL_GROW) == SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
+        for size in (0, 8192, 1 << 20):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, F_ADD_SEALS, 0)
+    finally:
+        os.close(fd)
+
+
+def released_job() -> tuple[Ending, Ending]:
+    group = faults.new_group()
+    x = tpkernels.empty(6, 8, group=group)
+    given: torch.Tensor | None = x.fill_(1)
+    if group.rank() == 1:
+        given = torch.ones(6, 8)
+        del x
+    dist.barrier()
+    first = faults.ending_of(lambda: tpkernels.all_gather(given, group))
+    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+def test_a_released_symmetric_tensor_is_an_error_on_all_ranks(ranks: RanksFixture) -> None:
+    for first, then in ranks(3).run(released_job):
+        assert first.error == "CollectiveMismatchError", first
+        assert "passes a symmetric tensor that this rank has released" in first.text, first
+        assert first.seconds < faults.PROMPT, first
+        assert then.error == "GroupBrokenError", then
+
+
+# Strangers.
+
+_STRANGER = """
+import os, pathlib, socket, sys, time
+if sys.argv[1] == "other user":
+    os.setuid(65534)
+print("ready", flush=True)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+    connected = False
+    while not connected:
+        for name in pathlib.Path("/proc/net/unix").read_text().split():
+            if name.startswith("@tpkernels-workspace-") and not connected:
+                connected = stranger.connect_ex("\\0" + name[1:]) == 0
+    if sys.argv[1] == "wrong token":
+        stranger.send(b'{"token": "guessed", "rank": 1, "pid": 1}')
+    print("connected", flush=True)
+    time.sleep(10)
+"""
+
+
+def late_init_job() -> Ending:
+    """Rank 0 listens for a while before rank 1 connects."""
+    group, make_arena = faults.group_of(dist.new_group()), host.make_arena
+
+    def make_later(*args: Any) -> Any:
+        time.sleep(0.5)
+        return make_arena(*args)
+
+    if group.rank() == 1:
+        host.make_arena = make_later
+    tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+    host.make_arena = make_arena
+    return faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+@pytest.mark.parametrize("who", ["other user", "wrong token"])
+def test_strangers_are_turned_away(ranks: RanksFixture, who: str) -> None:
+    if who == "other user" and os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    pool = ranks(2)
+    command = [sys.executable, "-c", _STRANGER, who]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        try:
+            assert stranger.stdout is not None and stranger.stdout.readline() == "ready\n"
+            pool.submit(late_init_job)
+            assert stranger.stdout.readline() == "connected\n"
+            for ending in faults.values(pool.collect(faults.COLLECT_SECONDS)).values():
+                assert not ending.error, ending
+        finally:
+            stranger.kill()
+
+
+# The end of the interpreter. The ranks are plain processes that end by themselves.
+
+_RANK = """
+import os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+import tpkernels
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
+tpkernels.init(timeout=5.0)
+x = torch.ones(4, 4)
+tpkernels.all_reduce(x, dist.group.WORLD)
+"""
+
+_ENDS = {
+    "with all in use": "symmetric = tpkernels.empty(4, 4, group=dist.group.WORLD)",
+    "when names have gone": """
+        # What the interpreter does to modules before it frees what they held.
+        callback = tpkernels.groups.get("0")._pg.__callback__
+        names = tpkernels.groups.registry
+        for name in list(vars(names)):
+            setattr(names, name, None)
+        callback(None)
+    """,
+    "after a fork has ended": """
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            os.waitpid(child, 0)
+        time.sleep(0.1)
+        for _ in range(3):
+            tpkernels.all_reduce(x, dist.group.WORLD)
+    """,
+    "after a peer was killed": """
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            tpkernels.all_reduce(x, dist.group.WORLD, algorithm=sys.argv[3])
+        except tpkernels.PeerLostError as error:
+            assert error.peer == 2
+        else:
+            raise AssertionError("no error")
+    """,
+    "with a thread in a call": """
+        def wait():
+            try:
+                tpkernels.all_reduce(x, dist.group.WORLD, algorithm=sys.argv[3])
+            except tpkernels.TpkernelsError:
+                pass
+        if rank == 0:
+            threading.Thread(target=wait, daemon=True).start()
+        time.sleep(0.3)
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "algorithm"),
+    [
+        pytest.param("with all in use", "direct", marks=pytest.mark.slow),
+        ("when names have gone", "direct"),
+        ("after a fork has ended", "direct"),
+        ("after a peer was killed", "direct"),
+        pytest.param("after a peer was killed", "unfused", marks=pytest.mark.slow),
+        ("with a thread in a call", "direct"),
+    ],
+)
+def test_the_interpreter_ends_in_time(tmp_path: Path, end: str, algorithm: str) -> None:
+    script = _RANK + textwrap.dedent(_ENDS[end])
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    arguments = [str(tmp_path / "store"), algorithm]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environ,
+        )
+        for rank in range(3)
+    ]
+    try:
+        begin = time.monotonic()
+        for rank, process in enumerate(started):
+            said, _ = process.communicate(timeout=60)
+            killed = rank == 2 and "killed" in end
+            assert process.returncode == (-9 if killed else 0), said
+            assert said == "", said
+        assert time.monotonic() - begin < 30
+    finally:
+        for process in started:
+            process.kill()

@@ -1,0 +1,188 @@
+"""A rank that finds no memory within an op, and goes on: nobody may take its next call for the one
+that it left."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import CASES, Ending
+from tpkernels.local import memory
+from tpkernels.ops import _autograd
+
+WORLD, POOR = 3, 1
+
+
+@contextmanager
+def no_memory(at: int) -> Iterator[list[int]]:
+    """The ops' ``at``-th allocation fails; yields how many there were."""
+    made, allocate = [0], memory.empty
+
+    def empty(*args: Any) -> torch.Tensor:
+        made[0] += 1
+        if made[0] == at:
+            raise MemoryError("told to have none")
+        return allocate(*args)
+
+    users = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("tpkernels.") and vars(module).get("empty") is allocate
+    ]
+    for module in users:
+        vars(module)["empty"] = empty
+    try:
+        yield made
+    finally:
+        for module in users:
+            vars(module)["empty"] = allocate
+
+
+def call(op: str, group: dist.ProcessGroup, algorithm: str, value: float) -> torch.Tensor:
+    """Large in no dim, with all that an op can be given."""
+    rows, k, n = 6, 5, 4
+    x = torch.full((rows, k), value, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"algorithm": algorithm}
+    if op == "all_gather_matmul":
+        w, b = torch.ones(k, n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.bfloat16)
+        result: torch.Tensor = tpkernels.all_gather_matmul(x, w, group, biases=b, **options)
+        return result
+    if "matmul" in op:
+        options["bias"] = torch.ones(n, dtype=torch.bfloat16)
+        return getattr(tpkernels, op)(x, torch.ones(k, n, dtype=torch.bfloat16), group, **options)
+    if op == "all_reduce_":
+        return tpkernels.all_reduce_(x.t(), group, **options)
+    return getattr(tpkernels, op)(x, group, **options)
+
+
+def expected(op: str, value: float, like: torch.Tensor) -> torch.Tensor:
+    total = value * (1 if "gather" in op else WORLD) * (5 if "matmul" in op else 1)
+    return torch.full_like(like, total + ("matmul" in op))
+
+
+def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], list[str], bool]:
+    """The endings of two calls alike but for their values; wrong results; whether memory lacked."""
+    group = faults.new_group()
+    wrong: list[str] = []
+    poor = group.rank() == POOR
+
+    def checked(value: float) -> None:
+        got = call(op, group, algorithm, value)
+        if not torch.equal(got, expected(op, value, got)):
+            wrong.append(f"{value}: {got}")
+
+    checked(3.0)
+    with no_memory(at if poor else 0) as made:
+        first = faults.ending_of(lambda: checked(1.0))
+    lacked = poor and made[0] >= at  # else that was all: the call has succeeded
+    return [first, faults.ending_of(lambda: checked(2.0))], wrong, lacked
+
+
+@pytest.mark.parametrize(("op", "algorithm"), [*CASES, ("all_reduce_", "direct")])
+def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: str) -> None:
+    for at in range(1, 40):
+        told = ranks(WORLD).run(poor_job, op, algorithm, at, timeout=100)
+        assert not any(wrong for _, wrong, _ in told), told
+        if not told[POOR][2]:
+            break
+        for rank, (endings, _, _) in enumerate(told):
+            errors = [ending.error for ending in endings]
+            assert all(ending.seconds < faults.PROMPT for ending in endings), endings
+            if rank == POOR:
+                assert errors == ["MemoryError", "GroupBrokenError"], endings
+                continue
+            # The others may have had all they need of it before.
+            assert errors in (["PeerLostError", "GroupBrokenError"], ["", "PeerLostError"]), endings
+            lost = endings[errors.index("PeerLostError")]
+            assert lost.peer == POOR and "MemoryError: told to have none" in lost.text, lost
+    else:
+        pytest.fail("more than 40 allocations")
+    assert at > 1 or (op, algorithm) == ("all_gather", "unfused"), "nothing was allocated"
+
+
+def little_address_space(room: int) -> tuple[int, int]:
+    """Lets this process map ``room`` more bytes; the limits it had."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, limits[1]))
+    return limits
+
+
+def really_poor_job(what: str) -> list[Ending]:
+    """Results, or copies that autocast makes, that this rank has no room for."""
+    group = faults.new_group()
+    x = torch.ones(256, 16)
+    w = torch.ones(16, 1 << 17) if what == "result" else torch.ones(1 << 16, 256).t()
+
+    def op() -> None:
+        if what == "result":  # of 128 MiB
+            tpkernels.all_gather_matmul(x, w, group)
+        else:  # a copy of the weight in bf16, of 32 MiB
+            with torch.autocast("cpu", torch.bfloat16):
+                tpkernels.matmul_all_reduce(torch.ones(1, 256), w, group)
+
+    tpkernels.all_reduce(x, group)
+    if group.rank() != POOR:
+        return [faults.ending_of(op), faults.ending_of(op)]
+    limits = little_address_space(8 << 20)
+    first = faults.ending_of(op)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    return [first, faults.ending_of(op)]
+
+
+@pytest.mark.parametrize("what", ["result", "autocast"])
+def test_no_memory_for_large_tensors(what: str) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        told = faults.values(faults.collect(ranks, really_poor_job, what))
+    for rank, (first, then) in told.items():
+        assert then.error == "GroupBrokenError", then
+        if rank == POOR:
+            assert "allocate memory" in first.text, first
+        else:
+            assert first.error == "PeerLostError" and first.peer == POOR, first
+
+
+def backward_job(op: str) -> list[Ending]:
+    """One rank leaves a backward between its collective and what follows, or before."""
+    group = faults.new_group()
+    x = torch.ones(6, 6, requires_grad=True)
+    w = torch.ones(6, 6, requires_grad=True)
+
+    def step() -> None:
+        result = getattr(tpkernels, op)(x, w, group)
+        result.sum().backward()
+
+    step()
+    if group.rank() == POOR:
+        product: Callable[..., Any] = _autograd.WeightGrad.product
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("told to have none")
+
+        _autograd.WeightGrad.product = fail  # type: ignore[method-assign, assignment]
+        first = faults.ending_of(step)
+        _autograd.WeightGrad.product = product  # type: ignore[method-assign]
+        return [first, faults.ending_of(step)]
+    return [faults.ending_of(step), faults.ending_of(step)]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_no_memory_in_a_backward(op: str) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        told = faults.values(faults.collect(ranks, backward_job, op))
+    for rank, (first, then) in told.items():
+        if rank == POOR:
+            assert (first.error, then.error) == ("MemoryError", "GroupBrokenError"), first
+        else:
+            assert "PeerLostError" in (first.error, then.error), (first, then)

@@ -1,0 +1,197 @@
+"""Ranks that do not come, die, stop or lack memory while they set up what they share: the first
+workspace, a larger one, symmetric tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import PROMPT, Ending, Report
+from tpkernels.symm import host, rendezvous
+
+WORLD = 4
+TIMEOUT = 0.6
+
+
+def _grow(group: dist.ProcessGroup) -> None:
+    x, w = torch.ones(512, 1024), torch.ones(1024, 2)
+    tpkernels.all_gather_matmul(x, w, group, algorithm="pipelined")
+
+
+STEPS: dict[str, Callable[[dist.ProcessGroup], object]] = {
+    "init": lambda group: tpkernels.init(group, TIMEOUT, faults.WORKSPACE_BYTES),
+    "growth": _grow,
+    "empty": lambda group: tpkernels.empty(1 << 20, group=group),
+}
+
+
+def disturbed_job(
+    step: str, where: str, victim: int, number: int, timeout: float
+) -> tuple[Report, float] | None:
+    """The victim sends itself a signal, "before" the others meet it or as it is to "map" memory."""
+    group, rank = faults.group_of(dist.new_group()), dist.get_rank()
+    survivors = [r for r in range(WORLD) if r != victim]
+    others = [faults.new_group(ranks=survivors)] if rank != victim else []
+    if step != "init":
+        tpkernels.init(group, timeout, 8 << 20 if step == "growth" else faults.WORKSPACE_BYTES)
+    call = STEPS[step]
+
+    def disturb(*_: Any) -> None:
+        time.sleep(0.1)
+        faults.disturb_now(number)
+
+    if rank == victim and step == "growth":
+        name = "_commit" if where == "map" else "grow"
+        setattr(host.HostWorkspace, name, disturb)
+    elif rank == victim and where == "map":
+        rendezvous._map = disturb  # type: ignore[assignment]
+    elif rank == victim and step == "init":
+        call = disturb
+    elif rank == victim:
+        host.make_arena = disturb  # type: ignore[assignment]
+    report = faults.report_of(lambda: call(group), group, others)
+    if rank == victim:
+        return None
+    new = faults.new_group(ranks=survivors)
+    report.others.append(faults.ending_of(lambda: STEPS[step](new) if step != "init" else None))
+    return report, faults.disturbed_at()
+
+
+CASES = [
+    (step, where, victim) for step in STEPS for where in ("before", "map") for victim in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("step", "where", "victim"), CASES)
+def test_a_killed_rank_is_reported(step: str, where: str, victim: int) -> None:
+    alone = step == "init" and where == "before"  # nobody knows its process yet
+    timeout = TIMEOUT if step == "init" else faults.PATIENCE
+    with faults.watched_ranks(WORLD) as ranks:
+        outcomes = faults.collect(
+            ranks, disturbed_job, step, where, victim, signal.SIGKILL, timeout
+        )
+        assert outcomes[victim].exitcode == -signal.SIGKILL, outcomes[victim]
+        for report, killed_at in faults.values(outcomes, victim).values():
+            first = report.first
+            assert first.error == ("CollectiveTimeoutError" if alone else "PeerLostError"), first
+            assert first.peer == victim and f"rank {victim}" in first.text, first
+            assert first.at - killed_at < (TIMEOUT if alone else 0.0) + PROMPT, first
+            if step != "init":
+                assert f"rank {victim} (pid {ranks.pids[victim]})" in first.text, first
+            faults.require_broken(report)
+
+
+@pytest.mark.parametrize(
+    ("step", "where", "victim"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[2] else []) for case in CASES],
+)
+def test_a_stopped_rank_is_a_timeout(step: str, where: str, victim: int) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        ranks.submit(disturbed_job, step, where, victim, signal.SIGSTOP, TIMEOUT)
+        outcomes = faults.collect_without(ranks, victim)
+        assert outcomes[victim].timed_out, outcomes[victim]
+        for report, stopped_at in faults.values(outcomes, victim).values():
+            first = report.first
+            assert first.error == "CollectiveTimeoutError", first
+            assert first.peer == victim and f"rank {victim}" in first.text, first
+            took = first.at - stopped_at
+            assert TIMEOUT - 0.3 < took < TIMEOUT + rendezvous._GRACE + PROMPT, (took, first)
+            faults.require_broken(report)
+
+
+def late_job(victim: int) -> tuple[Ending, Ending]:
+    """A rank that comes after the others gave up."""
+    group = faults.group_of(dist.new_group())
+    if group.rank() == victim:
+        time.sleep(2 * TIMEOUT)
+    first = faults.ending_of(lambda: STEPS["init"](group))
+    return first, faults.ending_of(lambda: faults.run_op("all_reduce", group))
+
+
+def test_a_late_rank_gives_up_as_well(ranks: RanksFixture) -> None:
+    for rank, (first, again) in enumerate(ranks(WORLD).run(late_job, 2)):
+        assert first.error == "CollectiveTimeoutError", first
+        assert first.seconds < TIMEOUT + PROMPT and "which did not come" in first.text, first
+        assert (first.peer == 2) == (rank != 2), first
+        assert again.error == "GroupBrokenError" and again.seconds < PROMPT / 2, again
+
+
+# Memory.
+
+
+def too_much_job(nbytes: int) -> tuple[Ending, Ending]:
+    group = faults.group_of(dist.new_group())
+    first = faults.ending_of(lambda: tpkernels.init(group, faults.PATIENCE, nbytes))
+    tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+    return first, faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
+
+
+@pytest.mark.parametrize("nbytes", [1 << 44, 1 << 50, 1 << 56])
+def test_too_large_a_workspace_is_an_error_on_all_ranks(ranks: RanksFixture, nbytes: int) -> None:
+    for first, then in ranks(WORLD).run(too_much_job, nbytes):
+        assert first.error == "MemoryError" and first.seconds < 2, first
+        assert "cannot map" in first.text or "cannot size" in first.text, first
+        assert "give tpkernels.init a smaller workspace_bytes" in first.text, first
+        assert not then.error, then
+
+
+@contextlib.contextmanager
+def little_address_space(room: int) -> Any:
+    """Lets this process map ``room`` more bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def too_much_on_some_job(poor: tuple[int, ...], step: str) -> tuple[Ending, Ending]:
+    """Some ranks cannot map what all the others can."""
+    group, other = faults.group_of(dist.new_group()), faults.new_group()
+    if step == "empty":
+        tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+
+    def call() -> None:
+        if step == "empty":
+            tpkernels.empty(32 << 20, group=group)
+        else:
+            tpkernels.init(group, faults.PATIENCE, 64 << 20)
+
+    if group.rank() in poor:
+        with little_address_space(100 << 20):
+            first = faults.ending_of(call)
+    else:
+        first = faults.ending_of(call)
+    faults.run_op("all_gather", other)
+    if step == "init":
+        tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+@pytest.mark.parametrize("step", ["init", "empty"])
+@pytest.mark.parametrize(
+    "poor", [(0,), pytest.param((2,), marks=pytest.mark.slow), (1, 3), (0, 1, 2, 3)]
+)
+def test_memory_that_one_rank_lacks_is_an_error_on_all(
+    ranks: RanksFixture, poor: tuple[int, ...], step: str
+) -> None:
+    for _ in range(3):
+        for first, then in ranks(WORLD).run(too_much_on_some_job, poor, step):
+            assert first.error == "MemoryError" and first.seconds < 5, first
+            assert "no shared memory for the group: rank" in first.text, first
+            assert "cannot map" in first.text and "Cannot allocate memory" in first.text, first
+            assert not then.error, then

@@ -1,0 +1,147 @@
+"""Ops on every kind of group: sub-groups, mesh dims, names, several at once, threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tpkernels
+from tests.support.cases import RanksFixture, one_of_each
+from tests.support.ranked import check_cases, fresh_group, report
+from tpkernels.groups import GroupLike
+
+
+def given_by_name_or_not_at_all() -> list[str]:
+    with fresh_group() as group:
+        failures = check_cases(one_of_each(group.size()), group, group.group_name)
+    world = dist.group.WORLD
+    assert world is not None
+    return failures + check_cases(one_of_each(world.size()), world)
+
+
+def given_as_mesh() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    group = mesh.get_group()
+    ways: list[GroupLike] = [mesh, (mesh, 0), (mesh, "tp"), mesh["tp"]]
+    failures = []
+    for given in ways:
+        failures += check_cases(one_of_each(group.size()), group, given)
+    return failures
+
+
+def given_as_mesh_dim(shape: tuple[int, int]) -> list[str]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    ways: list[tuple[GroupLike, dist.ProcessGroup]] = [
+        ((mesh, 0), dp),
+        (mesh["dp"], dp),
+        ((mesh, "tp"), tp),
+        ((mesh, 1), tp),
+    ]
+    failures = []
+    for given, group in ways:
+        failures += check_cases(one_of_each(group.size()), group, given)
+    try:
+        tpkernels.all_reduce(torch.ones(3), mesh)
+        failures.append("a mesh of two dims was taken for a group")
+    except ValueError as error:
+        if "2 dims" not in str(error):
+            failures.append(f"not helpful: {error}")
+    return failures
+
+
+def on_own_subgroup(members: Sequence[Sequence[int]]) -> list[str]:
+    """Every rank runs on those sub-groups of ``members`` that it is in."""
+    made = [dist.new_group(list(ranks)) for ranks in members]
+    failures = []
+    for group, ranks in zip(made, members, strict=True):
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            failures += check_cases(one_of_each(len(ranks)), group)
+    return failures
+
+
+def in_turns(count: int) -> list[str]:
+    """Case by case, on several groups that live at once."""
+    made = [dist.new_group() for _ in range(count)]
+    failures = []
+    for case in one_of_each(dist.get_world_size()):
+        for group in made:
+            assert group is not None
+            failures += check_cases([case], group)
+    return failures
+
+
+def by_threads(rounds: int) -> list[str]:
+    """Two threads, each with a group of its own, which they have not used before."""
+    made = [dist.new_group(), dist.new_group()]
+    failures: list[str] = []
+
+    def work(group: dist.ProcessGroup) -> None:
+        for _ in range(rounds):
+            found = check_cases(one_of_each(group.size()), group)
+            failures.extend(found)
+            if found:
+                break
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def after_destroy() -> list[str]:
+    """A group that comes after a destroyed one has nothing to do with it."""
+    failures = []
+    for _ in range(3):
+        with fresh_group() as group:
+            failures += check_cases(one_of_each(group.size())[:8], group)
+            name = group.group_name
+        try:
+            tpkernels.all_reduce(torch.ones(3), name)
+            failures.append("a destroyed group still works")
+        except ValueError as error:
+            if name not in str(error):
+                failures.append(f"not helpful: {error}")
+    return failures
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("job", [given_by_name_or_not_at_all, given_as_mesh, after_destroy])
+def test_a_group_of_all_ranks(
+    ranks: RanksFixture, world: int, job: Callable[[], list[str]]
+) -> None:
+    report(failure for rank in ranks(world).run(job, timeout=120) for failure in rank)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+def test_dims_of_a_mesh(ranks: RanksFixture, shape: tuple[int, int]) -> None:
+    told = ranks(4).run(given_as_mesh_dim, shape, timeout=120)
+    report(failure for rank in told for failure in rank)
+
+
+@pytest.mark.parametrize(
+    "members", [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(1, 2, 3)], [(0, 3), (0, 1, 2), (2,)]]
+)
+def test_sub_groups(ranks: RanksFixture, members: list[tuple[int, ...]]) -> None:
+    told = ranks(4).run(on_own_subgroup, members, timeout=120)
+    report(failure for rank in told for failure in rank)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_groups_in_turns(ranks: RanksFixture, world: int) -> None:
+    told = ranks(world).run(in_turns, 3, timeout=120)
+    report(failure for rank in told for failure in rank)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_threads_on_two_groups(ranks: RanksFixture, world: int) -> None:
+    told = ranks(world).run(by_threads, 5, timeout=120)
+    report(failure for rank in told for failure in rank)

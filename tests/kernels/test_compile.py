@@ -1,0 +1,144 @@
+"""The Triton kernels compiled for GPUs that need not be here: tensor cores, registers, ordering."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import multiprocessing
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import triton.language as tl
+
+from tests.support import kernel_builds
+from tests.support.kernel_builds import KERNELS, build
+from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
+
+DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
+QUICK = {(arch, tl.bfloat16) for arch in (80, 90, 100)} | {(90, tl.float32)}
+ENTRIES = [
+    pytest.param(
+        *(arch, dtype, config),
+        id=f"sm_{arch}-{dtype}-{'few' if few else 'many'}",
+        marks=[] if (arch, dtype) in QUICK else [pytest.mark.slow],
+    )
+    for (arch, size, few), config in TABLE.items()
+    for dtype in DTYPES[size]
+]
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a block may have
+TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
+RELEASE = r"atom\.global\.sys\.release"
+GATHERS = ("all_gather_matmul", "multiply_arriving")
+PROXY_FENCE = r"fence\.proxy\.async\.global"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
+    """Into Triton's cache, in a process for each core."""
+    found = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = [params for params in found if {"name", "arch", "dtype", "config"} <= params.keys()]
+    if len(wanted) > 1:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+            for done in [pool.submit(build, **params) for params in wanted]:
+                done.exception()  # the test has it again
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("arch", "dtype", "config"), ENTRIES)
+def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig) -> None:
+    found = build(name, dtype, arch, config)
+    assert found.stack == 0 and found.local == 0, found
+    assert found.shared <= SHARED_BYTES[arch]
+    assert (found.count(TENSOR_CORES[arch]) > 0) == (dtype is not tl.float32 and name != "shard")
+    communicates = name not in ("matmul", "shard")
+    assert (found.count(ACQUIRE) > 0) == communicates
+    assert (found.count(RELEASE) > 0) == communicates
+    assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"shard"}))
+@pytest.mark.parametrize("few", [True, False])
+def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
+    for candidate in CANDIDATES[few]:
+        config = replace(TABLE[90, 2, few], **dict(candidate))
+        found = build(name, tl.bfloat16, 90, config)
+        assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0, candidate
+
+
+@pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
+def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
+    """Odd sizes exclude tensor descriptors; fewer arguments must not break what needs them."""
+    config = replace(TABLE[90, 2, False], tma=False)
+    found = build(name, tl.float16, 90, config, divisible=False, WORLD=world, bias=None)
+    assert found.count(TENSOR_CORES[90]) > 0
+
+
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
+    """Before each release there is a barrier, and between the two no store of data."""
+    lines = build(name, tl.bfloat16, arch, TABLE[arch, 2, False]).ptx.splitlines()
+    releases = [at for at, line in enumerate(lines) if re.search(RELEASE, line)]
+    for at in releases:
+        before = (line for line in reversed(lines[:at]) if re.search(r"bar\.sync|st\.global", line))
+        assert "bar.sync" in next(before), "\n".join(lines[at - 20 : at + 1])
+    assert releases
+
+
+@pytest.mark.parametrize("b_major", ["k", "n"])
+@pytest.mark.parametrize("tma", [True, False])
+def test_other_layouts_of_the_weight(b_major: str, tma: bool) -> None:
+    config = replace(TABLE[90, 2, False], tma=tma)
+    found = build("matmul", tl.bfloat16, 90, config, b_major=b_major)
+    assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0
+    assert (found.count(r"cp\.async\.bulk\.tensor") > 0) == tma
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_hook_that_does_nothing_costs_nothing(arch: int) -> None:
+    config = TABLE[arch, 2, False]
+    plain, hooked = (
+        build("matmul", tl.bfloat16, arch, config, before=before)
+        for before in (None, kernel_builds.do_nothing)
+    )
+    instructions = TENSOR_CORES[arch]
+    assert plain.count(instructions) == hooked.count(instructions) > 0
+    assert plain.registers == hooked.registers
+
+
+def test_delays_are_there_only_when_asked_for() -> None:
+    config = TABLE[90, 2, True]
+    off, on = (
+        build("matmul_reduce_scatter", tl.bfloat16, 90, config, delays=delays)
+        for delays in (False, True)
+    )
+    clock = r"%globaltimer"
+    assert 0 < off.count(clock) < on.count(clock)
+
+
+def test_spills_would_be_seen() -> None:
+    """Negative control: a tile too large for its warps."""
+    config = replace(TABLE[80, 2, False], num_warps=4, block_n=256)
+    assert build("matmul", tl.bfloat16, 80, config).stack > 0
+
+
+def test_every_kernel_is_compiled_here() -> None:
+    modules = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    found = set()
+    for module in modules:
+        names = vars(importlib.import_module(f"tpkernels.kernels.{module}"))
+        found |= {kernel for name, kernel in names.items() if name.endswith("_kernel")}
+    assert found == {kernel for kernel, _ in KERNELS.values()}
+
+
+def test_the_table_is_complete() -> None:
+    keys = itertools.product((80, 90, 100), (2, 4), (True, False))
+    assert set(TABLE) == set(keys)

@@ -1,0 +1,117 @@
+"""The protocol of the fused communication kernels is right in all interleavings (protocol_model).
+
+The negative controls leave out one part of the protocol at a time, and say what goes wrong then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from tests.support.protocol_model import EMPTY, MIXED, Step, advance, check
+
+ALL_CALLS = ("pull", "push", "push-empty", "two-shot", "two-shot-empty")
+KINDS = {kind: (kind,) * 3 for kind in ALL_CALLS} | {
+    "mixed": ("pull", "push", "pull"),
+    # Epochs 1 and 3 share a buffer: here its slots are one kind's and the whole is another's.
+    "push-then-pull": ("push", "two-shot", "pull"),
+    "pull-then-push": ("pull", "push-empty", "two-shot"),
+}
+BAD, STUCK = "bad read", "deadlock"
+
+
+def expect(failure: str, calls: Sequence[str], world: int, broken: str = "") -> None:
+    verdict = check(calls, world, broken)
+    assert verdict.failure == failure, f"{calls}, {world} ranks, {broken or 'whole'}: {verdict}"
+
+
+@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_right(kind: str, world: int) -> None:
+    expect("", KINDS[kind], world)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_right_in_any_order_of_calls(world: int) -> None:
+    for calls in product(ALL_CALLS, repeat=3):
+        expect("", calls, world)
+
+
+@pytest.mark.parametrize("kind", ALL_CALLS)
+def test_right_for_five_epochs(kind: str) -> None:
+    expect("", (kind,) * 5, 3)
+
+
+def test_right_on_four_ranks() -> None:
+    expect("", KINDS["pull"], 4)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("broken", "failure"), (("no_wait", BAD), ("single_words", STUCK), ("silent_empty", STUCK))
+)
+def test_broken_for_all_kinds(kind: str, world: int, broken: str, failure: str) -> None:
+    expect(failure, KINDS[kind], world, broken)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("kind", ("pull", "push", "push-empty", "push-then-pull", "pull-then-push"))
+def test_single_buffer(kind: str, world: int) -> None:
+    expect(BAD, KINDS[kind], world, "single_buffer")
+
+
+def test_single_buffer_mixed_needs_three_ranks() -> None:
+    """Of two ranks, the one that writes the slot is the only one that read the buffer before."""
+    expect("", KINDS["mixed"], 2, "single_buffer")
+    expect(BAD, KINDS["mixed"], 3, "single_buffer")
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_single_buffer_is_enough_for_two_shots(world: int) -> None:
+    """The words of one shot tell that the data of the other has been read. Not so for others."""
+    expect("", KINDS["two-shot"], world, "single_buffer")
+    expect("", KINDS["two-shot-empty"], world, "single_buffer")
+    expect(BAD, ("two-shot", "push", "push"), world, "single_buffer")
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_no_final_wait(world: int) -> None:
+    """A rank without rows waits for nothing else in a push: it runs ahead by two epochs, and writes
+    slots that are still read. Any other call has a wait for each peer without the final one."""
+    expect(BAD, KINDS["push-empty"], world, "no_final_wait")
+    for kind in ("pull", "push", "two-shot", "two-shot-empty"):
+        expect("", KINDS[kind], world, "never_final_wait")
+
+
+def test_no_final_wait_matters_in_the_epoch_between() -> None:
+    """What fails is always epoch 1 against epoch 3, because the call between let a rank through.
+    It need not be data: a word of epoch 3 over that of epoch 1 is a deadlock."""
+    for calls in product(ALL_CALLS, repeat=3):
+        failure = check(calls, 2, "no_final_wait").failure
+        assert (failure != "") == (calls[1] == "push-empty"), f"{calls}: {failure or 'right'}"
+    expect(STUCK, ("two-shot", "push-empty", "two-shot"), 2, "no_final_wait")
+
+
+def test_trace() -> None:
+    """A trace ends with the failure, and the rank that ran ahead is two epochs ahead in it."""
+    trace = check(KINDS["push-empty"], 2, "no_final_wait").trace
+    assert trace[-1][0] == 0 and trace[-1][1].startswith("BAD: epoch 1")
+    assert (EMPTY, f"epoch 3: begins to write slot of {EMPTY} at 0") in trace
+    stuck = check(KINDS["pull"], 2, "single_words").trace[-1]
+    assert stuck[1].startswith("STUCK before epoch 1: has waited for `entered`")
+
+
+@pytest.mark.parametrize("order", ("0011", "0101", "0110"))
+def test_overlapping_writes_leave_mixed_data(order: str) -> None:
+    """Ranks 0 and 1 write the same byte, of epochs 1 and 3; a digit is a step of that rank."""
+    state = bytes(3)
+    for digit in order:
+        rank = int(digit)
+        action = ("begin", "end")[state[rank]]
+        after = advance(state, rank, Step(action, 2, 3, bytes([(3, 7)[rank]]), ""))
+        assert after is not None
+        state = after
+    assert state[2] == {"0011": 6}.get(order, MIXED)

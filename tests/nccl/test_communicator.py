@@ -1,0 +1,275 @@
+"""The communicator of csrc/nccl, driven by a libnccl that fails as it is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.support import faults
+from tests.support.fake_nccl import (
+    IN_PROGRESS,
+    INVALID_ARGUMENT,
+    REMOTE_ERROR,
+    SUCCESS,
+    TIMEOUT,
+    Build,
+    Fake,
+)
+from tpkernels import _C, dtypes
+from tpkernels._C import NcclCommunicator, NcclLibrary, NcclOperation, NcclOperationKind
+from tpkernels.errors import (
+    CollectiveTimeoutError,
+    PeerLostError,
+    TpkernelsError,
+)
+
+SHORT, LONG = 0.3, 30.0
+UNSET = -(2**31)
+BUFFER = torch.zeros(64, dtype=torch.float64)
+
+
+@pytest.fixture
+def fake(fake_nccl: Build) -> Fake:
+    return fake_nccl()
+
+
+def make(fake: Fake, timeout: float = LONG, **options: object) -> NcclCommunicator:
+    library = NcclLibrary(fake.path)
+    return NcclCommunicator(library, library.unique_id(), 0, 1, timeout=timeout, **options)
+
+
+def operation(kind: str = "ALL_REDUCE", count: int = 8, peer: int = 0) -> NcclOperation:
+    address = BUFFER.data_ptr()
+    return NcclOperation(getattr(NcclOperationKind, kind), address, address, count, 0, peer, 5)
+
+
+# Every way to ask something of a communicator that NCCL may not complete.
+CALLS: dict[str, tuple[str, Callable[[NcclCommunicator], object]]] = {
+    "all_gather": ("ncclAllGather", lambda c: c.enqueue([operation("ALL_GATHER")])),
+    "reduce_scatter": ("ncclReduceScatter", lambda c: c.enqueue([operation("REDUCE_SCATTER")])),
+    "all_reduce": ("ncclAllReduce", lambda c: c.enqueue([operation()])),
+    "broadcast": ("ncclBroadcast", lambda c: c.enqueue([operation("BROADCAST")])),
+    "send": ("ncclSend", lambda c: c.enqueue([operation("SEND")])),
+    "recv": ("ncclRecv", lambda c: c.enqueue([operation("RECV")])),
+    "group": ("ncclGroupEnd", lambda c: c.enqueue([operation("SEND"), operation("RECV")])),
+    "in group": ("ncclRecv", lambda c: c.enqueue([operation("SEND"), operation("RECV")])),
+    "group start": ("ncclGroupStart", lambda c: c.enqueue([operation("SEND"), operation("RECV")])),
+    "split": ("ncclCommSplit", lambda c: c.split(0, 0)),
+    "window": ("ncclCommWindowRegister", lambda c: c.register_window(16, 16, 1)),
+    "no window": ("ncclCommWindowDeregister", lambda c: c.deregister_window(16)),
+    "buffer": ("ncclCommRegister", lambda c: c.register_buffer(16, 16)),
+    "no buffer": ("ncclCommDeregister", lambda c: c.deregister_buffer(16)),
+    "close": ("ncclCommFinalize", lambda c: c.close()),
+}
+
+
+def require_broken(fake: Fake, communicator: NcclCommunicator, by: str) -> None:
+    """NCCL's communicator was aborted, once, and further calls say so without asking NCCL."""
+    assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse, fake.depth) == (1, 0, 0, 0)
+    asked = fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce")
+    for again in (lambda: communicator.enqueue([operation()]), communicator.check):
+        ending = faults.ending_of(again)
+        assert ending.error == "GroupBrokenError" and ending.seconds < SHORT / 2, ending
+        assert "is broken and can run no more calls; make a new one" in ending.text, ending
+        assert by in ending.text, ending
+    communicator.close()  # nothing is left to close
+    communicator.abort("again")
+    assert asked == (fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce"))
+    assert fake.calls("ncclCommAbort") == 1
+
+
+# What is asked for arrives.
+
+
+def test_the_config_arrives(fake: Fake) -> None:
+    communicator = make(fake, name="tp", cta_policy=2, min_ctas=4, max_ctas=16)
+    config = fake.config
+    assert (config.size, config.magic, config.version) == (72, 0xCAFEBEEF, 22700)
+    assert (config.blocking, config.cta_policy, config.min_ctas, config.max_ctas) == (0, 2, 4, 16)
+    left = ("cga_cluster_size", "split_share", "traffic_class", "collnet_enable", "nvls_ctas")
+    assert {getattr(config, name) for name in left} == {UNSET} and config.net_name is None
+    assert fake.name == "tp" and (communicator.rank, communicator.world) == (0, 1)
+    make(fake)
+    assert {config.cta_policy, config.min_ctas, config.max_ctas} == {UNSET}
+    assert config.blocking == 0 and config.comm_name is None
+
+
+@pytest.mark.parametrize(
+    ("version", "option", "needs"), [(22602, "cta_policy", "2.27.3"), (21600, "min_ctas", "2.17.1")]
+)
+def test_options_that_an_old_library_would_ignore(
+    fake: Fake, version: int, option: str, needs: str
+) -> None:
+    fake.version(version)
+    with pytest.raises(NotImplementedError, match=f"{option}.* needs NCCL {needs}"):
+        make(fake, **{option: 1})
+    assert fake.calls("ncclCommInitRankConfig") == 0
+
+
+def test_the_id_arrives_and_has_128_bytes(fake: Fake) -> None:
+    library = NcclLibrary(fake.path)
+    unique_id = bytes(range(128))
+    NcclCommunicator(library, unique_id, 0, 1, timeout=LONG)
+    assert fake.unique_id == unique_id
+    with pytest.raises(ValueError, match="a unique id has 128 bytes, not 5"):
+        NcclCommunicator(library, b"short", 0, 1, timeout=LONG)
+
+
+@pytest.mark.parametrize("dtype", dtypes.CODES, ids=str)
+def test_operations_arrive(fake: Fake, dtype: torch.dtype) -> None:
+    code = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9, torch.float64: 8}[dtype]
+    communicator, fields = make(fake), f"count=3 dtype={code}"
+    x, out = torch.arange(3, dtype=dtype), torch.zeros(3, dtype=dtype)
+    for kind, name, peer in [
+        ("ALL_GATHER", "AllGather", -1),
+        ("REDUCE_SCATTER", "ReduceScatter", -1),
+        ("ALL_REDUCE", "AllReduce", -1),
+        ("BROADCAST", "Broadcast", 0),
+    ]:
+        out.zero_()
+        one = NcclOperation(
+            getattr(NcclOperationKind, kind),
+            x.data_ptr(),
+            out.data_ptr(),
+            3,
+            dtypes.CODES[dtype],
+            0,
+            9,
+        )
+        communicator.enqueue([one])
+        assert torch.equal(out, x)
+        assert fake.log[-1] == f"{name} {fields} peer={peer} stream=9 group=0"
+    out.zero_()
+    pairs = _C.nccl_all_to_all(x.data_ptr(), out.data_ptr(), [3], [3], dtypes.CODES[dtype], 9)
+    communicator.enqueue(pairs)
+    assert torch.equal(out, x)
+    assert fake.log[-2:] == [
+        f"{name} {fields} peer=0 stream=9 group=1" for name in ("Send", "Recv")
+    ]
+    assert (fake.calls("ncclGroupStart"), fake.calls("ncclGroupEnd"), fake.depth) == (1, 1, 0)
+
+
+def test_what_is_empty_is_left_out(fake: Fake) -> None:
+    communicator = make(fake)
+    communicator.enqueue([])
+    communicator.enqueue([operation(count=0)])
+    communicator.enqueue([operation("SEND", 0), operation("SEND", 4), operation("RECV", 0)])
+    assert fake.log == ["Send count=4 dtype=7 peer=0 stream=5 group=0"]
+    with pytest.raises(ValueError, match="counts for 2 ranks to send to and 1 to receive from"):
+        _C.nccl_all_to_all(0, 0, [1, 1], [1], 0, 0)
+
+
+# Waiting, and failing.
+
+
+@pytest.mark.parametrize("code", [SUCCESS, IN_PROGRESS])
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_in_progress_is_waited_for(fake: Fake, call: str, code: int) -> None:
+    fake.progress(20)
+    function, ask = CALLS[call]
+    communicator = make(fake)
+    if function != "ncclGroupStart":
+        fake.result(function, code)
+    before = fake.calls("ncclCommGetAsyncError")
+    made = ask(communicator)
+    assert fake.calls("ncclCommGetAsyncError") - before >= 21
+    assert (fake.calls(function), fake.calls("ncclCommAbort"), fake.misuse) == (1, 0, 0)
+    del made  # the part that a split made
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_never_ends_is_given_up(fake: Fake, call: str) -> None:
+    communicator = make(fake, SHORT, name="tp")
+    fake.progress(-1)
+    ending = faults.ending_of(lambda: CALLS[call][1](communicator))
+    assert ending.error == "CollectiveTimeoutError" and SHORT <= ending.seconds < SHORT + 2, ending
+    assert "NCCL communicator 'tp', rank 0 of 1: " in ending.text, ending
+    assert "was not done after 0.30 s: a rank did not come" in ending.text, ending
+    require_broken(fake, communicator, "was not done after 0.30 s")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (REMOTE_ERROR, PeerLostError),
+        (TIMEOUT, CollectiveTimeoutError),
+        (INVALID_ARGUMENT, TpkernelsError),
+        (1, TpkernelsError),
+    ],
+)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_fails(fake: Fake, call: str, code: int, error: type[TpkernelsError]) -> None:
+    communicator = make(fake)
+    function, ask = CALLS[call]
+    fake.result(function, code)
+    with pytest.raises(TpkernelsError) as caught:
+        ask(communicator)
+    assert caught.type is error
+    assert f"failed: fake error {code}; last message: {function} broke" in str(caught.value)
+    require_broken(fake, communicator, f"fake error {code}")
+
+
+@pytest.mark.parametrize("polls", [0, 20])
+def test_an_error_that_comes_later(fake: Fake, polls: int) -> None:
+    communicator, other = make(fake), make(fake)
+    communicator.enqueue([operation()])
+    communicator.check()
+    fake.asynchronous(REMOTE_ERROR)
+    fake.progress(polls)
+    with pytest.raises(PeerLostError, match=r"fake error 6; last message: a link went down"):
+        if polls:
+            communicator.enqueue([operation()])
+        else:
+            communicator.check()
+    fake.asynchronous(SUCCESS)
+    assert (fake.calls("ncclCommAbort"), fake.alive) == (1, 1)
+    other.enqueue([operation()])  # another communicator goes on
+    other.close()
+    require_broken(fake, communicator, "a link went down")
+
+
+def test_check_does_not_take_what_is_in_progress_for_a_failure(fake: Fake) -> None:
+    communicator, (_, ask) = make(fake), CALLS["all_reduce"]
+    fake.progress(-1)
+    waiter = threading.Thread(target=faults.ending_of, args=[lambda: ask(communicator)])
+    waiter.start()
+    time.sleep(0.05)
+    communicator.check()
+    communicator.abort("the test is over")
+    waiter.join(5)
+    assert not waiter.is_alive()
+
+
+# Set-up.
+
+
+@pytest.mark.parametrize("code", [SUCCESS, IN_PROGRESS])
+def test_set_up_is_waited_for(fake: Fake, code: int) -> None:
+    fake.progress(50)
+    fake.result("ncclCommInitRankConfig", code)
+    make(fake).check()
+    assert fake.calls("ncclCommGetAsyncError") == 52
+
+
+def test_set_up_that_never_ends(fake: Fake) -> None:
+    fake.progress(-1)
+    ending = faults.ending_of(lambda: make(fake, SHORT))
+    assert ending.error == "CollectiveTimeoutError" and ending.seconds < SHORT + 2, ending
+    assert "set-up was not done after 0.30 s" in ending.text, ending
+    assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse) == (1, 0, 0)
+
+
+def test_set_up_that_fails(fake: Fake) -> None:
+    fake.asynchronous(REMOTE_ERROR)
+    with pytest.raises(PeerLostError, match=r"rank 0 of 1: set-up failed: fake error 6"):
+        make(fake)
+    assert (fake.calls("ncclCommAbort"), fake.alive) == (1, 0)
+    fake.result("ncclCommInitRankConfig", INVALID_ARGUMENT)
+    with pytest.raises(TpkernelsError, match=r"set-up failed: fake error 4"):
+        make(fake)
+    assert fake.calls("ncclCommAbort") == 1  # NCCL made nothing
+    assert fake.misuse == 0

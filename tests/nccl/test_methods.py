@@ -1,0 +1,286 @@
+"""What a communicator's methods hand on to NCCL, and what they refuse. One rank, with a libnccl
+that does as it is told and CPU tensors in the place of CUDA's."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.nccl.test_nccl import SHORT, group_of, pretending
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.fake_nccl import REMOTE_ERROR, Build, Fake
+from tests.support.paths import ROOT
+from tpkernels.nccl import Communicator
+
+
+def alone(ranks: RanksFixture, fake_nccl: Build, job: Any, *args: Any) -> Any:
+    return ranks(1).run(in_group_job, job, fake_nccl().path, *args)[0]
+
+
+@pretending()
+def in_group_job(job: Any, path: str, *args: Any) -> Any:
+    group = group_of()
+    try:
+        return job(Fake(path), Communicator(group, library=path, timeout=SHORT), *args)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def methods_job(fake: Fake, comm: Communicator) -> None:
+    x, peer = torch.arange(12.0).view(4, 3), "dtype=7 peer={} stream=7 group={}"
+    for name, call in [
+        ("AllGather", lambda: comm.all_gather(x)),
+        ("ReduceScatter", lambda: comm.reduce_scatter(x)),
+        ("AllReduce", lambda: comm.all_reduce(x)),
+        ("AllReduce", lambda: comm.all_reduce(x, x)),
+        ("AllGather", lambda: comm.all_gather(x, torch.zeros(12))),
+    ]:
+        assert torch.equal(call().view(4, 3), x)
+        assert fake.log[-1] == f"{name} count=12 {peer.format(-1, 0)}"
+    assert comm.broadcast(x, 0) is x
+    assert fake.log[-1] == f"Broadcast count=12 {peer.format(0, 0)}"
+    assert torch.equal(comm.all_to_all(x), x) and torch.equal(comm.all_to_all(x, None, [4], [4]), x)
+    assert fake.log[-2:] == [f"{name} count=12 {peer.format(0, 1)}" for name in ("Send", "Recv")]
+    before = len(fake.log)
+    assert comm.all_gather(x[:0]).shape == comm.all_to_all(x[:0]).shape == (0, 3)
+    assert len(fake.log) == before
+    assert comm.all_reduce(torch.tensor(2.0)).item() == 2
+    window = comm.register_window(x)
+    assert window is not None and window.handle == x.data_ptr()
+    comm.deregister_window(window)
+    assert f"rank 0 of 1 on cpu, NCCL {comm.library.version}" in repr(comm)
+    comm.close()
+    assert (fake.alive, fake.misuse, fake.calls("ncclCommAbort")) == (0, 0, 0)
+
+
+def test_what_the_methods_ask_for(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, methods_job)
+
+
+def group_job(fake: Fake, comm: Communicator) -> None:
+    x, y = torch.arange(3.0), torch.zeros(3)
+    with comm.group():
+        comm.send(torch.arange(3.0), 0)  # kept until the group has started
+        gc.collect()
+        assert comm.recv(y, 0) is y and not fake.log
+        other = threading.Thread(target=comm.all_reduce, args=[x])  # is in no group
+        other.start()
+        other.join()
+        assert [line.split()[0] for line in fake.log] == ["AllReduce"]
+        with (
+            pytest.raises(RuntimeError, match="this thread is within a group already"),
+            comm.group(),
+        ):
+            pass
+    assert torch.equal(x, y) and [line.split()[0] for line in fake.log[1:]] == ["Send", "Recv"]
+    with pytest.raises(ZeroDivisionError), comm.group():
+        comm.send(x, 0)
+        raise ZeroDivisionError
+    with comm.group():
+        pass
+    assert len(fake.log) == 3 and fake.calls("ncclGroupStart") == 1
+    comm.check()
+
+
+def test_a_group_starts_as_one(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, group_job)
+
+
+def endings_job(fake: Fake, comm: Communicator) -> None:
+    group = dist.group.WORLD
+    part = comm.split(3)
+    assert part is not None and part.name == f"{comm.name}/3" == fake.name
+    assert comm.split(None) is None
+    part.close()
+    with pytest.raises(ValueError, match="color is -2; it must be at least 0, or None"):
+        comm.split(-2)
+    comm.abort()
+    with pytest.raises(tpkernels.GroupBrokenError, match="It broke with: it was aborted"):
+        comm.all_reduce(torch.ones(1))
+    with pytest.raises(ZeroDivisionError), Communicator(group, library=fake.path) as broken:
+        raise ZeroDivisionError("of the user's")
+    with pytest.raises(tpkernels.GroupBrokenError, match="ZeroDivisionError: of the user's"):
+        broken.check()
+    dropped = Communicator(group, library=fake.path)
+    assert fake.alive == 1
+    del dropped
+    gc.collect()
+    assert (fake.alive, fake.misuse, fake.calls("ncclCommAbort")) == (0, 0, 3)
+
+
+def test_how_communicators_end(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, endings_job)
+
+
+def destroyed_job(fake: Fake, comm: Communicator) -> None:
+    group = group_of()
+    other = Communicator(group, library=fake.path)
+    dist.destroy_process_group(group)
+    other.all_reduce(torch.ones(2))  # goes on by itself
+    other.close()
+    with pytest.raises(ValueError, match=r"no process group '.*' on this rank"):
+        Communicator(group, library=fake.path)
+    comm.close()
+
+
+def test_a_destroyed_process_group(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, destroyed_job)
+
+
+LEAVING = """
+import atexit
+atexit.register(lambda: print(fake.calls("ncclCommAbort")))  # the first to register runs last
+import sys
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+from tests.nccl.test_nccl import Communicator, Fake, pretending
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fake = Fake({path!r})
+with pretending():
+    kept = Communicator(dist.group.WORLD, library=fake.path)
+"""
+
+
+def test_a_process_that_ends_aborts_what_is_open(fake_nccl: Build) -> None:
+    code = LEAVING.format(root=str(ROOT), path=fake_nccl().path)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stdout + ended.stderr
+
+
+# Waiting for the device.
+
+
+class Event:
+    """A CUDA event that comes to pass at a time."""
+
+    at = 0.0
+
+    def record(self, stream: object) -> None:
+        assert stream == "current stream"
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+def wait_job(fake: Fake, comm: Communicator) -> None:
+    def wait(seconds: float, timeout: float | None = None) -> faults.Ending:
+        with (
+            mock.patch.object(torch.cuda, "Event", Event),
+            mock.patch.object(torch.cuda, "current_stream", lambda device: "current stream"),
+            mock.patch.object(Event, "at", time.monotonic() + seconds),
+        ):
+            return faults.ending_of(lambda: comm.wait(timeout))
+
+    assert not wait(0.0).error
+    ending = wait(0.2)
+    assert not ending.error and 0.2 <= ending.seconds < 0.5, ending
+    second = Communicator(dist.group.WORLD, library=fake.path)
+    late = wait(60, timeout=0.1)
+    assert late.error == "CollectiveTimeoutError" and 0.1 <= late.seconds < 0.5, late
+    assert "what was enqueued did not end within 0.1 s" in late.text
+    assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse) == (1, 1, 0)
+    comm = second
+    fake.asynchronous(REMOTE_ERROR)
+    lost = wait(60)
+    assert lost.error == "PeerLostError" and lost.seconds < 0.2, lost
+    assert "an operation on its way failed" in lost.text and fake.alive == 0
+
+
+def test_wait_is_bounded(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, wait_job)
+
+
+# Refusals.
+
+
+X = torch.arange(12.0).view(4, 3)
+REFUSED: dict[str, tuple[Callable[[Communicator], object], type[Exception], str]] = {
+    "a list": (lambda c: c.broadcast([1.0], 0), TypeError, "x is a list, not a tensor"),
+    "dtype": (lambda c: c.send(X.long(), 0), NotImplementedError, "x has dtype int64; supported"),
+    "device": (lambda c: c.recv(X.to("meta"), 0), ValueError, "x is on meta, but the communicator"),
+    "strides": (
+        lambda c: c.all_reduce(X.t()),
+        ValueError,
+        "x of shape [3, 4] and strides [1, 3] is not contiguous",
+    ),
+    "two dtypes": (
+        lambda c: c.all_gather(X, X.double()),
+        TypeError,
+        "x is float32 but out is float64",
+    ),
+    "gathered size": (
+        lambda c: c.all_gather(X, torch.zeros(11)),
+        ValueError,
+        "out has 11 elements; x from 1 ranks makes 12",
+    ),
+    "scattered size": (
+        lambda c: c.reduce_scatter(X, torch.zeros(3)),
+        ValueError,
+        "out has 3 elements; x over 1 ranks makes 12",
+    ),
+    "reduced size": (
+        lambda c: c.all_reduce(X, torch.zeros(13)),
+        ValueError,
+        "out has 13 elements; x makes 12",
+    ),
+    "no dims": (lambda c: c.all_gather(X[0, 0]), ValueError, "x has no dims"),
+    "no dims to scatter": (lambda c: c.reduce_scatter(X[0, 0]), ValueError, "x has no dims"),
+    "rows": (
+        lambda c: c.all_to_all(X, None, [3], [4]),
+        ValueError,
+        "send_rows [3] add up to 3, but the tensor of shape [4, 3] has 4 rows",
+    ),
+    "rows of out": (
+        lambda c: c.all_to_all(X, X.clone(), [4], [3]),
+        ValueError,
+        "recv_rows [3] add up to 3, but the tensor of shape [4, 3] has 4",
+    ),
+    "ranks of rows": (lambda c: c.all_to_all(X, None, [2, 2]), ValueError, "send_rows are [2, 2]"),
+    "negative rows": (lambda c: c.all_to_all(X, None, [-4]), ValueError, "send_rows are [-4]"),
+    "root": (lambda c: c.broadcast(X, 1), ValueError, "root is 1; there are ranks 0 to 0"),
+    "peer": (lambda c: c.send(X, -1), ValueError, "peer is -1; there are ranks 0 to 0"),
+    "sender": (lambda c: c.recv(X, 4), ValueError, "peer is 4; there are ranks 0 to 0"),
+    "window": (lambda c: c.register_window(X.t()), ValueError, "is not contiguous"),
+    "memory": (lambda c: c.empty(2, dtype=torch.int8), NotImplementedError, "has dtype int8"),
+    "no memory": (lambda c: c.empty(2, 0), ValueError, "shape [2, 0] has no elements"),
+}
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"timeout": 0}, "timeout must be in (0, 86400] seconds, not 0"),
+    ({"timeout": float("inf")}, "timeout must be in (0, 86400] seconds, not inf"),
+    ({"cta_policy": "fast"}, "cta_policy is 'fast'; there are default, efficiency, zero"),
+    ({"min_ctas": 0}, "min_ctas is 0; it must be at least 1"),
+    ({"max_ctas": -3}, "max_ctas is -3; it must be at least 1"),
+    ({"min_ctas": 4, "max_ctas": 2}, "min_ctas is 4, more than max_ctas, 2"),
+]
+
+
+def refused_job(fake: Fake, comm: Communicator) -> None:
+    for name, (call, error, text) in REFUSED.items():
+        ending = faults.ending_of(lambda call=call: call(comm))
+        assert ending.error == error.__name__ and text in ending.text, (name, ending)
+    made = fake.calls("ncclCommInitRankConfig")
+    for options, text in OPTIONS:
+        ending = faults.ending_of(
+            lambda options=options: Communicator(dist.group.WORLD, library=fake.path, **options)
+        )
+        assert ending.error == "ValueError" and text in ending.text, (options, ending)
+    assert not fake.log and fake.calls("ncclCommInitRankConfig") == made
+    comm.close()
+
+
+def test_what_is_refused_reaches_no_rank(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, refused_job)

@@ -1,0 +1,145 @@
+"""State dicts: the unsharded names and shapes; saved by so many ranks, loaded by another number."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.support.cases import RanksFixture
+from tests.support.nn_reference import F64, Model, Shape
+from tests.support.ranked import fresh_group, report
+from tpkernels import nn as tnn
+
+SHAPE = Shape(tied=True)
+
+
+def make(group: Any, seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model(SHAPE, group, True)
+
+
+def save_job(folder: str) -> dict[str, list[int]]:
+    """Saves through DCP, and unsharded by rank 0; the shapes in the state dict."""
+    with fresh_group() as group:
+        model = make(group, seed=1)
+        state = model.state_dict()
+        dcp.save({"model": state}, checkpoint_id=f"{folder}/dcp")
+        whole = tnn.full_state_dict(model)
+        assert whole["head.weight"] is whole["embed.weight"]  # tied
+        if group.rank() == 0:
+            torch.save(whole, f"{folder}/whole.pt")
+        return {name: list(value.shape) for name, value in state.items()}
+
+
+def load_job(folder: str) -> list[str]:
+    failures = []
+    with fresh_group() as group:
+        want = tnn.full_state_dict(make(group, seed=1))
+        for way in ("dcp", "whole", "assigned", "meta"):
+            model = make(group, seed=2)
+            if way == "dcp":
+                state = model.state_dict()
+                dcp.load({"model": state}, checkpoint_id=f"{folder}/dcp")
+                model.load_state_dict(state)
+            else:
+                if way == "meta":
+                    model = model.to("meta")
+                saved = torch.load(f"{folder}/whole.pt", mmap=True)
+                model.load_state_dict(saved, assign=way != "whole")
+            for name, value in tnn.full_state_dict(model).items():
+                if not torch.equal(value, want[name]):
+                    failures.append(f"{way}: {name} differs")
+            kept = {p.untyped_storage().nbytes() - p.nbytes for p in model.parameters()}
+            if kept != {0}:
+                failures.append(f"{way}: parameters keep {kept} bytes that are not theirs")
+    return failures
+
+
+@pytest.mark.parametrize("saved, loaded", [(2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_loads_it(
+    ranks: RanksFixture, tmp_path: Path, saved: int, loaded: int
+) -> None:
+    shapes = ranks(saved).run(save_job, str(tmp_path))
+    whole = torch.load(tmp_path / "whole.pt")
+    assert all(one == {name: list(value.shape) for name, value in whole.items()} for one in shapes)
+    assert shapes[0]["attention.q_proj.weight"] == [36, 12]
+    assert shapes[0]["mlp.down_proj.weight"] == [12, 10]
+    report(failure for rank in ranks(loaded).run(load_job, str(tmp_path)) for failure in rank)
+
+
+def layers_job() -> list[str]:
+    """A layer's state dict and an unsharded layer's are the same."""
+    failures = []
+    with fresh_group() as group:
+        torch.manual_seed(3)
+        plain = {"column": nn.Linear(5, 7), "row": nn.Linear(7, 5, bias=False)}
+        layers: dict[str, nn.Module] = {
+            "column": tnn.ColumnParallelLinear.from_linear(plain["column"], group),
+            "row": tnn.RowParallelLinear.from_linear(plain["row"], group),
+        }
+        for name, layer in layers.items():
+            whole = tnn.full_state_dict(layer)
+            plain[name].load_state_dict(whole)
+            if set(whole) != set(plain[name].state_dict()):
+                failures.append(f"{name}: {set(whole)}")
+            fresh = copy.deepcopy(layer)
+            nn.init.zeros_(fresh.weight)
+            fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
+            if not torch.equal(fresh.weight, layer.weight):
+                failures.append(f"{name}: a copy of a state dict was not loaded")
+    return failures
+
+
+def test_layers_and_torchs_layers_have_the_same_state(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(3).run(layers_job) for failure in rank)
+
+
+def refusals_job() -> list[str]:
+    told = []
+    with fresh_group() as group:
+        layer = tnn.ColumnParallelLinear(5, 6, group, bias=False, dtype=F64)
+        uneven = tnn.ColumnParallelLinear(5, 6, group, bias=False, out_sizes=[5, 1], dtype=F64)
+        shard = layer.state_dict()["weight"]
+        mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))["dp"]
+        doings: list[Any] = [
+            lambda: pickle.dumps(shard),
+            lambda: shard + 1,
+            lambda: layer.load_state_dict({"weight": torch.zeros(3, 5)}),
+            lambda: layer.load_state_dict(uneven.state_dict()),
+            lambda: layer.load_state_dict({}),
+            lambda: torch.zeros(6, 5, dtype=F64).copy_(shard),
+            lambda: shard.copy_(uneven.state_dict()["weight"]),
+            lambda: fully_shard(layer, mesh=mesh).state_dict(),
+        ]
+        for do in doings:
+            try:
+                do()
+                told.append("nothing")
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_refusals(ranks: RanksFixture) -> None:
+    expected = [
+        "TypeError: a ShardTensor is one rank's shard and is not pickled",
+        "take .local, or .full_tensor() on all ranks",
+        "has shape [3, 5], the unsharded parameter [6, 5]",
+        "load it through torch.distributed.checkpoint, or unsharded",
+        "Missing key(s) in state_dict",
+        "take .local, or .full_tensor() on all ranks",
+        "which is not split alike",
+        "NotImplementedError: weight is a DTensor: a layer that is split once more",
+    ]
+    for told in ranks(2).run(refusals_job):
+        for said, part in zip(told, expected, strict=True):
+            assert part in said, said

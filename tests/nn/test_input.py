@@ -1,0 +1,209 @@
+"""What the layers refuse, and what they accept: dtypes, autocast, torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.nn_reference import Model, Shape, far, inputs
+from tests.support.ranked import fresh_group, report
+from tpkernels import nn as tnn
+from tpkernels.ops._column_matmul import column_matmul
+
+BF16, F64 = torch.bfloat16, torch.float64
+
+
+def refusals_job() -> list[str]:
+    told = []
+    with fresh_group() as group:
+        quantised = nn.Linear(4, 4)
+        quantised.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+        head = tnn.ParallelLMHead(4, 6, group)
+        one = tnn.ColumnParallelLinear(4, 6, group)
+        other = tnn.ColumnParallelLinear(4, 6, group, sequence_parallel=True)
+        embedding = tnn.VocabParallelEmbedding(6, 4, group)
+        lopsided = tnn.ParallelLMHead(4, 6, group, bias=False, out_sizes=[5, 1])
+        attention = tnn.ParallelAttention(8, 2, 1, 4, group)
+        column = tnn.ColumnParallelLinear
+        doings: list[Any] = [
+            lambda: column(4, 6, group, out_sizes=[5, 2]),
+            lambda: column(4, 6, group, out_sizes=[6]),
+            lambda: column.from_linear(quantised, group),
+            lambda: column.from_linear(one, group),  # type: ignore[arg-type]
+            lambda: tnn.VocabParallelEmbedding.from_embedding(
+                nn.Embedding(4, 4, max_norm=1.0), group
+            ),
+            lambda: tnn.QKVParallelLinear(8, 9, 2, 4, group),
+            lambda: head.tie(tnn.VocabParallelEmbedding(6, 5, group)),
+            lambda: tnn.column_parallel(torch.zeros(2, 4), [one, other]),
+            lambda: embedding(torch.tensor([0, 6])),
+            lambda: one(torch.zeros(2, 5)),
+            lambda: tnn.ParallelAttention(8, 2, 1, 4, group, sequence_dim=2),
+            lambda: tnn.VocabParallelEmbedding(6, 4, group, padding_idx=6),
+            lambda: lopsided.tie(embedding),
+            lambda: attention(torch.zeros(3, 1, 8), attn_mask=torch.ones(3, 3), is_causal=True),
+            lambda: tnn.split_over_ranks(torch.zeros(5), group, 0, [2, 2]),
+            lambda: tnn.split_over_ranks(torch.zeros(5), group, -1),
+            lambda: tnn.gather_from_ranks(torch.zeros(2), group, 0, [3, 3]),
+            lambda: tnn.QKVParallelLinear.from_linear(*[nn.Linear(8, 6)] * 3, 4, group),
+            lambda: tnn.MergedColumnParallelLinear.from_linear(
+                {"gate": nn.Linear(8, 6), "up": nn.Linear(7, 6)}, group
+            ),
+        ]
+        for do in doings:
+            try:
+                do()
+                told.append("nothing")
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_refusals(ranks: RanksFixture) -> None:
+    expected = [
+        "ValueError: the split [5, 2] of out_features does not add up to 6",
+        "ValueError: shard_sizes has 1 entries",
+        "NotImplementedError: linear.weight is a Tensor of int8; a quantised",
+        "TypeError: linear is a tpkernels.nn.column.ColumnParallelLinear, not an nn.Linear",
+        "NotImplementedError: embedding has max_norm",
+        "ValueError: heads=9 must be a multiple of kv_heads=2",
+        "ValueError: an embedding ([3, 3], 5",
+        "ValueError: layers of one input differ",
+        "RuntimeError: an id is outside the vocabulary of 6",
+        "ValueError: weights[0] has shape [4, 3], but x of shape [2, 5] needs [5, N]",
+        "ValueError: sequence_dim is 2",
+        "ValueError: padding_idx 6 is outside 6 embeddings",
+        "does not fit a head ([5, 1], 4",
+        "ValueError: give attn_mask or is_causal=True",
+        "ValueError: the split [2, 2] of dim 0 does not add up to 5",
+        "ValueError: dim is -1; x has 1 dims",
+        "ValueError: rank ",
+        "ValueError: q_proj has 6 features: no whole number of heads of 4",
+        "ValueError: up: Linear(in_features=7",
+    ]
+    for told in ranks(2).run(refusals_job):
+        for said, part in zip(told, expected, strict=True):
+            assert part in said, said
+
+
+def column_job() -> list[str]:
+    """`column_matmul` with parts left out: gradients, and what is asked for none."""
+    failures = []
+    with fresh_group() as group:
+        torch.manual_seed(5)
+        x, wide = torch.randn(6, 4, dtype=F64), torch.randn(3, 4, 5, dtype=F64)
+        for asked in ("xwb", "x", "w", "b"):
+            leaf = x.clone().requires_grad_("x" in asked)
+            ws = [w.clone().requires_grad_("w" in asked) for w in wide]
+            bias = torch.ones(5, dtype=F64, requires_grad="b" in asked)
+            outs = column_matmul(leaf, ws, group, [bias, None, None])
+            (outs[0].pow(2).sum() + outs[1].sum()).backward()  # the third is not used
+            first = 2 * (x @ wide[0] + 1)
+            second = torch.ones(6, 5, dtype=F64)
+            want_x = (first @ wide[0].t() + second @ wide[1].t()) * group.size()
+            pairs = {
+                "x": (leaf.grad, want_x),
+                "w": (ws[0].grad, x.t() @ first),
+                "b": (bias.grad, first.sum(0)),
+            }
+            for name, (got, want) in pairs.items():
+                if name in asked:
+                    said = far(got, want)
+                    failures += [f"{asked}: {name}: {said}"] if said else []
+                elif got is not None:
+                    failures.append(f"{asked}: {name} has a gradient")
+    return failures
+
+
+def test_column_products_and_their_gradients(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(column_job) for failure in rank)
+
+
+def autocast_job() -> list[str]:
+    with fresh_group() as group:
+        failures = []
+        for sequence in (False, True):
+            layer = tnn.ParallelMLP(8, 12, group, sequence_parallel=sequence)
+            x = torch.randn(6, 8)
+            with torch.autocast("cpu", dtype=BF16):
+                y = layer(x)
+            y.float().sum().backward()
+            if y.dtype != BF16 or layer.gate_proj.weight.grad.dtype != torch.float32:
+                failures.append(f"{sequence}: {y.dtype}, {layer.gate_proj.weight.grad.dtype}")
+            stream = 1e3 + torch.rand(6, 8)  # bf16 would round it to multiples of 4
+            with torch.autocast("cpu", dtype=BF16), torch.no_grad():
+                added, alone = layer(x, residual=stream), layer(x)
+            if added.dtype != torch.float32 or (added - alone - stream).abs().max() > 0.02:
+                failures.append(f"{sequence}: a residual stream becomes {added.dtype}")
+        return failures
+
+
+def test_autocast(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(autocast_job) for failure in rank)
+
+
+def masked_job() -> list[str]:
+    """A mask that hides the future is what `is_causal` is; one that does not is obeyed too. Each
+    projection has a bias or none, as its linear has."""
+    failures = []
+    with fresh_group() as group:
+        torch.manual_seed(4)
+        x, tables = torch.randn(5, 2, 8, dtype=BF16), torch.randn(2, 5, 4)
+        attention = tnn.ParallelAttention(8, 2, 2, 4, group, dtype=BF16)
+        future = torch.ones(5, 5, dtype=torch.bool).tril()
+        rotary = (tables[0], tables[1])  # in fp32, as they are kept
+        causal = attention(x, rotary=rotary)
+        if not torch.equal(attention(x, rotary=rotary, attn_mask=future), causal):
+            failures.append("a causal mask is not causal")
+        everything = attention(x, rotary=rotary, attn_mask=torch.ones_like(future))
+        if not torch.equal(everything, attention(x, rotary=rotary, is_causal=False)):
+            failures.append("a mask of all is not what is_causal=False is")
+        if torch.equal(everything, causal):
+            failures.append("the future is not seen where it may be")
+        linears = [nn.Linear(8, 8, bias=has) for has in (True, False, True)]
+        qkv = tnn.QKVParallelLinear.from_linear(*linears, 4, group)
+        rows = torch.randn(3, 8)
+        for layer, linear, y in zip(qkv.layers, linears, qkv(rows), strict=True):
+            want = layer.splits["weight"].shard(linear(rows).t()).t()
+            if (y - want).abs().max() > 1e-5 or set(layer.splits) != set(linear._parameters) - (
+                set() if linear.bias is not None else {"bias"}
+            ):
+                failures.append(f"{layer!r} is not {linear!r}")
+    return failures
+
+
+def test_masks_and_mixed_biases(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(masked_job) for failure in rank)
+
+
+def compile_job(sequence: bool) -> list[str]:
+    """A compiled model is one graph, and computes what it does uncompiled."""
+    torch._dynamo.reset()
+    failures = []
+    with fresh_group() as group:
+        torch.manual_seed(6)
+        model = Model(Shape(vocab=6), group, sequence)
+        ids, targets, rotary = inputs(model.shape, 0)
+        model.loss(ids, targets, rotary).backward()
+        want = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+        model.zero_grad()
+        step = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+        step(ids, targets, rotary).backward()
+        for (name, p), grad in zip(model.named_parameters(), want, strict=True):
+            said = far(p.grad, grad)
+            if said is not None:
+                failures.append(f"{name}: {said}")
+        tpkernels.all_reduce(torch.zeros(1), group)  # in step to the end
+    return failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [True, False])
+def test_compiled_layers(ranks: RanksFixture, sequence: bool) -> None:
+    told = ranks(2).run(compile_job, sequence, timeout=120)
+    report(failure for rank in told for failure in rank)

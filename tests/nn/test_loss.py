@@ -1,0 +1,161 @@
+"""The vocabulary-parallel cross-entropy beside torch's: value, gradient, and where it must stay
+finite."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.cases import RanksFixture
+from tests.support.nn_reference import F64, SWEEP, far
+from tests.support.ranked import fresh_group, recorded_calls, report
+from tpkernels import nn as tnn
+from tpkernels.nn.split import Split
+
+ROWS = (3, 5)
+
+
+def samples(vocab: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(vocab)
+    logits = torch.randn(*ROWS, vocab, dtype=F64)
+    target = torch.randint(0, vocab, ROWS)
+    some, none = target.clone(), torch.full(ROWS, -100)
+    some[1, 1:4] = -100
+    masked = logits.clone()
+    masked[..., : vocab // 2] = -math.inf  # whole columns, for some splits all of a rank's
+    ignored = logits.clone()
+    ignored[1, 1:4] = math.inf
+    return {
+        "plain": (logits, target),
+        "ignored": (logits, some),
+        "none counts": (logits, none),
+        "large": (logits * 1e4 + 3e4, target),
+        "masked": (masked, target.clamp(min=vocab // 2)),
+        "ignored infinities": (ignored, some),
+    }
+
+
+def loss_job(vocab: int) -> list[str]:
+    failures = []
+    with fresh_group() as group:
+        split = Split.of(2, vocab, None, group.rank(), group.size(), "vocab")
+        for name, (logits, target) in samples(vocab).items():
+            for reduction in ("mean", "sum", "none"):
+                whole = logits.clone().requires_grad_()
+                mine = split.shard(logits).clone().requires_grad_()
+                want = F.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction=reduction)
+                want = want.view(ROWS) if reduction == "none" else want
+                got = tnn.vocab_parallel_cross_entropy(
+                    mine, target, group, vocab, reduction=reduction
+                )
+                weights = torch.linspace(1, 2, want.numel(), dtype=F64).view(want.shape)
+                (want * weights).sum().backward()
+                (got * weights).sum().backward()
+                told = f"{name}, {reduction}, vocabulary {vocab}"
+                if want.isnan().any():  # the mean of nothing
+                    if not got.isnan().all():
+                        failures.append(f"{told}: {got}, expected nan")
+                    continue
+                assert whole.grad is not None
+                # torch's is nan where an ignored row holds infinities.
+                exact = whole.grad.masked_fill((target == -100).unsqueeze(-1), 0)
+                pairs = {"loss": (got, want), "gradient": (mine.grad, split.shard(exact))}
+                for what, (one, other) in pairs.items():
+                    said = far(one, other)
+                    if said is not None:
+                        failures.append(f"{told}: {what} {said}")
+    return failures
+
+
+@pytest.mark.parametrize("world", SWEEP)
+def test_it_is_torchs(ranks: RanksFixture, world: int) -> None:
+    for vocab in (11, 3):  # with 4 ranks the last has none of 3
+        report(failure for rank in ranks(world).run(loss_job, vocab) for failure in rank)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(result):
+            if isinstance(one, torch.Tensor):
+                self.elements = max(self.elements, one.numel())
+        return result
+
+
+def low_precision_job() -> Any:
+    """(bits of the loss, its dtype, the gradient's dtype, calls made, elements of the largest
+    tensor made, error of the loss)."""
+    with fresh_group() as group:
+        torch.manual_seed(1)
+        logits = torch.randn(64, 1000 * group.size())
+        target = torch.randint(0, logits.shape[1], (64,))
+        split = Split.of(1, logits.shape[1], None, group.rank(), group.size(), "vocab")
+        mine = split.shard(logits).bfloat16().requires_grad_()
+        with recorded_calls() as made, Largest() as largest:
+            loss = tnn.vocab_parallel_cross_entropy(mine, target, group, logits.shape[1])
+            loss.backward()
+        assert mine.grad is not None
+        want = F.cross_entropy(logits.bfloat16().double(), target)
+        off = abs(want.item() - loss.item())
+        return loss.item().hex(), loss.dtype, mine.grad.dtype, made, largest.elements, off
+
+
+def test_16_bit_logits_never_gathered(ranks: RanksFixture) -> None:
+    told = ranks(3).run(low_precision_job)
+    assert len({bits for bits, *_ in told}) == 1
+    for _, dtype, grad_dtype, made, elements, off in told:
+        assert (dtype, grad_dtype) == (torch.float32, torch.bfloat16)
+        assert made == ["all_gather"]  # three numbers a row, and nothing in the backward
+        assert elements == 64 * 1000  # this rank's columns
+        assert off < 1e-6 * 8  # a loss of about 8, summed in fp32
+
+
+def refusals_job() -> list[str]:
+    told = []
+    with fresh_group() as group:
+        logits, target = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
+        total = 5 * group.size()
+        leaf = logits.clone().requires_grad_()
+        loss = functools.partial(tnn.vocab_parallel_cross_entropy, group=group)
+        doings: list[Callable[[], Any]] = [
+            lambda: loss(logits, target, vocab_size=total + group.size()),
+            lambda: loss(logits, target[:3], vocab_size=total),
+            lambda: loss(logits, target, vocab_size=total, reduction="avg"),
+            lambda: loss(logits, target + total, vocab_size=total),
+            lambda: loss(logits, target - 1, vocab_size=total),
+            lambda: torch.autograd.grad(
+                loss(leaf, target, vocab_size=total), leaf, create_graph=True
+            ),
+        ]
+        for do in doings:
+            try:
+                do()
+                told.append("nothing")
+            except (ValueError, RuntimeError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_refusals(ranks: RanksFixture) -> None:
+    expected = [
+        "has 6 columns of a vocabulary of 12",
+        "all but the last dim must agree",
+        "reduction is 'avg'; it must be one of mean, sum, none",
+        "a target is outside the vocabulary of 10",
+        "a target is outside the vocabulary of 10",
+        "has no second derivative",
+    ]
+    for told in ranks(2).run(refusals_job):
+        for said, part in zip(told, expected, strict=True):
+            assert part in said, said

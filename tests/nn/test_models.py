@@ -1,0 +1,107 @@
+"""A language model made of the layers has the unsharded logits, loss and gradients, however heads,
+features, vocabulary and sequence split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.cases import RanksFixture
+from tests.support.nn_reference import SWEEP, Model, Shape, far, inputs, shard, whole_logits
+from tests.support.ranked import fresh_group, report
+from tpkernels import nn as tnn
+
+SHAPES = [
+    Shape(),  # 3 key-value groups, also for 2 and 4 ranks
+    Shape(heads=4, kv_heads=4, mlp=3, vocab=3, sequence=2, tied=True, bias=False),
+    Shape(heads=2, kv_heads=1, head_dim=2, vocab=3, mlp=2, sequence=1, batch=1),  # fewer than ranks
+]
+
+
+def check(model: Model, rerun: bool = False) -> list[str]:
+    shape, dim = model.shape, model.dim
+    ids, targets, rotary = inputs(shape, dim)
+    whole = {name: p.detach().requires_grad_() for name, p in tnn.full_state_dict(model).items()}
+    if shape.tied:
+        whole["head.weight"] = whole["embed.weight"]
+    logits = whole_logits(whole, shape, ids, rotary, dim)
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    want.backward()
+    if rerun:
+        got = checkpoint(model.loss, ids, targets, rotary, use_reentrant=False)
+    else:
+        got = model.loss(ids, targets, rotary)
+    got.backward()
+    told = {"loss": far(got.detach(), want.detach())}
+    mine = model(ids, rotary)
+    told["logits"] = far(mine, replace(model.head.splits["weight"], dim=2).shard(logits))
+    for name, parameter in model.named_parameters():
+        grad = whole[name].grad
+        assert grad is not None
+        told[name] = far(parameter.grad, shard(model, name, grad))
+    return [f"{name}: {said}" for name, said in told.items() if said is not None]
+
+
+def model_job(shape: Shape, sequence: bool, dim: int) -> list[str]:
+    failures = []
+    with fresh_group() as group:
+        torch.manual_seed(0)
+        model = Model(shape, group, sequence, dim)
+        with torch.no_grad():  # norms of ones would not show whose weight they are
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+        failures += check(model)
+        model.zero_grad()
+        failures += [f"again, checkpointed: {said}" for said in check(model, rerun=True)]
+    return [f"{shape} {sequence=} {dim=}: {said}" for said in failures]
+
+
+@pytest.mark.parametrize("world", SWEEP)
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
+def test_a_model_of_layers_is_the_unsharded_one(
+    ranks: RanksFixture, world: int, sequence: bool
+) -> None:
+    for number, shape in enumerate(SHAPES):
+        told = ranks(world).run(model_job, shape, sequence, number % 2)
+        report(failure for rank in told for failure in rank)
+
+
+def initial_job() -> list[str]:
+    """With one random state on all ranks, the initial values are those of torch's modules."""
+    with fresh_group() as group:
+        made = {
+            "column": lambda: tnn.ColumnParallelLinear(6, 7, group),
+            "row": lambda: tnn.RowParallelLinear(6, 7, group),
+            "embedding": lambda: tnn.VocabParallelEmbedding(6, 7, group),
+        }
+        plain = {
+            "column": lambda: torch.nn.Linear(6, 7),
+            "row": lambda: torch.nn.Linear(6, 7),
+            "embedding": lambda: torch.nn.Embedding(6, 7),
+        }
+        failures = []
+        for name, make in made.items():
+            bound = 6**-0.5
+            torch.manual_seed(1)
+            meta = make().to("meta").to_empty(device="cpu")
+            torch.manual_seed(1)
+            meta.reset_parameters()
+            torch.manual_seed(1)
+            module = make()
+            torch.manual_seed(1)
+            want = plain[name]()
+            for key, value in tnn.full_state_dict(module).items():
+                if not torch.allclose(value, want.state_dict()[key], atol=1e-6 * bound):
+                    failures.append(f"{name}.{key} is not drawn as torch's")
+                if not torch.equal(value, tnn.full_state_dict(meta)[key]):
+                    failures.append(f"{name}.{key} differs from meta, to_empty, reset_parameters")
+        return failures
+
+
+def test_initial_values_are_those_of_torch(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(3).run(initial_job) for failure in rank)

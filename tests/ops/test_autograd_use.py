@@ -1,0 +1,242 @@
+"""Gradients in use: computed only where needed, under autocast, in fp32 if asked for; what is
+refused, and what fails."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import Case, RanksFixture, each
+from tests.support.gradients import run_cases
+from tests.support.ranked import fresh_group, recorded_calls, report
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+VICTIM = 1
+
+
+def needs_job() -> list[str]:
+    """A backward communicates for those who need it only, and gathers once."""
+    ag, mrs, mar, again = (
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "matmul_all_reduce",
+        "all_gather",
+    )
+    wanted: list[tuple[str, str, bool, list[str]]] = [
+        (ag, "x", False, [mrs]),
+        (ag, "w", False, [again]),
+        (ag, "w", True, []),
+        (ag, "xw", False, [mrs, again]),
+        (ag, "xw", True, [mrs]),
+        (ag, "b", False, []),
+        (mrs, "x", False, [ag]),
+        (mrs, "w", False, [again]),
+        (mrs, "xwb", False, [ag]),
+        (mrs, "b", False, [again]),
+        (mrs, "r", False, []),
+        (mar, "xwbr", False, []),
+    ]
+    failures = []
+    with recorded_calls() as made, fresh_group() as group:
+        for op, needed, save, expected in wanted:
+            t = {
+                "x": torch.randn(4, 6),
+                "w": torch.randn(6, 8),
+                "b": torch.randn(8),
+                "r": torch.randn(4 // group.size() if op == mrs else 4, 8),
+            }
+            for name in needed:
+                t[name].requires_grad_()
+            options: dict[str, Any] = {"bias": t["b"], "residual": t["r"]}
+            if op == ag:
+                options = {"biases": t["b"], "save_gathered": save}
+            y = getattr(tpkernels, op)(t["x"], t["w"], group, **options)
+            made.clear()
+            y.sum().backward()
+            if made != expected or any(
+                (name in needed) != (t[name].grad is not None) for name in t
+            ):
+                failures.append(f"{op} for {needed}, {save}: {made}, not {expected}")
+    return failures
+
+
+def unused_outputs_job() -> list[str]:
+    """An output without a gradient, and the gathered x alone with one."""
+    failures = []
+    with fresh_group() as group:
+        world = group.size()
+        x, w, v = (torch.randn(*shape) for shape in ((4, 6), (6, 8), (6, 3)))
+        for leaf in (x, w, v):
+            leaf.requires_grad_()
+        _, (_, y) = tpkernels.all_gather_matmul(x, [w, v], group, return_gathered=True)
+        y.sum().backward()
+        if w.grad is not None or v.grad is None or x.grad is None:
+            failures.append("one of two outputs")
+        x.grad = v.grad = None
+        gathered, _ = tpkernels.all_gather_matmul(x, [w, v], group, return_gathered=True)
+        gathered.sum().backward()
+        if w.grad is not None or x.grad is None or not x.grad.eq(world).all():
+            failures.append(f"the gathered x alone: {x.grad}")
+    return failures
+
+
+def autocast_job() -> list[str]:
+    """Operands are cast as torch.matmul casts them, and gradients come back in fp32."""
+    failures = []
+    with fresh_group() as group:
+        torch.manual_seed(0)
+        x, w, bias = torch.randn(4, 6), torch.randn(6, 8), torch.randn(8)
+        for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            function = getattr(tpkernels, op)
+            rows = 4 // group.size() if op == "matmul_reduce_scatter" else 4
+            given = [x, w, bias] + ([] if op == "all_gather_matmul" else [torch.randn(rows, 8)])
+            results, grads = [], []
+            for autocast in (True, False):
+                leaves = [value.clone().requires_grad_() for value in given]
+                a, b, c, *residual = leaves
+                if not autocast:
+                    a, b, *residual = (value.to(BF16) for value in (a, b, *residual))
+                options: dict[str, Any] = {"residual": residual[0]} if residual else {}
+                options["biases" if op == "all_gather_matmul" else "bias"] = c
+                with torch.autocast("cpu", dtype=BF16, enabled=autocast):
+                    results.append(function(a, b, group, **options))
+                    (results[-1].float() ** 2).sum().backward()
+                grads.append([leaf.grad for leaf in leaves])
+            if results[0].dtype != BF16 or not torch.equal(*results):
+                failures.append(f"{op}: {results[0].dtype}, or other bits")
+            for got, want in zip(*grads, strict=True):
+                if got is None or got.dtype != F32 or not torch.equal(got, want):
+                    failures.append(f"{op}: gradient {got}, expected {want}")
+        with torch.autocast("cpu", dtype=BF16):
+            wide = tpkernels.matmul_all_reduce(x, w, group, residual=w[:4] * 0, out_dtype=F32)
+            double = tpkernels.matmul_all_reduce(x.double(), w.double(), group)
+            alone = tpkernels.all_reduce(x, group)
+        if (wide.dtype, double.dtype, alone.dtype) != (F32, F64, F32):
+            failures.append(f"{wide.dtype}, {double.dtype}, {alone.dtype}")
+    return failures
+
+
+def backward_under_autocast_job() -> list[str]:
+    """The backward of a call in fp32 is in fp32 where autocast is on only then."""
+    with fresh_group() as group:
+        x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+        found = []
+        for autocast in (True, False):
+            loss = (tpkernels.matmul_reduce_scatter(x, w, group) ** 2).sum()
+            with torch.autocast("cpu", dtype=BF16, enabled=autocast):
+                found.append(torch.autograd.grad(loss, [x, w]))
+        return [] if all(map(torch.equal, *found)) else ["other bits"]
+
+
+def grad_dtype_job() -> list[str]:
+    """A leaf that asks for fp32 gradients gets the product's accumulator, not its rounding."""
+    with fresh_group() as group:
+        x, w = torch.randn(64, 8).to(BF16), torch.randn(8, 5).to(BF16).requires_grad_()
+        grad = torch.randn(64 * group.size(), 5).to(BF16)
+        w.grad_dtype = F32
+        whole = tpkernels.all_gather(x, group).double()
+        for _ in range(2):
+            tpkernels.all_gather_matmul(x, w, group).backward(grad)
+        assert w.grad is not None and w.grad.dtype == F32
+        wrong = (w.grad.double() - 2 * whole.t() @ grad.double()).abs().max()
+        return [f"off by {wrong}"] if wrong > 1e-3 else []
+
+
+def refusals_job() -> list[str]:
+    failures = []
+    with fresh_group() as group:
+        x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+        calls: list[Callable[[], torch.Tensor]] = [
+            lambda: tpkernels.all_gather_matmul(x, w, group),
+            lambda: tpkernels.matmul_reduce_scatter(x, w, group),
+            lambda: tpkernels.matmul_all_reduce(x, w, group),
+            lambda: tpkernels.all_gather(x, group),
+            lambda: tpkernels.reduce_scatter(x, group),
+            lambda: tpkernels.all_reduce(x, group),
+        ]
+        for call in calls:
+            y = call()
+            try:
+                torch.autograd.grad(y.sum(), x, create_graph=True)
+                failures.append("a second derivative was begun")
+            except NotImplementedError as error:
+                if "has no second derivative; call backward without" not in str(error):
+                    failures.append(str(error))
+        if not torch.equal(tpkernels.all_reduce(x.detach(), group), tpkernels.all_reduce(x, group)):
+            failures.append("the group does not work")
+    return failures
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        needs_job,
+        unused_outputs_job,
+        autocast_job,
+        backward_under_autocast_job,
+        grad_dtype_job,
+        refusals_job,
+    ],
+    ids=lambda job: job.__name__.removesuffix("_job"),
+)
+def test_on_two_ranks(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
+    report(failure for rank in ranks(2).run(job) for failure in rank)
+
+
+def test_fused(interpreting: RanksFixture) -> None:
+    """The backward of a Triton kernel is the other Triton kernel."""
+    gather = Case(op="all_gather_matmul", shape=(40, 24), n=(16, 8), biases=(F32, None))
+    scatter = Case(op="matmul_reduce_scatter", shape=(40, 16), k=(24,), biases=(F32,))
+    cases = each(gather, scatter, dtypes=(F32, BF16), algorithms=("fused",), integers=(False,))
+    run_cases(interpreting, 2, cases)
+
+
+# Failures.
+
+
+def _trained(op: str, group: dist.ProcessGroup, algorithm: str) -> torch.Tensor:
+    x, w = torch.ones(60, 48, requires_grad=True), torch.ones(48, 40, requires_grad=True)
+    y: torch.Tensor = getattr(tpkernels, op)(x, w, group, algorithm=algorithm)
+    return y.sum()
+
+
+def killed_job(op: str, algorithm: str) -> faults.Ending | None:
+    """The victim dies between its forward and its backward."""
+    group = faults.new_group()
+    _trained(op, group, algorithm).backward()
+    loss = _trained(op, group, algorithm)
+    if dist.get_rank() == VICTIM:
+        time.sleep(0.1)
+        faults.disturb_now(signal.SIGKILL)
+    return faults.ending_of(loss.backward)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "pipelined"])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_a_rank_killed_before_its_backward_is_reported(op: str, algorithm: str) -> None:
+    with faults.watched_ranks(3) as ranks:
+        outcomes = faults.collect(ranks, killed_job, op, algorithm)
+        for ending in faults.values(outcomes, VICTIM).values():
+            assert ending.error == "PeerLostError" and ending.peer == VICTIM, ending
+            assert ending.seconds < 0.1 + 2 * faults.PROMPT, ending
+
+
+def differing_job() -> str:
+    group = faults.new_group(timeout=1.0)
+    x, w = torch.ones(4, 6), torch.ones(6, 8, requires_grad=True)
+    x.requires_grad_(dist.get_rank() == 0)
+    loss = tpkernels.all_gather_matmul(x, w, group).sum()
+    return faults.ending_of(loss.backward).error
+
+
+def test_gradients_that_one_rank_alone_needs_are_an_error() -> None:
+    with faults.watched_ranks(2) as ranks:
+        assert ranks.run(differing_job) == ["CollectiveMismatchError"] * 2

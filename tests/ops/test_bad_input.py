@@ -1,0 +1,195 @@
+"""Wrong input: one line with the values, on every rank, before anything is sent. The group goes
+on."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import refusals
+from tests.support.cases import RanksFixture
+from tests.support.ranked import TIMEOUT, fresh_group, report
+from tests.support.refusals import Refusal
+from tpkernels import groups
+
+
+def wrong_answer(refusal: Refusal, group: dist.ProcessGroup) -> str | None:
+    """What is not as it should be, or None."""
+    wanted = f"{refusal.error.__name__}: {refusal.said}"
+    try:
+        refusal.call(group)
+    except Exception as error:
+        message = str(error)
+        if type(error) is not refusal.error or not re.search(refusal.said, message):
+            return f"expected {wanted}\ngot {type(error).__name__}: {message}"
+        if "\n" in message:
+            return f"more than one line: {message}"
+        return None
+    return f"not refused; expected {wanted}"
+
+
+def works(group: dist.ProcessGroup) -> bool:
+    got = tpkernels.all_reduce(torch.ones(3), group)
+    return torch.equal(got, torch.full((3,), float(group.size())))
+
+
+def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
+    """Each wrong call on every rank. Nothing is sent: the group counts no call."""
+    failures = []
+    with fresh_group() as group:
+        workspace = groups.get(group.group_name).workspace
+        assert workspace is not None
+        for refusal in table():
+            epoch = workspace.epoch
+            wrong = wrong_answer(refusal, group)
+            if wrong is not None:
+                failures.append(wrong)
+            if workspace.epoch != epoch:
+                failures.append(f"something was sent before the error: {refusal.said}")
+        if not works(group):
+            failures.append("the group does not work any more")
+    return failures
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        refusals.matmul_operands,
+        refusals.epilogues,
+        refusals.shards,
+        refusals.collectives,
+        refusals.group_arguments,
+        refusals.options,
+    ],
+    ids=lambda table: table.__name__,
+)
+def test_refusals(ranks: RanksFixture, table: Callable[[], Iterator[Refusal]]) -> None:
+    report(failure for rank in ranks(2).run(refusals_job, table) for failure in rank)
+
+
+# Jobs, run in the ranks.
+
+
+def on_an_unused_group() -> list[str]:
+    """A first call that is wrong sets nothing up, and the next sets it up."""
+    group = dist.new_group()
+    assert group is not None
+    tables = (refusals.matmul_operands, refusals.epilogues, refusals.shards)
+    found = [wrong_answer(refusal, group) for table in tables for refusal in table()]
+    if not works(group):
+        found.append("the group does not work")
+    dist.destroy_process_group(group)
+    return [wrong for wrong in found if wrong is not None]
+
+
+def on_one_rank_only() -> list[str]:
+    """The others do not notice: nothing was sent, and all meet in the next call."""
+    failures = []
+    with fresh_group() as group:
+        for refusal in [*refusals.matmul_operands(), *refusals.shards()]:
+            if group.rank() == 0 and (wrong := wrong_answer(refusal, group)):
+                failures.append(wrong)
+        if not works(group):
+            failures.append("the group does not work any more")
+    return failures
+
+
+def from_outside() -> list[str]:
+    """A rank that is not in a group, which others use meanwhile."""
+    inside = dist.new_group([0])
+    outside_name = dist.new_group([1, 2]).group_name if dist.get_rank() else ""
+    if not dist.get_rank():
+        other = dist.new_group([1, 2])
+        refusal = Refusal(
+            ValueError,
+            "rank 0 of the world is not in this group",
+            lambda _: tpkernels.all_reduce(torch.ones(3), other),
+        )
+        found = [wrong_answer(refusal, inside)]
+    else:
+        refusal = Refusal(
+            ValueError,
+            r"rank \d of the world is not in this group",
+            lambda _: tpkernels.init(inside),
+        )
+        found = [wrong_answer(refusal, inside)]
+    names: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, outside_name)
+    if not dist.get_rank():
+        by_name = Refusal(
+            ValueError,
+            f"no process group '{names[1]}' on this rank; .* this rank is not in it",
+            lambda _: tpkernels.all_reduce(torch.ones(3), str(names[1])),
+        )
+        found.append(wrong_answer(by_name, inside))
+    return [wrong for wrong in found if wrong is not None]
+
+
+def options_that_differ() -> list[str]:
+    """All are told at once, and may try again."""
+    failures = []
+    group = dist.new_group()
+    assert group is not None
+    rank = group.rank()
+    for timeout, nbytes in [(TIMEOUT + (rank == 1), 1 << 20), (TIMEOUT, (1 << 20) + 64 * rank)]:
+        begin = time.monotonic()
+        refusal = refusals.no(
+            ValueError,
+            rf"rank {rank} gives .*{nbytes}.*, rank \d gives .*; all ranks must give the same",
+            tpkernels.init,
+            timeout=timeout,
+            workspace_bytes=nbytes,
+        )
+        failures.append(wrong_answer(refusal, group))
+        if time.monotonic() - begin > 5:
+            failures.append("it took until the timeout")
+    tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=1 << 20)
+    tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=1 << 20)  # the same again is fine
+    failures.append(None if works(group) else "the group does not work")
+    dist.destroy_process_group(group)
+    return [failure for failure in failures if failure is not None]
+
+
+def without_gradients() -> list[str]:
+    """Inputs that require a gradient are fine where none is recorded."""
+    x, w = torch.ones(4, 6).requires_grad_(), torch.ones(6, 8).requires_grad_()
+    with fresh_group() as group, torch.no_grad():
+        got = tpkernels.matmul_all_reduce(x, w, group)
+    return [] if got.eq(6.0 * dist.get_world_size()).all() else [f"{got}"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [on_an_unused_group, on_one_rank_only, options_that_differ, without_gradients],
+    ids=lambda job: job.__name__,
+)
+def test_the_group_goes_on(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
+    report(failure for rank in ranks(2).run(job) for failure in rank)
+
+
+def test_a_group_that_this_rank_is_not_in(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(3).run(from_outside) for failure in rank)
+
+
+@pytest.mark.parametrize("total,world", [(-1, 2), (4, 0), (4, -1)])
+def test_impossible_splits(total: int, world: int) -> None:
+    with pytest.raises(ValueError, match=f"cannot split {total} rows over {world} ranks"):
+        tpkernels.shard_sizes(total, world)
+
+
+@pytest.mark.parametrize("total,world", [(0, 3), (1, 4), (7, 3), (12, 4), (1023, 5)])
+def test_splits_are_balanced(total: int, world: int) -> None:
+    sizes = tpkernels.shard_sizes(total, world)
+    assert (len(sizes), sum(sizes)) == (world, total)
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+def test_no_default_group() -> None:
+    with pytest.raises(ValueError, match="no default process group: call"):
+        tpkernels.init()

@@ -1,0 +1,191 @@
+"""``torch.autograd.gradcheck`` in float64, over the inputs of all ranks at once.
+
+Every rank holds the inputs of all ranks. `_Own` gives a rank its part and collects the gradients of
+the parts; `_Everyone` shows each rank the results of all. Between them is the op, so that gradcheck
+sees one function, which all ranks call in step with the same numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support.cases import COLLECTIVE_WAYS, MATMUL_WAYS, RanksFixture
+from tests.support.ranked import fresh_group
+from tpkernels.ops._column_matmul import column_matmul
+
+Shape = tuple[int, ...]
+
+
+def _collect(part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, part.detach())
+    return tuple(everyone)
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+        return parts[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _collect(grads[0])
+
+
+class _Everyone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _collect(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[dist.get_rank()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """``call(own, same, group)``. The same on all ranks: ``same`` and, if ``replicated``, the
+    results."""
+
+    name: str
+    own: Sequence[Callable[[int], Shape]]  #: shape on each rank
+    same: Sequence[Shape] = ()
+    call: Callable[..., Any]
+    replicated: bool = False
+
+
+def checks(world: int) -> Iterator[Check]:
+    sizes = [1 + rank % 2 for rank in range(world)]
+    rows = sum(sizes)
+    ag, mrs, mar = (
+        tpkernels.all_gather_matmul,
+        tpkernels.matmul_reduce_scatter,
+        tpkernels.matmul_all_reduce,
+    )
+
+    def flat(both: tuple[torch.Tensor, list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [both[0], *both[1]]
+
+    for way, save in itertools.product(MATMUL_WAYS, (False, True)):
+        yield Check(
+            name=f"all_gather_matmul {way} {save}",
+            own=(lambda r: (sizes[r], 2), lambda r: (2, 2), lambda r: (2, 1), lambda r: (1,)),
+            call=lambda own, same, group, way=way, save=save: ag(
+                own[0],
+                own[1:3],
+                group,
+                biases=[None, own[3]],
+                shard_sizes=sizes,
+                save_gathered=save,
+                algorithm=way,
+            ),
+        )
+    for way in MATMUL_WAYS:
+        yield Check(
+            name=f"all_gather_matmul {way}, with the gathered x",
+            own=(lambda r: (2, 1, 2), lambda r: (2, 1 + r % 2)),
+            call=lambda own, same, group, way=way: flat(
+                ag(own[0], own[1:], group, 1, return_gathered=True, algorithm=way)
+            ),
+        )
+        yield Check(
+            name=f"matmul_reduce_scatter {way}",
+            own=(lambda r: (rows, 1 + r % 2), lambda r: (1 + r % 2, 2), lambda r: (sizes[r], 2)),
+            same=((2,),),
+            call=lambda own, same, group, way=way: mrs(
+                *own[:2], group, bias=same[0], residual=own[2], shard_sizes=sizes, algorithm=way
+            ),
+        )
+        yield Check(
+            name=f"matmul_reduce_scatter {way}, columns",
+            own=(lambda r: (2, 2), lambda r: (2, world)),
+            same=((world,),),
+            call=lambda own, same, group, way=way: mrs(*own, group, 1, bias=same[0], algorithm=way),
+        )
+        yield Check(
+            name=f"matmul_all_reduce {way}",
+            own=(lambda r: (3, 1 + r % 2), lambda r: (1 + r % 2, 2)),
+            same=((2,), (3, 2)),
+            call=lambda own, same, group, way=way: mar(
+                *own, group, bias=same[0], residual=same[1], algorithm=way
+            ),
+            replicated=True,
+        )
+    yield Check(
+        name="_column_matmul",
+        own=(lambda r: (2, 1 + r % 2), lambda r: (2, 1), lambda r: (1,)),
+        same=((2, 1, 2),),
+        call=lambda own, same, group: column_matmul(same[0], own[:2], group, [None, own[2]]),
+    )
+    for way in COLLECTIVE_WAYS:
+        yield Check(
+            name=f"all_gather {way}",
+            own=(lambda r: (2, sizes[r]),),
+            call=lambda own, same, group, way=way: tpkernels.all_gather(
+                own[0], group, 1, shard_sizes=sizes, algorithm=way
+            ),
+        )
+        yield Check(
+            name=f"reduce_scatter {way}",
+            own=(lambda r: (rows, 2),),
+            call=lambda own, same, group, way=way: tpkernels.reduce_scatter(
+                own[0], group, shard_sizes=sizes, algorithm=way
+            ),
+        )
+        yield Check(
+            name=f"all_reduce {way}",
+            own=(lambda r: (2, 2),),
+            call=lambda own, same, group, way=way: tpkernels.all_reduce(
+                own[0], group, algorithm=way
+            ),
+            replicated=True,
+        )
+
+
+def run_check(check: Check, group: dist.ProcessGroup, fast: bool) -> None:
+    world = group.size()
+    torch.manual_seed(7)
+    shapes = [shape(rank) for shape in check.own for rank in range(world)] + list(check.same)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    split = len(check.own) * world
+
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = [_Own.apply(*tensors[i : i + world]) for i in range(0, split, world)]
+        results = check.call(own, tensors[split:], group)
+        flat = [results] if isinstance(results, torch.Tensor) else results
+        if check.replicated:
+            return tuple(flat)
+        return tuple(one for result in flat for one in _Everyone.apply(result))
+
+    try:
+        torch.autograd.gradcheck(function, inputs, fast_mode=fast, check_undefined_grad=not fast)
+    except Exception as error:
+        raise AssertionError(f"{check.name}: {error}") from error
+
+
+def gradcheck_job(fast: bool) -> int:
+    done = 0
+    with fresh_group() as group:
+        for check in checks(group.size()):
+            run_check(check, group, fast)
+            done += 1
+    return done
+
+
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3, 4))]
+)
+@pytest.mark.parametrize(
+    "fast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["projected", "whole"]
+)
+def test_gradcheck(ranks: RanksFixture, world: int, fast: bool) -> None:
+    """Every op by every algorithm; the Jacobian in random directions, or all of it."""
+    assert ranks(world).run(gradcheck_job, fast, timeout=280) == [34] * world

@@ -1,0 +1,166 @@
+"""The ops under torch's modes and transforms: inference mode, version counters, forward-mode
+differentiation, vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import tpkernels
+from tests.support.cases import MATMUL_WAYS, RanksFixture, one_of_each
+from tests.support.ranked import check_cases, fresh_group, report
+from tpkernels import groups
+
+
+def evaluate_then_train_job(first: str) -> list[str]:
+    """The very first calls of a group under inference mode, then the same outside, and back."""
+    with fresh_group() as group:
+        cases = [case for case in one_of_each(group.size()) if case.algorithm in (first, "direct")]
+        failures = []
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                failures += check_cases(cases, group)
+        x = torch.ones(64, 8, requires_grad=True)
+        w = torch.ones(8, 8, requires_grad=True)
+        tpkernels.matmul_all_reduce(x, w, group, algorithm=first).sum().backward()
+        return failures
+
+
+@pytest.mark.parametrize("first", MATMUL_WAYS)
+def test_evaluation_before_training(ranks: RanksFixture, first: str) -> None:
+    report(f for rank in ranks(2).run(evaluate_then_train_job, first) for f in rank)
+
+
+def interpreted_job() -> list[str]:
+    with fresh_group() as group:
+        with torch.inference_mode():
+            first = _fused(group)
+        workspace = groups.get(group.group_name).workspace
+        assert workspace is not None and workspace._device is not None
+        workspace._device.abort(0)  # as the thread does that watches the peers
+        workspace._device.control.zero_()
+        return [*first, *_fused(group)]
+
+
+def _fused(group: torch.distributed.ProcessGroup) -> list[str]:
+    x, w = torch.ones(16, 16), torch.ones(16, 16)
+    got = tpkernels.matmul_all_reduce(x, w, group, algorithm="fused")
+    want = torch.full((16, 16), 16.0 * group.size())
+    return [] if torch.equal(got, want) else [f"{got}"]
+
+
+def test_kernels_can_be_ended_that_began_in_inference_mode(interpreting: RanksFixture) -> None:
+    report(f for rank in interpreting(2).run(interpreted_job) for f in rank)
+
+
+def saved_job() -> list[str]:
+    """``x`` is saved for the backward, then reduced in place through a tensor that shares it."""
+    failures = []
+    with fresh_group() as group:
+        for change in (
+            lambda y: tpkernels.all_reduce_(y, group),
+            lambda y: torch.ops.tpkernels.all_reduce_(y, group.group_name),
+        ):
+            for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+                x = torch.ones(3, requires_grad=True)
+                y = x.exp()
+                with mode():
+                    before = y._version
+                    change(y.detach() if mode is torch.enable_grad else y)
+                if y._version == before:
+                    failures.append(f"{mode.__name__}: the version counter did not move")
+                try:
+                    y.sum().backward()
+                    failures.append(f"{mode.__name__}: a gradient of overwritten values")
+                except RuntimeError as error:
+                    if "modified by an inplace operation" not in str(error):
+                        failures.append(str(error))
+    return failures
+
+
+def test_in_place_is_told_to_autograd(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(saved_job) for f in rank)
+
+
+def tangents_job() -> list[str]:
+    """Forward mode is refused before anything is sent, also below ``torch.func``."""
+    x, w = torch.ones(4, 4), torch.ones(4, 4)
+    failures = []
+    with fresh_group() as group:
+        workspace = groups.get(group.group_name).workspace
+        assert workspace is not None
+        tpkernels.all_reduce(x, group)
+        ops: list[Callable[[torch.Tensor], object]] = [
+            lambda x: tpkernels.all_gather(x, group),
+            lambda x: tpkernels.reduce_scatter(x, group),
+            lambda x: tpkernels.all_reduce(x, group),
+            lambda x: tpkernels.all_reduce_(x, group),
+            lambda x: tpkernels.all_gather_matmul(x, w, group),
+            lambda x: tpkernels.all_gather_matmul(w, [w, x], group),
+            lambda x: tpkernels.matmul_reduce_scatter(x, w, group),
+            lambda x: tpkernels.matmul_all_reduce(x, w, group, residual=x),
+        ]
+        for op in ops:
+            epoch = workspace.epoch
+            for way in ("dual", "jvp"):
+                try:
+                    if way == "jvp":
+                        torch.func.jvp(op, (x.clone(),), (x,))
+                    else:
+                        with forward_ad.dual_level():
+                            op(forward_ad.make_dual(x.clone(), x))
+                    failures.append(f"{way}: not refused")
+                except NotImplementedError as error:
+                    if "has no forward-mode derivative" not in str(error):
+                        failures.append(str(error))
+                if workspace.epoch != epoch:
+                    failures.append(f"{way}: something was sent")
+        with forward_ad.dual_level():  # what has no tangent goes on
+            tpkernels.all_reduce(x, group)
+        tpkernels.all_reduce(x, group)
+    return failures
+
+
+def test_forward_mode_is_refused(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(tangents_job) for f in rank)
+
+
+def transforms_job() -> list[str]:
+    """What docs/failures.md says of ``torch.vmap`` and ``torch.func``."""
+    failures = []
+    x, w = torch.arange(24.0).view(2, 4, 3), torch.ones(3, 3)
+    with fresh_group() as group:
+        workspace = groups.get(group.group_name).workspace
+        assert workspace is not None
+        for op in (
+            lambda x: tpkernels.all_gather(x, group),
+            lambda x: tpkernels.reduce_scatter(x, group),
+            lambda x: tpkernels.all_reduce(x, group),
+            lambda x: tpkernels.matmul_reduce_scatter(x, w, group),
+            lambda x: tpkernels.matmul_all_reduce(x, w, group),
+        ):
+            want = torch.stack([op(one) for one in x])
+            if not torch.equal(torch.vmap(op)(x), want):
+                failures.append("vmap: not the results one by one")
+        epoch = workspace.epoch
+        for refused in (
+            lambda: torch.vmap(lambda x: tpkernels.all_gather_matmul(x, w, group))(x),
+            lambda: torch.vmap(lambda x: tpkernels.all_reduce_(x, group))(x.clone()),
+            lambda: torch.func.grad(lambda x: tpkernels.all_reduce(x, group).sum())(x),
+        ):
+            try:
+                refused()
+                failures.append("not refused")
+            except RuntimeError:
+                pass
+        if workspace.epoch != epoch:
+            failures.append("something was sent")
+    return failures
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_and_function_transforms(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(transforms_job) for f in rank)

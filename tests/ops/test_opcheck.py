@@ -1,0 +1,211 @@
+"""The ops as torch sees them: ``torch.library.opcheck``, fake kernels, ``torch.compile``."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.ranked import fresh_group, report
+from tpkernels.groups import GroupLike
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
+    """(op, arguments, options) of calls of every op on the group ``name``."""
+    torch.manual_seed(rank)
+    x, w, w2 = torch.randn(6, 8), torch.randn(8, 5), torch.randn(8, 3)
+    blocks = torch.randn(2, 6, 3, 8)
+    sizes = [6 + r for r in range(world)]
+    uneven = torch.randn(sizes[rank], 8)
+    splits = tpkernels.shard_sizes(7, world)
+    yield "all_gather", (x, name), {}
+    yield "all_gather", (x.t(), name, 1), {"algorithm": "unfused"}
+    yield "all_gather", (uneven, name), {"shard_sizes": sizes}
+    yield "all_gather_matmul", (x, [w], name), {}
+    yield "all_gather_matmul", (blocks, [w, w2], name, 1), {"return_gathered": True}
+    yield "all_gather_matmul", (uneven, [w], name), {"shard_sizes": sizes, "biases": [w[0]]}
+    yield (
+        "all_gather_matmul",
+        (x.to(BF16), [w.to(BF16), w2.to(BF16)], name),
+        {"out_dtype": F32, "biases": [torch.empty(0), w2[0]], "algorithm": "pipelined"},
+    )
+    yield "reduce_scatter", (blocks, name, 1), {"algorithm": "direct"}
+    yield "reduce_scatter", (x.to(BF16), name), {"out_dtype": F32}
+    yield "reduce_scatter", (torch.randn(7, 2), name), {"shard_sizes": splits}
+    for algorithm in ("unfused", "ring", "direct", "pipelined"):
+        options: dict[str, Any] = {"algorithm": algorithm}
+        extra = {"bias": w[0], "residual": torch.randn(6 // world, 5), **options}
+        yield "matmul_reduce_scatter", (x, w, name), extra
+        yield "matmul_all_reduce", (x, w, name), {"residual": torch.randn(6, 5), **options}
+    yield (
+        "matmul_reduce_scatter",
+        (blocks, w2.expand(8, 3), name, 3),
+        {"shard_sizes": None} | ({"shard_sizes": tpkernels.shard_sizes(3, world)}),
+    )
+    yield (
+        "matmul_all_reduce",
+        (blocks.to(BF16), w.t().contiguous().t().to(BF16), name),
+        {"out_dtype": F32, "wire_dtype": F32, "bias": w[0]},
+    )
+    yield "_column_matmul", (blocks, [w, w2.expand(8, 3)], name, [torch.empty(0), w2[0]]), {}
+    yield "_column_matmul", (x.to(BF16), [w.t().contiguous().t().to(BF16)], name), {}
+    yield "all_reduce", (x, name), {}
+    yield "all_reduce", (x.t().to(BF16), name), {"out_dtype": F32}
+    yield "all_reduce_", (x.clone(), name), {}
+    yield "all_reduce_", (torch.randn(8, 6).t(), name), {"algorithm": "unfused"}
+
+
+def opcheck_job() -> list[str]:
+    return opcheck_failures(samples)
+
+
+def opcheck_failures(samples: Callable[[str, int, int], Iterator[Sample]]) -> list[str]:
+    """What ``torch.library.opcheck`` says of the calls, on this rank."""
+    failures = []
+    with fresh_group() as group:
+        for op, args, options in samples(group.group_name, group.rank(), group.size()):
+            try:
+                torch.library.opcheck(getattr(torch.ops.tpkernels, op).default, args, options)
+            except Exception:
+                failures.append(f"{op} {options}: {traceback.format_exc(limit=-3)}")
+    return failures
+
+
+def fake_job() -> list[str]:
+    """Shapes, dtypes and strides are known without running anything."""
+    failures = []
+    with fresh_group() as group:
+        for op, args, options in samples(group.group_name, group.rank(), group.size()):
+            call = getattr(torch.ops.tpkernels, op).default
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = torch.utils._pytree.tree_map_only(
+                    torch.Tensor, mode.from_tensor, (args, options)
+                )
+                foretold = torch.utils._pytree.tree_leaves(call(*fake[0], **fake[1]))
+            got = torch.utils._pytree.tree_leaves(call(*args, **options))
+            for told, real in zip(foretold, got, strict=True):
+                if real is None:
+                    continue
+                want = (real.shape, real.dtype, real.stride())
+                if (told.shape, told.dtype, told.stride()) != want:
+                    failures.append(f"{op} {options}: {told}, really {want}")
+    return failures
+
+
+# torch.compile, which also must see a collective as one node that it cannot drop or reorder.
+
+_Step = Callable[..., torch.Tensor]
+
+
+def _mlp(algorithm: str, group: GroupLike) -> _Step:
+    def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = tpkernels.all_gather_matmul(x, up, group, algorithm=algorithm)
+        return tpkernels.matmul_reduce_scatter(hidden.relu(), down, group, algorithm=algorithm) + x
+
+    return step
+
+
+def _attention(algorithm: str, group: GroupLike) -> _Step:
+    def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        gathered, (q, k) = tpkernels.all_gather_matmul(
+            x, [up, up * 2], group, return_gathered=True, algorithm=algorithm
+        )
+        y = tpkernels.matmul_all_reduce((q * k).tanh(), down, group, algorithm=algorithm)
+        return tpkernels.all_reduce(y + gathered, group)
+
+    return step
+
+
+def _in_place(algorithm: str, group: GroupLike) -> _Step:
+    def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        y = (x @ up).relu() @ down
+        tpkernels.all_reduce_(y, group)
+        whole = tpkernels.all_gather(y, group, 1)
+        return tpkernels.reduce_scatter(whole, group, 1) + x
+
+    return step
+
+
+def compile_job(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -> list[str]:
+    """The compiled function gives the eager one's bits, for several M; with ``dynamic`` None, M is
+    marked as dynamic."""
+    failures = []
+    torch._dynamo.reset()
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    with fresh_group() as group:
+        torch.manual_seed(0)
+        up, down = torch.randn(8, 12), torch.randn(12, 8)
+        for algorithm in ("unfused", "direct", "auto"):
+            torch._dynamo.reset()
+            graphs = 0
+            step = make(algorithm, group)
+            compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=dynamic)
+            for m in (4, 6, 9):
+                x = torch.randn(m, 8)
+                want = step(x, up, down)
+                if dynamic is None:
+                    torch._dynamo.mark_dynamic(x, 0)
+                if not torch.equal(compiled(x, up, down), want):
+                    failures.append(f"{algorithm}, M={m}, dynamic={dynamic}: other bits")
+            expected = 3 if dynamic is False else 1
+            if graphs != expected:
+                failures.append(f"{algorithm}, dynamic={dynamic}: {graphs} graphs, not {expected}")
+    return failures
+
+
+def compile_with_every_kind_of_group() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    group = mesh.get_group()
+    torch.manual_seed(0)
+    x, up, down = torch.randn(4, 8), torch.randn(8, 12), torch.randn(12, 8)
+    want = _mlp("auto", group)(x, up, down)
+    ways: list[GroupLike] = [mesh, (mesh, 0), (mesh, "tp"), group, group.group_name]
+    failures = []
+    for given in ways:
+        torch._dynamo.reset()
+        compiled = torch.compile(_mlp("auto", given), fullgraph=True, backend="aot_eager")
+        if not torch.equal(compiled(x, up, down), want):
+            failures.append(f"group given as {given}: other bits")
+    return failures
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_opcheck(ranks: RanksFixture, world: int) -> None:
+    report(f for rank in ranks(world).run(opcheck_job, timeout=200) for f in rank)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_fake_kernels_foretell_the_results(ranks: RanksFixture, world: int) -> None:
+    report(f for rank in ranks(world).run(fake_job) for f in rank)
+
+
+@pytest.mark.parametrize("dynamic", [False, True, None], ids=["static", "dynamic", "marked"])
+@pytest.mark.parametrize("make", [_mlp, _attention, _in_place])
+def test_compile(
+    ranks: RanksFixture,
+    make: Callable[[str, GroupLike], _Step],
+    dynamic: bool | None,
+) -> None:
+    report(f for rank in ranks(2).run(compile_job, make, dynamic, timeout=200) for f in rank)
+
+
+def test_compile_with_every_kind_of_group(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(compile_with_every_kind_of_group) for f in rank)

@@ -1,0 +1,172 @@
+"""``tpkernels.parallelize`` on models of transformers: logits and gradients are transformers' own
+for any number of ranks, with 9 heads in 3 groups; what uses them works as before."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import hf_models
+from tests.support.cases import RanksFixture
+from tests.support.nn_reference import shard
+from tests.support.ranked import recorded_calls, report
+from tpkernels import nn as tnn
+
+pytest.importorskip("transformers")
+
+
+def logits_job(model_type: str) -> list[str]:
+    model, mesh = hf_models.make(model_type, tied=model_type == "qwen3"), hf_models.mesh_of_all()
+    found = []
+    for sequence in (True, False):
+        found += [f"{sequence=}: {one}" for one in hf_models.differences(model, sequence, mesh)]
+    return found
+
+
+@pytest.mark.parametrize("world", hf_models.SWEEP)
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_logits_and_gradients(ranks: RanksFixture, world: int, model_type: str) -> None:
+    told = ranks(world).run(logits_job, model_type, timeout=120)
+    report(failure for rank in told for failure in rank)
+
+
+def calls_job() -> tuple[list[str], list[str]]:
+    """The calls of a forward with and without sequence parallelism, by op."""
+    made = []
+    for sequence in (True, False):
+        model = hf_models.make("llama")
+        tpkernels.parallelize(model, hf_models.mesh_of_all(), sequence_parallel=sequence)
+        with recorded_calls() as calls, torch.no_grad():
+            model(input_ids=hf_models.batch()["input_ids"], use_cache=False)
+        made.append(calls)
+    return made[0], made[1]
+
+
+def test_projections_of_one_input_share_a_gather(ranks: RanksFixture) -> None:
+    layer = ["all_gather_matmul", "matmul_reduce_scatter"] * 2
+    for sequence, replicated in ranks(2).run(calls_job):
+        assert sequence == ["all_reduce", *layer * 2, "all_gather", "all_gather"]
+        assert replicated == ["all_reduce", *["matmul_all_reduce"] * 4, "all_gather"]
+
+
+def generate_job(model_type: str) -> list[str]:
+    """Tokens generated with a cache, from prompts of which one is padded."""
+    prompt = {name: hf_models.batch()[name] for name in ("input_ids", "attention_mask")}
+    single = hf_models.make(model_type).eval()
+    want = single.generate(**prompt, max_new_tokens=5, do_sample=False)
+    told = []
+    for sequence in (True, False):
+        parallel = copy.deepcopy(single)
+        tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
+        got = parallel.generate(**prompt, max_new_tokens=5, do_sample=False)
+        if not torch.equal(want, got):
+            told.append(f"{model_type}, {sequence=}: {got}, expected {want}")
+    return told
+
+
+@pytest.mark.parametrize("world", hf_models.SWEEP)
+def test_it_generates_the_same_tokens(ranks: RanksFixture, world: int) -> None:
+    for model_type in ("llama", "qwen3"):
+        told = ranks(world).run(generate_job, model_type, timeout=120)
+        report(failure for rank in told for failure in rank)
+
+
+def use_job(how: str) -> list[str]:
+    """Gradients of a parallel model that is used in some way."""
+    torch._dynamo.reset()
+    told = []
+    for sequence in (True, False):
+        single = hf_models.make("qwen3")
+        parallel = copy.deepcopy(single)
+        tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
+        call, lengths = None, (hf_models.TOKENS,)
+        if how == "copied":
+            parallel = copy.deepcopy(parallel)
+        if how == "checkpointing":  # recomputed when a forward of another length has run
+            parallel.gradient_checkpointing_enable({"use_reentrant": False})
+            lengths = (hf_models.TOKENS, hf_models.TOKENS + 3)
+        if how == "compiled":
+            call = torch.compile(parallel, backend="aot_eager", fullgraph=True)
+        logits, _, grads = hf_models.run(single, *lengths)
+        got_logits, _, got = hf_models.run(parallel, *lengths, call=call)
+        pairs = {"logits": (got_logits, logits)}
+        pairs |= {name: (got[name], shard(parallel, name, grads[name])) for name in got}
+        for name, (one, other) in pairs.items():
+            if other.numel() and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
+                told.append(f"{sequence=}: {name} is off by {(one - other).abs().max():.3g}")
+        for name, module in parallel.named_modules():
+            if getattr(module, "given", None) is not None:
+                told.append(f"{sequence=}: {name} keeps what it was given")
+    return told
+
+
+@pytest.mark.parametrize(
+    "how", ["copied", "checkpointing", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_it_is_used_as_before(ranks: RanksFixture, how: str) -> None:
+    told = ranks(2).run(use_job, how, timeout=180)
+    report(f"{how}: {failure}" for rank in told for failure in rank)
+
+
+def state_job() -> list[str]:
+    """The state dict is the unsharded model's; one that starts on the meta device loads it."""
+    single, told = hf_models.make("llama", tied=True), []
+    mesh = hf_models.mesh_of_all()
+    parallel = tpkernels.parallelize(copy.deepcopy(single), mesh)
+    want, got = single.state_dict(), tnn.full_state_dict(parallel)
+    if set(want) != set(got) or not all(torch.equal(got[name], want[name]) for name in want):
+        told.append("the state dicts differ")
+    if parallel.lm_head.weight is not parallel.model.embed_tokens.weight:
+        told.append("the embeddings are not tied any more")
+    if dist.get_rank() == 0:
+        alone = tnn.full_state_dict(parallel, rank0_only=True)
+        if not all(torch.equal(alone[name], want[name]) for name in want):
+            told.append("rank 0 alone has another state dict")
+    elif tnn.full_state_dict(parallel, rank0_only=True):
+        told.append("a state dict for rank 0 is on another")
+    with torch.device("meta"):
+        empty = tpkernels.parallelize(hf_models.make("llama", tied=True), mesh)
+    empty.to_empty(device="cpu").load_state_dict(want)
+    empty.tie_weights()
+    empty.model.rotary_emb = copy.deepcopy(single.model.rotary_emb)
+    ids = torch.arange(9).view(1, 9)
+    with torch.no_grad():
+        difference = (empty(ids).logits - parallel(ids).logits).abs().max()
+    if difference != 0:
+        told.append(f"one from the meta device is off by {difference}")
+    if empty.lm_head.weight is not empty.model.embed_tokens.weight:
+        told.append("one from the meta device is not tied")
+    return told
+
+
+def test_state_dicts_are_the_unsharded_models(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(state_job) for failure in rank)
+
+
+def clipping_job() -> list[str]:
+    """Of a model with uneven shards, tied weights and norms that all ranks have."""
+    single, told = hf_models.make("qwen3", tied=True), []
+    parallel = tpkernels.parallelize(copy.deepcopy(single), hf_models.mesh_of_all())
+    ids = torch.arange(14).view(1, 14)
+    for model in (single, parallel):
+        model(ids, labels=ids).loss.backward()
+    for most in (1e9, 0.05):
+        want = torch.nn.utils.clip_grad_norm_(single.parameters(), most)
+        got = tnn.clip_grad_norm_(parallel, most)
+        if abs(got - want) > 1e-5 * want:
+            told.append(f"the norm is {got}, and of the unsharded model {want}")
+        theirs, ours = single.model.norm.weight.grad, parallel.model.norm.weight.grad
+        if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7):
+            told.append(f"clipped to {most}, a gradient is {ours} and not {theirs}")
+    parallel.model.norm.weight.grad.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match="norm of the gradients is inf"):
+        tnn.clip_grad_norm_(parallel, 1.0, error_if_nonfinite=True)
+    return told
+
+
+def test_clipping_is_that_of_the_unsharded_model(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(3).run(clipping_job) for failure in rank)

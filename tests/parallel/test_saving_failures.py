@@ -1,0 +1,186 @@
+"""``save_pretrained`` after `tpkernels.parallelize`, where something goes wrong: what fails on
+rank 0 fails on all ranks, in time, and what cannot be saved is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpkernels
+from tests.support import hf_models
+from tests.support.cases import RanksFixture
+from tpkernels.launch import Ranks
+
+pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def _saves(model: Any, does: Callable[..., None]) -> Any:
+    """The model, with another ``save_pretrained`` of its class."""
+    model.__class__ = type(type(model).__name__, (type(model),), {"save_pretrained": does})
+    return model
+
+
+def failing_job(base: str) -> list[str]:
+    """What each rank raises, where rank 0 cannot make the folder or runs out of space."""
+    mesh, told = hf_models.mesh_of_all(), []
+    (Path(base) / "file").touch()
+
+    def full(self: Any, save_directory: Any, **_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def stopped(self: Any, save_directory: Any, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    models = {
+        "folder": hf_models.make("llama"),
+        "space": _saves(hf_models.make("llama"), full),
+        "interrupt": _saves(hf_models.make("llama"), stopped),
+    }
+    for model in models.values():
+        tpkernels.parallelize(model, mesh)
+        begin = time.monotonic()
+        try:
+            model.save_pretrained(Path(base) / "file" / "folder")
+            told.append("nothing")
+        except BaseException as error:
+            told.append(f"{type(error).__name__}: {error}")
+        assert time.monotonic() - begin < 5
+    models["folder"].save_pretrained(Path(base) / "folder")  # the group goes on
+    told.append(str((Path(base) / "folder" / "model.safetensors").exists()))
+    return told
+
+
+@pytest.mark.parametrize("world", [2, 1])
+def test_an_error_of_rank_0_is_raised_on_all(
+    ranks: RanksFixture, tmp_path: Path, world: int
+) -> None:
+    first, *others = ranks(world).run(failing_job, str(tmp_path))
+    expected = ["NotADirectoryError: ", "OSError: [Errno 28] No space left", "KeyboardInterrupt"]
+    for said, part in zip(first, [*expected, "True"], strict=True):
+        assert said.startswith(part), first
+    for other in others:
+        for said, part in zip(other, expected, strict=False):
+            assert said.startswith(f"RuntimeError: rank 0 could not save the model: {part}"), other
+        assert other[-1] == "True"
+
+
+def own_group(seconds: float) -> DeviceMesh:
+    """All ranks, who wait so long for each other."""
+    group = dist.new_group()
+    assert group is not None
+    tpkernels.init(group, timeout=seconds)
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def slow_job(base: str) -> float:
+    """Rank 0 writes for longer than ranks wait for each other."""
+
+    def write(self: Any, save_directory: Any, **_: Any) -> None:
+        time.sleep(2.5)
+
+    model = tpkernels.parallelize(_saves(hf_models.make("llama"), write), own_group(1.0))
+    begin = time.monotonic()
+    model.save_pretrained(base)
+    return time.monotonic() - begin
+
+
+def test_the_others_wait_while_rank_0_writes(ranks: RanksFixture, tmp_path: Path) -> None:
+    assert all(2.4 < seconds < 10 for seconds in ranks(2).run(slow_job, str(tmp_path)))
+
+
+def alone_job(base: str, rank: int) -> tuple[str, float]:
+    model = tpkernels.parallelize(hf_models.make("llama"), own_group(1.0))
+    dist.barrier()
+    begin = time.monotonic()
+    told = "did not call"
+    if dist.get_rank() == rank:
+        try:
+            model.save_pretrained(base)
+        except Exception as error:
+            told = type(error).__name__
+    took = time.monotonic() - begin
+    dist.barrier()
+    return told, took
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_alone_does_not_hang(ranks: RanksFixture, tmp_path: Path, rank: int) -> None:
+    told, took = ranks(2).run(alone_job, str(tmp_path), rank)[rank]
+    assert told == "CollectiveTimeoutError" and took < 5
+
+
+def dying_job(base: str) -> tuple[str, float]:
+    def write(self: Any, save_directory: Any, **_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    model = _saves(hf_models.make("llama"), write)
+    tpkernels.parallelize(model, hf_models.mesh_of_all())
+    begin = time.monotonic()
+    try:
+        model.save_pretrained(base)
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - begin
+    return "nothing", 0.0
+
+
+def test_rank_0_dies_while_it_writes(tmp_path: Path) -> None:
+    with Ranks(2) as pool:
+        pool.submit(dying_job, str(tmp_path))
+        outcomes = pool.collect(timeout=60)
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    told, took = outcomes[1].value
+    assert told == "PeerLostError" and took < 5
+
+
+def refusals_job(base: str) -> list[str]:
+    mesh, folder = hf_models.mesh_of_all(), Path(base)
+    model = tpkernels.parallelize(hf_models.make("llama"), mesh)
+    adapted = tpkernels.parallelize(hf_models.make("llama"), mesh)
+    adapted._hf_peft_config_loaded = True
+    with torch.device("meta"):
+        empty = tpkernels.parallelize(hf_models.make("llama"), mesh)
+    doings: list[Callable[[], Any]] = [
+        lambda: model.save_pretrained(folder, distributed_checkpoint=True),
+        lambda: adapted.save_pretrained(folder),
+        lambda: empty.save_pretrained(folder),
+        lambda: model.push_to_hub("name"),
+        model.save_pretrained,
+        lambda: safetensors.save_file(model.state_dict(), folder / "file"),
+        lambda: safetensors.save_model(model, str(folder / "file")),
+        lambda: torch.save(model.state_dict(), folder / "file"),
+    ]
+    told = []
+    for do in doings:
+        try:
+            do()
+            told.append("nothing")
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    model.save_pretrained(folder / "after")
+    return told
+
+
+def test_what_is_refused(ranks: RanksFixture, tmp_path: Path) -> None:
+    expected = [
+        "NotImplementedError: distributed_checkpoint=True is for models that transformers has",
+        "NotImplementedError: the model has adapters",
+        "ValueError: the model is on the meta device",
+        "NotImplementedError: push_to_hub would upload from every rank; call save_pretrained(",
+        "TypeError: missing a required argument: 'save_directory'",
+        "TypeError: a ShardTensor is one rank's shard and has no memory of the whole: save with",
+        "TypeError: a ShardTensor is one rank's shard and has no memory of the whole: save with",
+        "TypeError: a ShardTensor is one rank's shard and is not pickled: save with",
+    ]
+    for told in ranks(2).run(refusals_job, str(tmp_path)):
+        for said, part in zip(told, expected, strict=True):
+            assert said.startswith(part), said

@@ -1,0 +1,233 @@
+"""One Linear under the fused styles beside the unsharded one: every layout, with uneven shards;
+what the styles leave to torch's, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+)
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.cases import RanksFixture
+from tests.support.ranked import report
+from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
+
+WHOLE, F64 = Replicate(), torch.float64
+
+
+class Ops(TorchDispatchMode):
+    """The names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def collective(self) -> set[str]:
+        """What communicates. ``_matmul`` is the local product."""
+        ours = {name for name in self.names if name.startswith(("tpkernels", "_c10d"))}
+        return ours - {"tpkernels::_matmul", "_c10d_functional::wait_tensor"}
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def _whole(
+    x: torch.Tensor, mesh: DeviceMesh, layout: Placement, like: torch.Tensor
+) -> torch.Tensor:
+    """The tensor of the shape of ``like`` that this rank has its part of."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [layout], shape=like.shape, stride=like.stride())
+    return x.full_tensor()
+
+
+def _one(
+    style: Any,
+    shape: tuple[int, ...],
+    given: Placement,
+    as_dtensor: bool,
+    output: Placement,
+    uneven: int = 0,
+) -> list[str]:
+    """One Linear under the style in float64, its input laid out as ``given``; so many features
+    more than the ranks divide."""
+    mesh = _mesh()
+    features = 6 * mesh.size() + uneven
+    torch.manual_seed(1)
+    whole, linear = (nn.Linear(shape[-1], features).double() for _ in range(2))
+    linear.load_state_dict(whole.state_dict())
+    parallelize_module(linear, mesh, style)
+    x = torch.randn(shape, dtype=F64, requires_grad=True)
+    mine: Any = distribute_tensor(x.detach(), mesh, [given])
+    mine = (mine if as_dtensor else mine.to_local()).requires_grad_()
+
+    expected = whole(x)
+    cotangent = torch.randn(expected.shape, dtype=F64)
+    expected.backward(cotangent)
+    with Ops() as ops:
+        y = linear(mine)
+    told = f"{style}, {given}"
+    if isinstance(y, DTensor) == style.use_local_output:
+        return [f"{told}: gives {type(y)}"]
+    if isinstance(y, DTensor) and y.placements != (output,):
+        return [f"{told}: gives {y.placements}"]
+    part: Any = distribute_tensor(cotangent, mesh, [output])
+    y.backward(part if isinstance(y, DTensor) else part.to_local())
+    pairs = {"y": (_whole(y.detach(), mesh, output, expected), expected)}
+    pairs["x"] = (_whole(mine.grad, mesh, given, x), x.grad)
+    for name, p in linear.named_parameters():
+        grad: Any = p.grad
+        pairs[name] = (grad.full_tensor(), getattr(whole, name).grad)
+    found = [
+        f"{told}: {name} differs by {(got - want).abs().max()}"
+        for name, (got, want) in pairs.items()
+        if not torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+    ]
+    op = "tpkernels::all_gather_matmul"
+    if isinstance(style, FusedRowwiseParallel):
+        replicated = style.output_layouts[0].is_replicate()
+        op = f"tpkernels::matmul_{'all_reduce' if replicated else 'reduce_scatter'}"
+    return found + ([] if op in ops.collective else [f"{told}: {ops.collective}"])
+
+
+def layouts_job() -> list[str]:
+    world = dist.get_world_size()
+    failures = []
+    k, even = 4 * world, 2 * world
+    for dim, local in ((0, True), (1, True), (1, False), (-2, True)):
+        shape = (even, 3, k) if dim == 0 else (3, even, k)
+        at = Shard(dim % 3)
+        column = FusedColwiseParallel(input_layouts=Shard(dim), use_local_output=local)
+        row = FusedRowwiseParallel(output_layouts=Shard(dim), use_local_output=local)
+        for as_dtensor in (True, False):
+            failures += _one(column, shape, at, as_dtensor, Shard(2))
+            failures += _one(row, shape, Shard(2), as_dtensor, at)
+    shape, spread = (3, even, k), FusedColwiseParallel(input_layouts=Shard(1), output_layouts=WHOLE)
+    failures += _one(spread, shape, Shard(1), False, WHOLE)
+    failures += _one(FusedRowwiseParallel(), shape, Shard(2), False, WHOLE)
+    failures += _one(FusedRowwiseParallel(input_layouts=WHOLE), shape, WHOLE, False, WHOLE)
+    row = FusedRowwiseParallel(output_layouts=Shard(-1))
+    failures += _one(row, shape, Shard(2), True, Shard(2))
+    return failures
+
+
+def uneven_job() -> list[str]:
+    """DTensors know the size of the whole; with one row, some ranks have none."""
+    world = dist.get_world_size()
+    failures = []
+    column = FusedColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    row = FusedRowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    last = FusedRowwiseParallel(output_layouts=Shard(2), use_local_output=False)
+    for rows in (2 * world + 1, 1):
+        shape = (3, rows, 4 * world + 1)
+        failures += _one(column, shape, Shard(1), True, Shard(2), uneven=1)
+        failures += _one(row, shape, Shard(2), True, Shard(1), uneven=1)
+        failures += _one(last, shape, Shard(2), True, Shard(2), uneven=1)
+    failures += _one(FusedRowwiseParallel(), shape, Shard(2), False, WHOLE, uneven=1)
+    return failures
+
+
+def torch_s_own_job() -> list[str]:
+    """Layouts with nothing to fuse are torch's own: the same bits, by the same ops."""
+    mesh, failures = _mesh(), []
+    x = torch.randn(2, 4, 8)
+    dist.broadcast(x, 0)
+    pairs = [
+        (FusedColwiseParallel(), ColwiseParallel()),
+        (FusedColwiseParallel(output_layouts=WHOLE), ColwiseParallel(output_layouts=WHOLE)),
+    ]
+    for fused, plain in pairs:
+        torch.manual_seed(3)
+        linear = nn.Linear(8, 6)
+        results = []
+        for style in (fused, plain):
+            copy = nn.Linear(8, 6)
+            copy.load_state_dict(linear.state_dict())
+            parallelize_module(copy, mesh, style)
+            results.append(copy(x))
+        if not torch.equal(*results):
+            failures.append(f"{fused}: {results}")
+    return failures
+
+
+def refusals_job() -> list[str]:
+    mesh, failures = _mesh(), []
+    square = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
+    column, row = FusedColwiseParallel(input_layouts=Shard(1)), FusedRowwiseParallel()
+
+    class Special(nn.Linear):
+        pass
+
+    done = parallelize_module(nn.Linear(8, 8), mesh, column)
+    integers = nn.Linear(8, 8)
+    integers.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+    pair: Any = (Shard(1), Shard(1))
+    double = FusedColwiseParallel(input_layouts=pair)
+    wrapped = nn.Linear(8, 8)
+    wrapped.weight = nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))
+    own = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
+    plain = "Linear(in_features=8, out_features=8"
+    cases: list[tuple[Any, nn.Module, DeviceMesh, type[Exception], list[str]]] = [
+        (column, nn.Linear(8, 8), square, ValueError, [plain, "2 dims", "mesh['tp']"]),
+        (row, nn.Embedding(8, 8), mesh, NotImplementedError, ["Embedding(8, 8)", "torch's styles"]),
+        (row, Special(8, 8), mesh, NotImplementedError, ["Special(in_features=8"]),
+        (column, done, mesh, ValueError, ["_ColwiseLinear(in_features=8", "DTensor"]),
+        (row, integers, mesh, NotImplementedError, [plain, "weight", "int8"]),
+        (row, wrapped, mesh, NotImplementedError, [plain, "weight is a TwoTensor"]),
+        (column, nn.Linear(8, 1), mesh, ValueError, ["out_features 1", "2 ranks is [1, 0]"]),
+        (row, nn.Linear(1, 8), mesh, ValueError, ["in_features 1", "2 ranks is [1, 0]"]),
+        (double, nn.Linear(8, 8), mesh, TypeError, [plain, "one placement"]),
+        (row, own, mesh, ValueError, ["weight is a DTensor", "before fully_shard"]),
+    ]
+    for style, module, on, kind, words in cases:
+        try:
+            parallelize_module(module, on, style)
+        except kind as error:
+            missing = [word for word in words if word not in str(error)]
+            failures += [f"{style} of {module}: {error}: no {missing}"] if missing else []
+        else:
+            failures.append(f"{style} of {module} was taken")
+    outside = parallelize_module(
+        nn.Linear(8, 8), mesh, FusedColwiseParallel(input_layouts=Shard(3))
+    )
+    try:
+        outside(torch.ones(2, 8))
+    except ValueError as error:
+        if f"{plain}, bias=True): Shard(dim=3) splits" not in str(error):
+            failures.append(str(error))
+    else:
+        failures.append("Shard(3) of two dims was taken")
+    return failures
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
+    report(f for rank in ranks(world).run(uneven_job, timeout=120) for f in rank)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_layout(ranks: RanksFixture, world: int) -> None:
+    report(f for rank in ranks(world).run(layouts_job, timeout=120) for f in rank)
+
+
+def test_nothing_to_fuse(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(torch_s_own_job, timeout=120) for f in rank)
+
+
+def test_refusals_name_the_module(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(2).run(refusals_job, timeout=120) for f in rank)

@@ -1,0 +1,297 @@
+"""The file that keeps measured times: nothing in it is trusted, and all ranks use rank 0's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.planning.test_tuning import measured, plan, spec
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import Ending
+from tests.support.ranked import apart, fresh_group
+from tpkernels import groups
+from tpkernels.backends import OPS
+from tpkernels.bench.cases import Spec, random_case, run_tpkernels
+from tpkernels.planning import store
+from tpkernels.planning.choose import NOTHING_TUNED
+from tpkernels.planning.machine import Machine, this_machine
+from tpkernels.planning.table import Table
+
+MACHINE = this_machine("cpu", 2, 1, True, threads=1)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the table of `MACHINE` is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return store.path_for(MACHINE)
+
+
+CUT = replace(measured(spec(9), ring=2, direct=3), config=(("block_m", 64), ("num_warps", 8)))
+TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), CUT))
+
+
+def test_a_table_comes_back(cache: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED  # there is none: no warning
+        assert store.update(MACHINE, *TABLE.measurements) == (cache, TABLE)
+        assert store.load_or_warn(MACHINE) == TABLE
+    assert [file.name for file in cache.parent.iterdir()] == [cache.name]
+    newer = measured(spec(64), unfused=0.5, direct=1.0)
+    assert len(TABLE.with_measurement(newer).measurements) == 2
+    assert plan(spec(64), *TABLE.with_measurement(newer).measurements).algorithm == "unfused"
+
+
+def test_each_machine_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: list[dict[str, Any]] = [
+        {"device": "another"}, {"cores": 99}, {"threads": 7}, {"ranks": 3},
+        {"hosts": 2}, {"shared_memory": False}, {"vector_unit": "none"}, {"kind": "cuda"},
+    ]  # fmt: skip
+    names = {replace(MACHINE, **change).file_name for change in [{}, *changes]}
+    assert len(names) == len(changes) + 1
+    monkeypatch.setattr("tpkernels.planning.machine.versions", lambda: {"torch": "1.0"})
+    assert MACHINE.file_name not in names
+
+
+def edited(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: content | changes
+
+
+def first(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    """The content with a first measurement that is changed."""
+    return lambda content: content | {"measurements": [content["measurements"][0] | changes]}
+
+
+WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
+    "empty": (b"", "it is no JSON"),
+    "cut off": (b'{"format": "tpk', "it is no JSON"),
+    "a pickle": (pickle.dumps({"format": store.FORMAT}), "it is no text"),
+    "deep": (b"[" * 100_000, "recursion"),
+    "a huge number": (b'{"format": ' + b"9" * 5000 + b"}", "digits"),
+    "too large": (b" " * (2 << 20), "more than 1048576 bytes"),
+    "a list": (b"[]", "'format' is missing"),
+    "another format": (edited(format="tpkernels tuning 1"), "format is 'tpkernels tuning 1'"),
+    "a config of text": (first(config=[["block_m", "64"]]), "a field of a config is ['block_m', "),
+    "no config": (first(config={}), "'config' is missing, or no list"),
+    "another torch": (edited(versions={"tpkernels": tpkernels.__version__, "torch": "1.0"}),
+                      "torch is '1.0', here it is"),
+    "another device": (lambda c: c | {"machine": c["machine"] | {"device": "a\x1b[2J\nb"}},
+                       r"device is 'a\\x1b[2J\\nb', here it is".replace("\\\\", "\\")),
+    "other ranks": (lambda c: c | {"machine": c["machine"] | {"ranks": 4}}, "ranks is 4, here"),
+    "no measurements": (edited(measurements={"a": 1}), "'measurements' is missing, or no list"),
+    "no series": (first(series=7), "'series' is missing"),
+    "no time": (first(ms={"direct": 0.0}), "the time of 'direct' is 0.0"),
+    "not a number": (first(ms={"direct": float("nan")}), "the time of 'direct' is nan"),
+    "a time too long": (first(ms={"direct": 10**400}), "the time of 'direct' is 1000"),
+    "true": (first(ms={"direct": True}), "the time of 'direct' is True"),
+    "rows below one": (first(extent=-5), "'extent' is -5"),
+    "rows beyond use": (first(extent=10**400), "'extent' is 1000"),
+    "no date": (first(date="yesterday\n"), r"a date is 'yesterday\n'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_bad_file_is_ignored_with_one_warning(cache: Path, case: str) -> None:
+    content, reason = WRONG[case]
+    store.update(MACHINE, *TABLE.measurements)
+    if not isinstance(content, bytes):
+        content = json.dumps(content(json.loads(cache.read_bytes()))).encode()
+    cache.write_bytes(content)
+    with pytest.warns(RuntimeWarning) as told:
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+    (warning,) = told
+    assert f"the tuning cache {cache} is ignored: " in str(warning.message)
+    assert reason in str(warning.message)
+    assert "\x1b" not in str(warning.message)
+    assert cache.read_bytes() == content  # left for a look
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        store.update(MACHINE, *TABLE.measurements)
+    assert store.load_or_warn(MACHINE) == TABLE
+
+
+def unreadable(path: Path) -> None:
+    os.symlink(path, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(os.mkfifo, "no regular file"), (os.mkdir, "no regular file"), (unreadable, "symbolic link")],
+    ids=["a pipe", "a folder", "links in a circle"],
+)
+def test_what_is_no_file_is_ignored(cache: Path, make: Callable[[Path], None], reason: str) -> None:
+    cache.parent.mkdir(0o700)
+    make(cache)
+    with pytest.warns(RuntimeWarning, match=reason):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+@pytest.mark.parametrize("part", ["file", "folder"])
+def test_a_table_that_another_user_can_have_written_is_ignored(
+    cache: Path, give_away: Callable[[Path], None], part: str
+) -> None:
+    path = cache if part == "file" else cache.parent
+    store.update(MACHINE, *TABLE.measurements)
+    path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=r"is ignored: .* has mode 777.*: chmod go-w"):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+    path.chmod(0o700)
+    assert store.load_or_warn(MACHINE) == TABLE
+    give_away(path)
+    with pytest.warns(RuntimeWarning, match=r"is ignored: .* belongs to user \d+, not to"):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+def test_a_folder_of_others_without_a_table_is_no_warning(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.parent.chmod(0o777)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+def test_a_user_without_a_home_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+def test_a_write_that_fails_leaves_the_old_table(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.update(MACHINE, *TABLE.measurements)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="disk full"):
+            store.update(MACHINE, measured(spec(7), direct=1.0))
+    assert store.load_or_warn(MACHINE) == TABLE
+    assert [file.name for file in cache.parent.iterdir()] == [cache.name]
+
+
+# On ranks.
+
+
+def problem_of_call(spec: Spec) -> Any:
+    """The problem that the op itself plans."""
+    calls = groups.get("0" if dist.group.WORLD is None else dist.group.WORLD.group_name).calls
+    calls.clear()
+    run_tpkernels(random_case(spec))
+    (call,) = calls.values()
+    return call.problem
+
+
+def problems_of_calls(specs: list[Spec]) -> list[Any]:
+    return [problem_of_call(spec) for spec in specs]
+
+
+def test_what_is_tuned_is_what_is_called(ranks: RanksFixture) -> None:
+    """Or no measurement would ever be found."""
+    specs = [spec(9, op=op) if "matmul" in op else Spec(op, (77,), torch.float32) for op in OPS]
+    for told in ranks(2).run(problems_of_calls, specs):
+        assert told == [spec.problem(2) for spec in specs]
+
+
+def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, Machine]:
+    """What auto is where each rank finds a folder of its own, and how many warnings came."""
+    with contextlib.ExitStack() as stack:
+        own = {"XDG_CACHE_HOME": folders[dist.get_rank()]}
+        stack.enter_context(mock.patch.dict(os.environ, own))
+        told = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        if spread:
+            stack.enter_context(apart())
+        pg = stack.enter_context(fresh_group())
+        group = groups.get(pg.group_name)
+        x, w = torch.ones(32, 512).bfloat16(), torch.ones(512, 256).bfloat16()
+        tpkernels.all_gather_matmul(x, w, pg)
+        (call,) = group.calls.values()
+        machine = this_machine("cpu", 2, group.hosts, group.shared_memory)
+    count = sum("tuning cache" in str(one.message) for one in told)
+    return call.plan.algorithm, call.plan.reason, count, machine
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["one host", "no memory in common"])
+def test_ranks_with_different_caches_choose_alike(
+    ranks: RanksFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: bool
+) -> None:
+    """Rank 0's counts, and a warning comes from there alone."""
+    folders = [str(tmp_path / name) for name in "ab"]
+    told = ranks(2).run(chosen_with_cache, folders, spread)
+    assert [one[0] for one in told] == ["unfused" if spread else "direct"] * 2
+    machine = told[0][3]
+    assert (machine.shared_memory, machine.hosts) == (not spread, 1)
+    for folder, slow in zip(folders, ("direct", "ring"), strict=True):
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        times = dict.fromkeys(("unfused", "ring", "direct", "pipelined"), 2.0)
+        times["ring" if slow == "direct" else "unfused"] = 1.0
+        store.update(machine, measured(spec(64), **times))
+    for one in ranks(2).run(chosen_with_cache, folders, spread):
+        assert one[:3] == ("ring", "tuned: 1 ms, unfused 2 ms, 2026-11-21", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", folders[0])
+    store.path_for(machine).write_bytes(b"{")
+    told = ranks(2).run(chosen_with_cache, folders, spread)
+    assert [one[0] for one in told] == ["unfused" if spread else "direct"] * 2
+    assert [one[2] for one in told] == [1, 0]
+
+
+def first_call(what: str) -> Ending:
+    """A rank 0 that warns, fails or is killed while the others wait for its table."""
+
+    def load(machine: Machine) -> Any:
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "fails":
+            raise PermissionError("no look at the processor")
+        return Table(), "the tuning cache is ignored"
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(store, "load", load))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error" if what == "warns" else "ignore")
+        group = faults.new_group()
+        return faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+@pytest.mark.parametrize("what", ["warns", "fails", "killed"])
+def test_others_find_at_once_that_rank_0_left(what: str) -> None:
+    """A warning that is an error comes when they have the table, and fails rank 0 alone."""
+    with faults.watched_ranks(3) as ranks:
+        outcomes = faults.collect(ranks, first_call, what)
+    for ending in faults.values(outcomes, 0).values():
+        assert ending.error == "PeerLostError" and ending.peer == 0, ending
+        assert ending.seconds < faults.PATIENCE / 2, ending
+    assert what == "killed" or outcomes[0].value.error in ("RuntimeWarning", "PermissionError")
+
+
+def test_without_shared_memory_a_warning_comes_after_the_table(ranks: RanksFixture) -> None:
+    told = ranks(2).run(table_apart)
+    assert told == ["RuntimeWarning", ""]
+
+
+def table_apart() -> str:
+    with mock.patch.object(store, "load", lambda machine: (Table(), "is ignored")), apart():
+        group = groups.get(faults.new_group().group_name)
+        warnings.simplefilter("error")
+        return faults.ending_of(lambda: group.tuned("cpu")).error

@@ -1,0 +1,277 @@
+"""A campaign of faults: random ops on random worlds, disturbed at random moments in random ways.
+
+    python -m tests.support.campaign --count 300 --seed 1
+
+Each trial runs one op again and again on 2 to 4 ranks, with random delays in its protocol, until
+one rank is killed, stopped, interrupted or forked, raises, finds no memory or makes another call.
+Then all must know in time and say the right thing; no result may ever be wrong; other groups must
+go on; nothing may be left behind. A trial follows from its seed, but for the timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.failures.test_memory import no_memory
+from tests.support import faults
+from tests.support.faults import CASES, PROMPT, Ending
+from tpkernels import backends, groups
+from tpkernels.launch import Outcome
+
+KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
+CALLS = 200  # of a rank in a trial that ends well
+BY_SIGNAL = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+STOP_TIMEOUT = 0.8
+MOST_DELAY_US = 3000
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault, as all ranks know it."""
+
+    seed: int
+    world: int
+    op: str
+    algorithm: str
+    kind: str
+    victim: int
+    moment: float  #: seconds after the first call, or which of the calls it is to be
+    in_set_up: bool  #: in the group's first call
+
+    @classmethod
+    def drawn(cls, seed: int) -> Trial:
+        draw = random.Random(seed)
+        world = draw.randint(2, 4)
+        op, algorithm = draw.choice(CASES)
+        kind = draw.choice(KINDS)
+        in_set_up = kind in BY_SIGNAL and draw.random() < 0.2
+        moment = draw.random() * (0.02 if in_set_up else 0.3)
+        return cls(seed, world, op, algorithm, kind, draw.randrange(world), moment, in_set_up)
+
+    @property
+    def timeout(self) -> float:
+        """The group's."""
+        return STOP_TIMEOUT if self.kind == "stop" or self.in_set_up else faults.PATIENCE
+
+    @property
+    def at_call(self) -> int:
+        """The number of the call in which the victim goes wrong by itself."""
+        return 2 + int(self.moment * 50)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank tells of a trial."""
+
+    ending: Ending
+    broken: Ending  #: the next call on the group
+    other: Ending | None  #: a call on another group, of those that live
+    at: float  #: when the fault was, on the clock of `Ending.at`; 0.0: unknown
+    said: str = ""  #: what the victim's fork says
+
+
+def job(trial: Trial) -> Told | None:
+    """What each rank does; None where a rank cannot tell."""
+    rank = dist.get_rank()
+    lives = [r for r in range(trial.world) if r != trial.victim or trial.kind != "kill"]
+    other = faults.new_group(ranks=lives) if rank in lives else None
+    group = faults.group_of(dist.new_group())
+    victim = rank == trial.victim
+    if not trial.in_set_up:
+        tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
+        faults.run_op(trial.op, group, trial.algorithm)
+    with _disturbed(trial, group) if victim else contextlib.nullcontext() as said:
+        ending = faults.ending_of(functools.partial(_calls, trial, group, victim))
+    broken = faults.ending_of(lambda: faults.run_op("all_reduce", group, rows=61))
+    last = None
+    if other is not None and trial.kind != "stop":  # one of its ranks is still stopped
+        last = faults.ending_of(lambda: faults.run_op("all_gather", other))
+    store = dist.distributed_c10d._get_default_store()
+    at = float(store.get("disturbed")) if store.check(["disturbed"]) else 0.0
+    return Told(ending, broken, last, at, "".join(said or []))
+
+
+def _calls(trial: Trial, group: dist.ProcessGroup, victim: bool) -> None:
+    tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)  # or has
+    workspace = faults.workspace_of(group)
+    workspace.set_chaos(seed=trial.seed * 8 + group.rank(), max_delay_us=MOST_DELAY_US)
+    for number in range(1, (50 if trial.kind in BY_SIGNAL else 1) * CALLS + 1):
+        odd = victim and trial.kind == "mismatch" and number == trial.at_call
+        lacking = victim and trial.kind == "no memory" and number == trial.at_call
+        with no_memory(1 + trial.seed % 3 if lacking else 0):
+            faults.run_op(trial.op, group, trial.algorithm, rows=120 if odd else 60)
+
+
+@contextlib.contextmanager
+def _disturbed(trial: Trial, group: dist.ProcessGroup) -> Iterator[list[str]]:
+    """Has the fault happen to this rank within."""
+    said: list[str] = []
+    if trial.kind in BY_SIGNAL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        faults.disturb_later(trial.moment, BY_SIGNAL[trial.kind])
+    elif trial.kind == "fork":
+        threading.Timer(trial.moment, lambda: said.append(_fork(group))).start()
+    elif trial.kind == "exception":
+        _raise_in_call(trial, group)
+    try:
+        yield said
+    finally:
+        if trial.kind == "fork":
+            while not said:
+                time.sleep(0.01)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
+    """At the beginning of a call, or when all of it is done."""
+    groups.get(group.group_name).calls.clear()  # they know their functions
+    run, calls = backends.TABLES["cpu"][trial.op, trial.algorithm], [0]
+
+    def raising(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == trial.at_call and trial.seed % 2:
+            raise ArithmeticError("no luck")
+        result = run(*args)
+        if calls[0] == trial.at_call:  # the peers may be through with this one
+            raise ArithmeticError("no luck")
+        return result
+
+    backends.TABLES["cpu"][trial.op, trial.algorithm] = raising
+
+
+def _fork(group: dist.ProcessGroup) -> str:
+    """A child that would take part, gives all up and ends. What it says: "fine" if refused."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        ending = faults.ending_of(lambda: tpkernels.all_reduce(torch.full((9,), 100.0), group))
+        with contextlib.suppress(Exception):
+            tpkernels.finalize()
+        os.write(write, b"fine" if ending.error == "GroupBrokenError" else str(ending).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
+
+
+def run_trial(trial: Trial) -> tuple[list[str], float]:
+    """What went wrong, and the seconds from the fault to the last report of it."""
+    try:
+        outcomes = _outcomes(trial)
+    except AssertionError as error:  # of what is left behind
+        return [str(error)], 0.0
+    wrong, slowest = [], 0.0
+    for outcome in outcomes:
+        if outcome.rank == trial.victim and trial.kind == "kill":
+            wrong += [] if outcome.exitcode == -signal.SIGKILL else [f"the victim: {outcome}"]
+        elif not outcome.ok:
+            wrong.append(f"rank {outcome.rank}: {outcome}")
+        else:
+            told: Told = outcome.value
+            wrong += _judged(trial, outcome.rank, told)
+            if outcome.rank != trial.victim and told.at and told.ending.error:
+                slowest = max(slowest, told.ending.at - told.at)
+    return wrong, slowest
+
+
+def _outcomes(trial: Trial) -> list[Outcome]:
+    with faults.watched_ranks(trial.world) as ranks:
+        ranks.submit(job, trial)
+        if trial.kind == "stop":
+            outcomes = faults.collect_without(ranks, trial.victim)
+            os.kill(ranks.pids[trial.victim], signal.SIGCONT)
+            after = ranks.collect(2 * trial.timeout + 5.0)
+            outcomes[trial.victim] = after[trial.victim]
+        else:
+            outcomes = ranks.collect(faults.COLLECT_SECONDS)
+    return outcomes
+
+
+def _judged(trial: Trial, rank: int, told: Told) -> list[str]:
+    """What is wrong with what a rank tells."""
+    ending, victim = told.ending, rank == trial.victim
+    allowed = _allowed(trial, victim)
+    wrong = [] if ending.error in allowed else [f"rank {rank}: {ending}, not one of {allowed}"]
+    if told.said not in ("", "fine"):
+        wrong.append(f"a fork of rank {rank}: {told.said}")
+    if "wrong result" in ending.text:
+        wrong.append(f"rank {rank}: {ending}")
+    between_calls = victim and trial.kind == "interrupt"  # then the others find it in another call
+    if ending.error and not between_calls and told.broken.error != "GroupBrokenError":
+        wrong.append(f"rank {rank}: the next call: {told.broken}")
+    if told.other is not None and told.other.error:
+        wrong.append(f"rank {rank}: another group: {told.other}")
+    if told.at and ending.error and not victim:
+        late = trial.timeout + 1.0 if ending.error == "CollectiveTimeoutError" else 0.0
+        if ending.at - told.at > late + PROMPT:
+            wrong.append(f"rank {rank}: {ending.at - told.at:.2f} s after the fault: {ending}")
+    return wrong
+
+
+def _allowed(trial: Trial, victim: bool) -> set[str]:
+    """How a rank's calls may end."""
+    lost, late = {"PeerLostError"}, {"CollectiveTimeoutError"}
+    if trial.kind == "kill":
+        return lost | late if trial.in_set_up else lost  # nobody may know its process yet
+    if trial.kind == "stop":
+        return late | lost if victim or trial.in_set_up else late
+    if trial.kind == "mismatch":
+        # Rows of another number: seen by whoever is in the call; whoever waits for one of these
+        # is told.
+        return {"CollectiveMismatchError", *lost}
+    if trial.kind == "fork":
+        return {""}
+    own = {"interrupt": "KeyboardInterrupt", "exception": "ArithmeticError"}
+    if victim:
+        return {own.get(trial.kind, "MemoryError"), ""}
+    return {"", "CollectiveMismatchError", *lost} if trial.kind == "interrupt" else {"", *lost}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs trials; the exit code is 1 if anything went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS)
+    given = parser.parse_args(argv)
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    failed = 0
+    for seed in range(given.seed, given.seed + given.count):
+        trial = Trial.drawn(seed)
+        if given.kind is not None:
+            trial = replace(trial, kind=given.kind, in_set_up=False)
+        begin = time.monotonic()
+        wrong, slowest = run_trial(trial)
+        times[trial.kind].append(slowest)
+        failed += bool(wrong)
+        print(f"{'WRONG' if wrong else 'right'} {time.monotonic() - begin:5.1f} s {trial}")
+        for line in wrong:
+            print(f"    {line}")
+        sys.stdout.flush()
+    print(f"\n{given.count} faults, {failed} of them wrong")
+    for kind, each in times.items():
+        seen = [seconds for seconds in each if seconds]
+        text = f"{statistics.median(seen):.3f} s, slowest {max(seen):.3f} s" if seen else "-"
+        print(f"{kind:10} {len(each):4} trials; from the fault to the last report: median {text}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""CPU tensors on the way of CUDA tensors: all but the device itself. Shared memory stands in for
+torch's symmetric memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import faults
+from tpkernels import groups
+from tpkernels.ops import _check
+from tpkernels.symm import cuda, host
+from tpkernels.symm.cuda import CudaWorkspace
+
+FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+
+
+@dataclass(frozen=True)
+class Handle:
+    buffer_ptrs: list[int]
+    multicast_ptr: int
+    arena: Any
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.frombuffer(self.arena.region(rank), dtype=dtype, count=sizes[0])
+
+
+class SharedMemory:
+    """torch's symmetric memory, as far as it is used."""
+
+    empty = staticmethod(torch.empty)
+
+    @staticmethod
+    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+        workspace = groups.get(name).workspace
+        assert workspace is not None
+        arena = workspace._further_arena("a rehearsal", memory.numel())
+        return Handle([arena.region(r).address for r in range(workspace.member.world)], 0, arena)
+
+
+@contextlib.contextmanager
+def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
+    """CPU tensors take the way of CUDA tensors, and the kernels know of no reason."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_check, "device", lambda _: "cuda")
+        patch.setattr("tpkernels.ops._planning.unsupported", lambda *_: None)
+        patch.setattr(cuda, "symmetric", memory)
+        patch.setattr(host, "_FIRST_WORDS", 4)  # and so have to grow
+        patch.setattr(host, "_FIRST_BYTES", 1 << 12)
+        yield patch
+
+
+def space_of(group: dist.ProcessGroup) -> CudaWorkspace:
+    return faults.workspace_of(group)._cuda[torch.device("cpu")]

@@ -1,0 +1,89 @@
+"""The CUDA kernels on a CPU: a libcuda.so.1 made for the tests, whose device is the processor.
+
+``tests/native/emulated`` compiles the very sources of ``csrc/cuda`` with threads for threads and
+atomics for what orders memory, and serves them behind the driver's functions. So the extension's
+launch code, ``tpkernels.cuda``, the kernels' arithmetic and their protocol run, between processes,
+where there is no GPU. What only a GPU shows (that PTX orders memory as the names say, copy engines,
+multicast) stays unproven by it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support.paths import NATIVE, ROOT
+from tpkernels import _C, groups
+from tpkernels.cuda import image
+from tpkernels.symm.device import DeviceWorkspace
+
+EMULATED = NATIVE / "emulated"
+FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"]
+FLAGS += [f"-I{EMULATED}", f"-I{ROOT / 'csrc'}"]
+SONAME = "libcuda.so.1"
+WORDS, BUFFER_BYTES = 160, 1 << 15
+
+
+def compiler() -> list[str]:
+    """The C++ compiler; skips where there is none."""
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no C++ compiler: {command[0]}")
+    return command
+
+
+def build(folder: Path, source: str, *flags: str) -> Path:
+    """What ``source`` of the emulation compiles to; made only where the folder lacks it."""
+    command = [*compiler(), *FLAGS, *flags, str(EMULATED / source)]
+    state = hashlib.sha256(" ".join(command).encode())
+    for path in sorted([*(ROOT / "csrc" / "cuda").glob("*"), *EMULATED.rglob("*.*")]):
+        state.update(path.read_bytes())
+    target = folder / state.hexdigest()[:16] / SONAME
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, "-o", str(unfinished)], check=True)
+        unfinished.rename(target)
+    return target
+
+
+def build_driver(folder: Path) -> Path:
+    """The driver; skips where a GPU has a real one, which would be found instead."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a real CUDA driver here")
+    return build(folder, "driver.cpp", "-fPIC", "-shared", f"-Wl,-soname,{SONAME}")
+
+
+@functools.cache
+def load(path: str) -> ctypes.CDLL:
+    """Makes it the CUDA driver of this process: dlopen finds what is loaded under that name."""
+    if not _C.cuda_architectures():  # any image will do
+        image.nvrtc_image = lambda capability: b"an image"
+    return ctypes.CDLL(path)
+
+
+def space_of(
+    driver: str, timeout: float = 20.0, words: int = WORDS, buffer_bytes: int = BUFFER_BYTES
+) -> DeviceWorkspace:
+    """On a rank: the driver, and a workspace of the default group's ranks for its kernels."""
+    load(driver)
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    tpkernels.init(group)
+    workspace = groups.get(group.group_name).workspace
+    assert workspace is not None
+    space = workspace.device(words, buffer_bytes, "a test of the CUDA kernels")
+    space.timeout = timeout
+    space.multicast = 1 << 60  # tests/native/emulated/grid.h
+    return space

@@ -1,0 +1,136 @@
+"""Small models of transformers with random weights, and what a parallel copy of one should do."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import tpkernels
+from tests.support.nn_reference import far, shard
+
+VOCAB, TOKENS = 47, 7
+#: World sizes: 3 key-value groups do not divide by 2; one of 4 ranks has none.
+SWEEP = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)))
+
+
+def make(model_type: str, *, tied: bool = False, attention: str = "sdpa") -> Any:
+    """A causal model of 2 layers with 9 heads in 3 key-value groups; the same on all ranks."""
+    import transformers
+
+    torch.manual_seed(9)
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        hidden_size=36,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=4,
+        intermediate_size=22,
+        vocab_size=VOCAB,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attn_implementation=attention,
+        pad_token_id=0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # norms of ones and biases of zeros would not show whose they are
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.mul_(5)
+    return model.train()
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def batch(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    """Two sentences, the second shorter; by default not a multiple of 2, 3 or 4 tokens."""
+    torch.manual_seed(2)
+    ids = torch.randint(1, VOCAB, (2, tokens))
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@contextlib.contextmanager
+def norms_in_full(model: Any) -> Iterator[None]:
+    """transformers computes its norms in float32 whatever the model's dtype; here in the model's,
+    so that float64 shows every error."""
+    kind = type(model.model.norm)
+    own = kind.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+    kind.forward = forward
+    try:
+        yield
+    finally:
+        kind.forward = own
+
+
+def run(
+    model: Any, *lengths: int, call: Any = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(logits, loss, gradients) of batches of these lengths, in one backward; the logits are those
+    of the last. ``call`` in place of the model, if it is compiled."""
+    call = model if call is None else call
+    outs = [call(**batch(tokens), use_cache=False) for tokens in lengths or (TOKENS,)]
+    loss = torch.stack([out.loss for out in outs]).sum()
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return outs[-1].logits.detach(), loss.detach(), grads
+
+
+def error(got: torch.Tensor, want: torch.Tensor, of: torch.Tensor) -> float:
+    """The largest error, over the largest value of ``of``, which ``want`` is a part of."""
+    off = (got.double() - want).abs().max() if want.numel() else torch.zeros(())
+    return float(off / of.abs().max())
+
+
+def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
+    """What is wrong with a parallel copy of ``model``.
+
+    In float64 it must be the unsharded model but for its roundings. In float32 it may be off the
+    exact result by twice what transformers' own is: the same sums, in another order, and one
+    rounding more for each that travels. For gradients that is transformers' worst: some have a
+    handful of values, whose error is a matter of luck.
+    """
+    told: dict[str, str | None] = {}
+    with norms_in_full(model):
+        exact = copy.deepcopy(model).double()
+        parallel = tpkernels.parallelize(
+            copy.deepcopy(model).double(), mesh, sequence_parallel=sequence
+        )
+        logits, loss, grads = run(exact)
+        got_logits, got_loss, got = run(parallel)
+    told |= {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
+    for name, _ in parallel.named_parameters():
+        told[name] = far(got.get(name), shard(parallel, name, grads[name]), 1e-11)
+    if set(got) != set(grads):
+        told["parameters"] = f"{sorted(set(got) ^ set(grads))} are in one only"
+
+    single = copy.deepcopy(model)
+    parallel = tpkernels.parallelize(copy.deepcopy(model), mesh, sequence_parallel=sequence)
+    logits_32, _, grads_32 = run(single)
+    got_logits, _, got = run(parallel)
+    limits = {"logits": error(logits_32, logits, logits)}
+    errors = {"logits": error(got_logits, logits, logits)}
+    worst = max(error(grads_32[name], whole, whole) for name, whole in grads.items())
+    for name, grad in got.items():
+        errors[name] = error(grad, shard(parallel, name, grads[name]), grads[name])
+    for name, off in errors.items():
+        limit = 2 * limits.get(name, worst)
+        if off > limit:
+            told[f"{name} in fp32"] = f"off by {off:.3g}, allowed {limit:.3g}"
+    return [f"{name}: {said}" for name, said in told.items() if said is not None]

@@ -1,0 +1,225 @@
+"""What the correctness tests run in the ranks: many cases per job, with the failures as text."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import reference
+from tests.support.cases import Case, RanksFixture
+from tests.support.reference import Expected
+from tpkernels import backends, groups
+from tpkernels.groups import GroupLike
+from tpkernels.symm import colocation
+
+SMALLEST_WORKSPACE = 1 << 16
+TIMEOUT = 20.0  # a rank that failed alone is not waited for any longer
+
+
+@contextlib.contextmanager
+def fresh_group(workspace_bytes: int = 1 << 20) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks that no other test can have broken."""
+    group = dist.new_group()
+    assert group is not None
+    tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=workspace_bytes)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Groups that are set up within share no memory, like groups that span hosts."""
+    probe = colocation._why_not_reached
+    colocation._why_not_reached = lambda *_: "is kept apart by a test"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the ranks are on one machine but share no")
+            yield
+    finally:
+        colocation._why_not_reached = probe
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[list[str]]:
+    """The calls that run within, by op."""
+    made: list[str] = []
+    run = backends.run
+
+    def recording(call: Any, *args: Any) -> Any:
+        made.append(call.problem.op)
+        return run(call, *args)
+
+    modules = [__import__(f"tpkernels.ops.{name}", fromlist=["run"]) for name in backends.OPS]
+    for module in modules:
+        module.run = recording
+    try:
+        yield made
+    finally:
+        for module in modules:
+            module.run = run
+
+
+def place(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """A copy of x that lies in memory as told. What is around it is NaN, and must not be read."""
+    if layout == "transposed" and x.dim() > 1:
+        swapped = x.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
+        return swapped.transpose(-1, -2)
+    if layout == "sliced":
+        around = x.new_full([2 * size + 3 for size in x.shape], math.nan)
+        inside = around[tuple(slice(1, 1 + 2 * size, 2) for size in x.shape)]
+        return inside.copy_(x)
+    if layout == "offset":  # contiguous, at an odd element
+        flat = x.new_full([x.numel() + 3], math.nan)
+        return flat[1 : 1 + x.numel()].view(x.shape).copy_(x)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@contextlib.contextmanager
+def placed(case: Case, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
+    """x as the case wants it to lie in memory. In symmetric memory that is at the begin, at the
+    end, or there on the odd ranks only ("mixed"); collective then."""
+    if case.layout not in ("symmetric", "symmetric_end", "mixed"):
+        yield place(x, case.layout)
+        return
+    largest = x.numel()
+    if "all_gather" in case.op:
+        whole = list(case.shape)
+        whole[case.dim] = max(case.shards(group.size()))
+        largest = math.prod(whole)
+    elif case.k:
+        largest = x[..., 0].numel() * max(case.k)
+    memory = tpkernels.empty(largest, dtype=x.dtype, group=group)  # kept until all have read it
+    memory.fill_(math.nan)
+    at = largest - x.numel() if case.layout == "symmetric_end" else 0
+    inside = memory[at : at + x.numel()].view(x.shape).copy_(x)
+    yield place(x, "plain") if case.layout == "mixed" and group.rank() % 2 == 0 else inside
+
+
+def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor:
+    return place(w, "transposed" if layout == "linear" else layout)
+
+
+def _gather(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torch.Tensor]:
+    rank, world = group.rank(), group.size()
+    shard = case.shard(reference.gathered_x(case), rank, world)
+    options: dict[str, Any] = {"shard_sizes": case.sizes, "algorithm": case.algorithm}
+    with placed(case, shard, group) as x:
+        if not case.n:
+            results = [tpkernels.all_gather(x, given, case.dim, **options)]
+        else:
+            pairs = reference.column_weights(case, rank)
+            if case.biases:
+                options["biases"] = [None if b is None else place(b, case.layout) for _, b in pairs]
+            results = tpkernels.all_gather_matmul(
+                x,
+                [_placed_weight(w, case.weight_layout) for w, _ in pairs],
+                given,
+                case.dim,
+                out_dtype=case.out_dtype,
+                return_gathered=case.return_gathered,
+                **options,
+            )
+            if case.return_gathered:
+                results = [results[0], *results[1]]
+        assert torch.equal(x, shard), "the input was changed"
+    return results
+
+
+def _reduce(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torch.Tensor]:
+    rank, world = group.rank(), group.size()
+    mine, w = reference.partial_factors(case, rank, world)
+    options: dict[str, Any] = {"algorithm": case.algorithm}
+    if case.scattered:
+        options |= {"scatter_dim": case.dim, "shard_sizes": case.sizes}
+    if case.op != "all_reduce_":
+        options["out_dtype"] = case.out_dtype
+    if w is not None:
+        bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
+        if residual is not None and case.scattered:
+            residual = case.shard(residual, rank, world)
+        options |= {
+            "bias": None if bias is None else place(bias, case.layout),
+            "residual": None if residual is None else place(residual, case.layout),
+            "wire_dtype": case.wire_dtype,
+        }
+    with placed(case, mine, group) as x:
+        factors = (x,) if w is None else (x, _placed_weight(w, case.weight_layout))
+        result: torch.Tensor = getattr(tpkernels, case.op)(*factors, given, **options)
+        if case.op == "all_reduce_":
+            assert result is x, "not the tensor that was given"
+            return [result.contiguous().clone()]
+        assert torch.equal(x, mine), "the input was changed"
+    return [result]
+
+
+def call(
+    case: Case, group: dist.ProcessGroup, given: GroupLike | None = None
+) -> list[torch.Tensor]:
+    """Runs one case; its results. The op gets ``given`` for ``group``."""
+    function = _gather if "all_gather" in case.op else _reduce
+    return function(case, group, group if given is None else given)
+
+
+def difference(got: torch.Tensor, want: Expected) -> str | None:
+    """What is wrong with a result, or None."""
+    exact, bound = want.exact, want.bound
+    if got.shape != exact.shape or got.dtype != want.dtype or not got.is_contiguous():
+        return (
+            f"{list(got.shape)} {got.dtype} strides {got.stride()}, "
+            f"expected contiguous {list(exact.shape)} {want.dtype}"
+        )
+    if ((got.double() - exact).abs() <= bound).all():  # never so for NaN
+        return None
+    return str(tpkernels.numerics.compare(exact, got, atol=bound, rtol=0.0))
+
+
+def check(case: Case, group: dist.ProcessGroup, given: GroupLike | None = None) -> list[str]:
+    """Runs one case; what is wrong with its results, as text."""
+    rank, world = group.rank(), group.size()
+    pairs = zip(call(case, group, given), reference.expected(case, rank, world), strict=True)
+    found = [difference(got, want) for got, want in pairs]
+    return [f"rank {rank} of {world}: {case}: {wrong}" for wrong in found if wrong is not None]
+
+
+def check_cases(
+    cases: Sequence[Case], group: dist.ProcessGroup, given: GroupLike | None = None
+) -> list[str]:
+    """Runs cases up to the first exception; what is wrong, as text."""
+    failures: list[str] = []
+    for case in cases:
+        try:
+            failures += check(case, group, given)
+        except Exception as error:
+            failures.append(f"{case}: {traceback.format_exc()}")
+            groups.get(group.group_name).mark_broken(error)  # so that no peer waits for this rank
+            break
+    return failures
+
+
+def cases_job(cases: Sequence[Case], workspace_bytes: int) -> list[str]:
+    with fresh_group(workspace_bytes) as group:
+        return check_cases(cases, group)
+
+
+def run_cases(
+    ranks: RanksFixture, world: int, cases: Sequence[Case], workspace_bytes: int = 1 << 20
+) -> None:
+    """Runs the cases on ``world`` ranks and fails with what any rank found wrong."""
+    assert cases
+    told = ranks(world).run(cases_job, list(cases), workspace_bytes, timeout=240)
+    report(failure for rank in told for failure in rank)
+
+
+def report(failures: Iterator[str]) -> None:
+    found = list(failures)
+    assert not found, f"{len(found)} failures\n" + "\n".join(found[:10])

@@ -1,0 +1,222 @@
+"""What the correctness tests compare with: inputs that every rank can make for all ranks, float64
+results, and the bound on the error.
+
+The bound is derived, not chosen. An op may err, element by element, by as much as the unfused way
+does (one torch.matmul for each rank in the same dtype, then their sum) and beside it by the smaller
+of
+
+    sqrt(K) * eps * (|A| @ |B|)                       the contract of all ops
+    eps/2 * (|y| + sum_r |p_r|) + n * u * |A| @ |B|   one rounding of the result y and of each
+                                                      partial p_r that travels, and n in the
+                                                      accumulator, whose eps is u
+
+since the first exceeds 16-bit results themselves where K is large. Integers are so small that
+every partial and result is exact: no error at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from tests.support.cases import Case
+from tpkernels.dtypes import accumulator
+
+# The largest magnitude up to which a dtype holds every integer.
+_EXACT = {
+    torch.float64: 2**53,
+    torch.float32: 2**24,
+    torch.float16: 2**11,
+    torch.bfloat16: 2**8,
+}
+_SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One result in float64, how far from it a result of ``dtype`` may be, element by element."""
+
+    exact: torch.Tensor
+    bound: torch.Tensor
+    dtype: torch.dtype
+
+
+# Inputs. Those of rank r are made from the case and r alone, so any rank can make them. They are
+# remembered for the other algorithms; whoever takes them makes copies.
+
+
+def _generator(case: Case, *what: object) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"{case} {what}".encode()))
+
+
+def _limit(case: Case) -> int:
+    return min(_EXACT[case.dtype], _EXACT[case.wire], _EXACT[case.out])
+
+
+def draw(
+    case: Case, shape: tuple[int, ...], dtype: torch.dtype, top: int, *what: object
+) -> torch.Tensor:
+    """Normally distributed, or integers of -top to top."""
+    generator = _generator(case, *what)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if case.integers:
+        return torch.randint(-top, top + 1, shape, generator=generator, dtype=wide).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+
+
+def _factor(case: Case, shape: tuple[int, ...], terms: int, *what: object) -> torch.Tensor:
+    """x of a product. If integers: -1, 0 and 1, at most ``terms`` of a row not 0, so that no sum of
+    products with such integers is larger than that."""
+    factor = draw(case, shape, case.dtype, 1, *what)
+    if case.integers and shape[-1] > terms:
+        order = torch.randperm(shape[-1], generator=_generator(case, "order", *what))
+        factor[..., order[terms:]] = 0
+    return factor
+
+
+@functools.lru_cache(maxsize=4)
+def _gathered_x(case: Case) -> torch.Tensor:
+    if case.n:
+        return _factor(case, case.shape, _limit(case) - 16, "x")
+    return draw(case, case.shape, case.dtype, 100, "x")
+
+
+@functools.lru_cache(maxsize=4)
+def _column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    for i, n in enumerate(case.n):
+        columns = n + rank * case.n_by_rank
+        w = draw(case, (case.shape[-1], columns), case.dtype, 1, "w", rank, i)
+        dtype = case.biases[i % len(case.biases)] if case.biases else None
+        bias = None if dtype is None else draw(case, (columns,), dtype, 8, "b", rank, i)
+        pairs.append((w, bias))
+    return pairs
+
+
+@functools.lru_cache(maxsize=8)
+def _partial_factors(case: Case, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if not case.k:
+        return draw(case, case.shape, case.dtype, 8, "x", rank), None
+    k = case.k[rank % len(case.k)]
+    x = _factor(case, (*case.shape[:-1], k), (_limit(case) - 16) // world, "x", rank)
+    return x, draw(case, (k, case.shape[-1]), case.dtype, 1, "w", rank)
+
+
+def gathered_x(case: Case) -> torch.Tensor:
+    """x of all ranks, concatenated."""
+    return _gathered_x(case.values())
+
+
+def column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """(weight, bias) pairs of a rank of all_gather_matmul."""
+    return _column_weights(case.values(), rank)
+
+
+def partial_factors(case: Case, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(x, w) of a rank of a reduction; w is None where there is no product."""
+    return _partial_factors(case.values(), rank, world)
+
+
+def reduction_bias(case: Case) -> torch.Tensor | None:
+    """The same on all ranks."""
+    if not case.biases or case.biases[0] is None:
+        return None
+    return draw(case.values(), case.shape[-1:], case.biases[0], 8, "bias")
+
+
+def reduction_residual(case: Case) -> torch.Tensor | None:
+    """Of the whole unscattered output."""
+    if case.residual is None:
+        return None
+    return draw(case.values(), case.shape, case.residual, 8, "residual")
+
+
+# Results.
+
+
+def bounded(
+    case: Case,
+    exact: torch.Tensor,
+    unfused: torch.Tensor,
+    terms: torch.Tensor,
+    k: int,
+    partials: torch.Tensor | None = None,
+) -> Expected:
+    """Args:
+    terms: ``|A| @ |B|``, with all else that is added.
+    k: summands of an element.
+    partials: ``sum_r |p_r|`` of those that travel, rounded to the wire's dtype.
+    """
+    if case.integers:
+        if not torch.equal(exact.to(case.out).double(), exact):
+            raise AssertionError(f"{case} is no exact test: it does not fit {case.out}")
+        return Expected(exact, torch.zeros_like(exact), case.out)
+    tiny = torch.finfo(case.out).smallest_normal * torch.finfo(case.out).eps  # of subnormals
+    error = (unfused.double() - exact).abs()
+    eps, wire = torch.finfo(case.out).eps, torch.finfo(case.wire).eps
+    unit = torch.finfo(accumulator(case.dtype)).eps
+    rounding = eps / 2 * exact.abs() + (k + 2) * unit * terms
+    if partials is not None:
+        eps, rounding = max(eps, wire), rounding + wire / 2 * partials
+    contract = math.sqrt(k) * eps * terms
+    bound = error + torch.minimum(contract, _SECOND_ORDER * rounding) + tiny
+    return Expected(exact, bound, case.out)
+
+
+@functools.lru_cache(maxsize=4)
+def _gathered_products(case: Case, rank: int) -> list[Expected]:
+    x = gathered_x(case)
+    narrow = case.dtype if case.out == case.dtype else torch.float32
+    found = []
+    for w, bias in column_weights(case, rank):
+        exact, terms = x.double() @ w.double(), x.double().abs() @ w.double().abs()
+        unfused = torch.matmul(x.to(narrow), w.to(narrow))
+        if bias is not None:
+            exact, terms = exact + bias.double(), terms + bias.double().abs()
+            unfused = unfused + bias.to(narrow)
+        found.append(bounded(case, exact, unfused.to(case.out), terms, case.shape[-1]))
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _reduced(case: Case, world: int) -> Expected:
+    wide, sizes, partials = [], [], []  # by rank, then bias and residual
+    for rank in range(world):
+        x, w = partial_factors(case, rank, world)
+        if w is None:
+            partials.append(x)
+            wide.append(x.double())
+            sizes.append(x.double().abs())
+        else:
+            partials.append(torch.matmul(x.to(case.wire), w.to(case.wire)))
+            wide.append(x.double() @ w.double())
+            sizes.append(x.double().abs() @ w.double().abs())
+    for extra in (reduction_bias(case), reduction_residual(case)):
+        if extra is not None:
+            partials.append(extra.to(case.wire))
+            wide.append(extra.double())
+            sizes.append(extra.double().abs())
+    unfused = functools.reduce(torch.add, partials).to(case.out)
+    exact, terms = functools.reduce(torch.add, wide), functools.reduce(torch.add, sizes)
+    k = sum(case.k[rank % len(case.k)] for rank in range(world)) if case.k else world
+    travelling = functools.reduce(torch.add, [part.abs() for part in wide[:world]])
+    return bounded(case, exact, unfused, terms, k, travelling)
+
+
+def expected(case: Case, rank: int, world: int) -> list[Expected]:
+    """What a rank gets, in the order in which the op returns it."""
+    values = case.values()
+    if "all_gather" in case.op:
+        whole = gathered_x(case).double()
+        gathered = Expected(whole, torch.zeros_like(whole), case.dtype)
+        found = [gathered] if case.return_gathered or not case.n else []
+        return found + _gathered_products(values, rank)
+    sum_ = _reduced(values, world)
+    if case.scattered:
+        exact, bound = (case.shard(part, rank, world) for part in (sum_.exact, sum_.bound))
+        return [Expected(exact, bound, sum_.dtype)]
+    return [sum_]

@@ -1,0 +1,105 @@
+"""Symmetric tensors reach NumPy and CuPy without a copy: the buffer protocol, DLPack, and on GPUs
+``__cuda_array_interface__``."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support.cases import RanksFixture
+
+# No NumPy has bf16: bits go over as int16.
+SHARED = (torch.float32, torch.float16, torch.float64)
+
+
+def ways() -> dict[str, Callable[[torch.Tensor], numpy.ndarray]]:
+    return {
+        "numpy()": lambda x: x.numpy(),
+        "asarray": numpy.asarray,
+        "from_dlpack": numpy.from_dlpack,
+    }
+
+
+def numpy_job() -> list[str]:
+    """A rank writes through NumPy; its peers see it through an op that reads in place."""
+    group = dist.new_group()
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
+    for way, convert in ways().items():
+        for dtype in SHARED:
+            x = tpkernels.empty(5, 7, dtype=dtype, group=group)
+            array = convert(x)
+            if array.ctypes.data != x.data_ptr() or array.shape != (5, 7):
+                wrong.append(f"{way} of {dtype} is a copy")
+            if not array.flags.writeable:
+                wrong.append(f"{way} of {dtype} cannot be written")
+                continue
+            array[:] = rank + 1
+            seen = tpkernels.all_gather(x, group)
+            want = torch.arange(1, world + 1).repeat_interleave(5)[:, None].expand(-1, 7)
+            if not torch.equal(seen, want.to(dtype)):
+                wrong.append(f"{way} of {dtype}: peers see other values")
+        half = tpkernels.empty(4, 4, dtype=torch.bfloat16, group=group)
+        if convert(half.view(torch.int16)).ctypes.data != half.data_ptr():
+            wrong.append(f"{way} of bits of bf16 is a copy")
+    return wrong
+
+
+def test_numpy_shares_symmetric_memory(ranks: RanksFixture) -> None:
+    assert ranks(2).run(numpy_job) == [[], []]
+
+
+def lifetime_job() -> list[float]:
+    """The array outlives the tensor."""
+    group = dist.new_group()
+    told = []
+    for convert in ways().values():
+        x = tpkernels.empty(1000, group=group)
+        x.fill_(3)
+        array = convert(x)
+        del x
+        gc.collect()
+        tpkernels.empty(1000, group=group).fill_(9)
+        told.append(float(array.sum()))
+    return told
+
+
+def test_an_array_keeps_the_memory(ranks: RanksFixture) -> None:
+    assert ranks(2).run(lifetime_job) == [[3000.0] * 3] * 2
+
+
+def dlpack_job() -> list[bool]:
+    """NumPy's memory as input of an op, and a symmetric tensor over DLPack and back."""
+    group = dist.new_group()
+    array = numpy.full((3, 4), dist.get_rank() + 1, dtype=numpy.float32)
+    total = tpkernels.all_reduce(torch.from_dlpack(array), group)
+    x = tpkernels.empty(6, group=group)
+    back = torch.from_dlpack(numpy.from_dlpack(x))
+    back.fill_(5)
+    return [bool((total == 3).all()), back.data_ptr() == x.data_ptr(), bool((x == 5).all())]
+
+
+def test_dlpack_both_ways(ranks: RanksFixture) -> None:
+    assert ranks(2).run(dlpack_job) == [[True] * 3] * 2
+
+
+@pytest.mark.gpu(1)
+def test_cupy_shares_symmetric_memory() -> None:
+    """Memory as torch's symmetric memory makes it, on one GPU."""
+    cupy = pytest.importorskip("cupy")
+    import torch.distributed._symmetric_memory as symmetric
+
+    x = symmetric.empty(64, dtype=torch.float32, device="cuda")
+    for array in (cupy.asarray(x), cupy.from_dlpack(x)):
+        assert array.data.ptr == x.data_ptr()
+        array[:] = 3
+        torch.cuda.synchronize()
+        assert bool((x == 3).all())
+        x.fill_(4)
+        assert torch.from_dlpack(array).data_ptr() == x.data_ptr()
+        assert x.__cuda_array_interface__["data"][0] == array.data.ptr

@@ -1,0 +1,213 @@
+"""How a group's ranks come to share memory: attempts that fail, strangers on the sockets, limits of
+descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import PROMPT, Ending, shares_memory
+from tpkernels import _C
+from tpkernels.symm import colocation, rendezvous
+
+WORLD = 3
+
+
+# Ranks that fail where the others cannot see it.
+
+
+def failing_job(where: str) -> tuple[Ending, Ending]:
+    """Rank 2 fails before it meets the others, or while they wait for one that comes late."""
+    group, rank = faults.group_of(dist.new_group()), dist.get_rank()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        time.sleep(0.1)
+        raise ArithmeticError("no luck")
+
+    if rank == 2:
+        if where == "interrupt":
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            faults.disturb_later(0.3, signal.SIGINT)
+        elif where == "reach":
+            colocation._why_not_reached = fail  # type: ignore[assignment]
+        else:
+            rendezvous.connected = fail  # type: ignore[assignment]
+    if rank == 3 and where == "interrupt":
+        time.sleep(1.5)  # which is why all others wait
+    first = faults.ending_of(lambda: tpkernels.init(group, 6.0, faults.WORKSPACE_BYTES))
+    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+@pytest.mark.parametrize("where", ["interrupt", "reach", "connect"])
+def test_a_rank_that_fails_in_the_first_set_up_tells_the_others(where: str) -> None:
+    with faults.watched_ranks(4) as ranks:
+        told = faults.values(faults.collect(ranks, failing_job, where))
+    reason = "KeyboardInterrupt" if where == "interrupt" else "ArithmeticError"
+    for rank, (first, then) in told.items():
+        assert then.error == "GroupBrokenError", then
+        if rank == 2:
+            assert first.error == reason, first
+        elif (rank, where) != (3, "interrupt"):  # who came when all was over
+            assert first.error == "PeerLostError" and first.peer == 2, first
+            assert reason in first.text and "rank 2" in first.text, first
+            assert first.seconds < 0.4 + PROMPT, first
+
+
+# Strangers.
+
+_FLOOD = """
+import os, pathlib, socket, sys, time
+if sys.argv[1] == "other user":
+    os.setuid(65534)
+print("ready", flush=True)
+kept, end = [], time.monotonic() + 60
+while time.monotonic() < end:
+    for line in pathlib.Path("/proc/net/unix").read_text().splitlines():
+        name = line.split()[-1]
+        if not name.startswith("@tpkernels-"):
+            continue
+        for _ in range(2000):  # until the queue is full, and whenever it is not
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.setblocking(False)
+            if stranger.connect_ex("\\0" + name[1:]):
+                stranger.close()
+            else:
+                kept.append(stranger)
+            if len(kept) > 500:
+                kept.pop(0).close()
+"""
+
+
+@contextlib.contextmanager
+def flood(who: str) -> Iterator[None]:
+    """A process that connects to all sockets of ours, as often as it can."""
+    command = [sys.executable, "-c", _FLOOD, who]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        try:
+            assert stranger.stdout is not None and stranger.stdout.readline() == "ready\n"
+            yield
+        finally:
+            stranger.kill()
+
+
+def flooded_job(count: int) -> list[bool]:
+    warnings.simplefilter("ignore")
+    made = []
+    for _ in range(count):
+        group = faults.new_group()
+        faults.run_op("all_gather", group)
+        made.append(shares_memory(group))
+        dist.destroy_process_group(group)
+    return made
+
+
+@pytest.mark.parametrize("who", ["other user", "same user"])
+def test_strangers_who_fill_the_queues_keep_nobody_from_memory(
+    ranks: RanksFixture, who: str
+) -> None:
+    if who == "other user" and os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    pool = ranks(2)
+    with flood(who):
+        for shared in pool.run(flooded_job, 5, timeout=100):
+            assert all(shared), shared
+
+
+def impostor_job(what: str) -> Ending:
+    """Who listens in rank 0's place, or what it hands over, is not what it should be."""
+    group = faults.group_of(dist.new_group())
+    undo: Callable[[], None] = lambda: None  # noqa: E731
+    if what == "user" and group.rank() == 1:
+        user_of, rendezvous.user_of = rendezvous.user_of, lambda _: 4321
+        undo = lambda: setattr(rendezvous, "user_of", user_of)  # noqa: E731
+    if what == "memory" and group.rank() == 0:
+        create = rendezvous._create
+
+        def unsealed(region_bytes: int, world: int, parts: Any) -> tuple[int, None]:
+            memory = _C.open_memfd("unsealed")
+            os.ftruncate(memory, region_bytes * world)
+            return memory, None
+
+        rendezvous._create = unsealed
+        undo = lambda: setattr(rendezvous, "_create", create)  # noqa: E731
+    ending = faults.ending_of(lambda: tpkernels.init(group, 5.0, faults.WORKSPACE_BYTES))
+    undo()
+    return ending
+
+
+def test_rank_0_must_be_of_the_same_user(ranks: RanksFixture) -> None:
+    first, second = ranks(2).run(impostor_job, "user")
+    assert "user 4321 listens in rank 0's place" in second.text, second
+    assert first.error == second.error == "PeerLostError", first
+    assert max(first.seconds, second.seconds) < PROMPT, first
+
+
+def test_the_size_of_memory_must_be_sealed(ranks: RanksFixture) -> None:
+    for ending in ranks(2).run(impostor_job, "memory"):
+        assert ending.error == "MemoryError" and "is not sealed" in ending.text, ending
+
+
+# Descriptors.
+
+
+def few_descriptors_job(poor: int, room: int) -> tuple[Ending, bool, list[str], Ending]:
+    """A rank may open ``room`` more descriptors during the set-up of a group."""
+    group = faults.group_of(dist.new_group())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers: list[int] = []
+    if group.rank() == poor:
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1 + room, limits[1]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = faults.ending_of(lambda: tpkernels.init(group, 5.0, faults.WORKSPACE_BYTES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for filler in fillers:
+        os.close(filler)
+    other = faults.new_group()
+    last = faults.ending_of(lambda: faults.run_op("all_gather", other))
+    return first, shares_memory(group), [str(one.message) for one in caught], last
+
+
+@pytest.mark.parametrize("poor", [0, 2])
+def test_a_limit_of_descriptors_is_told_to_all(poor: int) -> None:
+    """However many there are: an error that says so, or a warning and no shared memory; never one
+    that is late on another rank."""
+    seen = set()
+    with faults.watched_ranks(WORLD) as ranks:
+        for room in range(14):
+            told = faults.values(faults.collect(ranks, few_descriptors_job, poor, room))
+            if all(shared for _, shared, _, _ in told.values()):
+                break
+            failed = told[poor][0].error
+            for rank, (first, shared, _, last) in told.items():
+                where = (room, rank, first)
+                assert not last.error and not shared, (where, last)
+                assert first.seconds < 2 * PROMPT, where
+                allowed = {"MemoryError", "OSError"} if rank == poor else {"MemoryError"}
+                allowed |= {"PeerLostError"} if rank != poor and failed == "OSError" else set()
+                assert first.error in allowed if failed else not first.error, where
+            texts = [told[poor][0].text] if failed else told[0][2]
+            assert any("descriptors" in one or "open files" in one for one in texts), (room, texts)
+            seen.add(failed or "warning")
+        else:
+            pytest.fail(f"14 descriptors are not enough: {told}")
+    assert room > 3 and len(seen) > 1, (room, seen)

@@ -1,0 +1,101 @@
+"""Systems on which ranks cannot share memory: kernels and filters that refuse a system call, and
+Pythons without functions for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import Ending, shares_memory
+from tpkernels import _C
+
+
+def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str], Ending, str]:
+    """A kernel without a call, or a filter that forbids it, on one rank."""
+    group = faults.group_of(dist.new_group())
+    open_it = getattr(_C, call)
+
+    def refuse(*_: Any) -> int:
+        raise OSError(refusal, os.strerror(refusal))
+
+    if group.rank() == rank:
+        setattr(_C, call, refuse)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tpkernels.init(group, 5.0, faults.WORKSPACE_BYTES)
+            ending = faults.ending_of(lambda: faults.run_op("matmul_reduce_scatter", group))
+            refused = faults.ending_of(lambda: tpkernels.empty(4, group=group)).text
+    finally:
+        setattr(_C, call, open_it)
+    return shares_memory(group), [str(one.message) for one in caught], ending, refused
+
+
+@pytest.mark.parametrize("call", ["open_memfd", "open_pidfd"])
+@pytest.mark.parametrize(("rank", "refusal"), [(0, 38), (1, 1)], ids=["ENOSYS", "EPERM"])
+def test_ranks_without_a_system_call_go_by_the_process_group(
+    ranks: RanksFixture, call: str, rank: int, refusal: int
+) -> None:
+    name = call.replace("open_pidfd", "pidfd_open").replace("open_memfd", "memfd_create")
+    for at, (shared, caught, ending, refused) in enumerate(
+        ranks(2).run(unsupported_job, call, rank, refusal)
+    ):
+        assert not shared and not ending.error, ending
+        why = f"rank {rank} cannot share memory: {name}: {os.strerror(refusal)}"
+        assert why in refused, refused
+        assert len(caught) == (at == 0), caught  # rank 0 alone warns
+        assert all("the ranks are on one machine" in one and why in one for one in caught)
+
+
+_WITHOUT = """
+    import os, socket
+    for name in ("pidfd_open", "memfd_create", "MFD_CLOEXEC"):
+        if hasattr(os, name):
+            delattr(os, name)
+    import torch, torch.distributed as dist, tpkernels
+    from tpkernels.launch import Ranks
+
+    def job():
+        assert not hasattr(os, "pidfd_open") and not hasattr(os, "memfd_create")
+        x = torch.ones(5)
+        y = tpkernels.all_reduce(x, dist.group.WORLD, algorithm="direct")
+        return y.tolist()
+
+    if __name__ == "__main__":
+        with Ranks(2) as ranks:
+            print(ranks.run(job))
+"""
+
+
+def test_a_python_without_the_functions_does_as_well(tmp_path: Path) -> None:
+    """Conda's, and those that are built for old systems."""
+    (tmp_path / "without.py").write_text(textwrap.dedent(_WITHOUT))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nfor name in ('pidfd_open', 'memfd_create'):\n    delattr(os, name)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "without.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str([[2.0] * 5] * 2), run.stdout
+
+
+def test_one_rank_needs_no_system_call(ranks: RanksFixture) -> None:
+    ((shared, caught, ending, _),) = ranks(1).run(unsupported_job, "open_memfd", 0, 38)
+    assert not shared and not ending.error and not caught, (ending, caught)

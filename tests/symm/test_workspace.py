@@ -1,0 +1,204 @@
+"""What a group's workspace takes: a little at first, more when a call can use it, never more than
+was asked for; and what it costs to find a symmetric tensor."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import Case, RanksFixture
+from tests.support.ranked import check, report
+from tpkernels import groups
+from tpkernels.symm import host
+from tpkernels.symm.segments import Segments
+
+MIB = 1 << 20
+WORDS = 64 << 10  # what signal words and rounding to pages may add
+HUGE_PAGES = 2 * 2 * MIB  # what a kernel that takes huge pages for shared memory may add
+
+
+def shared_memory() -> dict[str, int]:
+    """Bytes in use of each piece of our shared memory that this process maps, by its inode."""
+    nbytes: dict[str, int] = {}
+    inode = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):  # addresses, rights, offset, device, inode, name
+            inode = words[4] if "memfd:tpkernels" in line else ""
+        elif inode and words[0] == "Rss:":
+            nbytes[inode] = nbytes.get(inode, 0) + int(words[1]) * 1024
+    return nbytes
+
+
+def taken(group: dist.ProcessGroup, others: dict[str, int]) -> int:
+    """Bytes of shared memory that each rank of the group uses, without those of other groups:
+    ranks of earlier tests have workspaces too."""
+    return sum(n for inode, n in shared_memory().items() if inode not in others) // group.size()
+
+
+def growth_job(nbytes: int) -> list[str]:
+    """Calls of growing size on one group, by every way that uses the buffers."""
+    group, failures = faults.group_of(dist.new_group()), []
+    others = shared_memory()
+    tpkernels.init(group, 20.0, nbytes)
+    workspace = groups.get(group.group_name).workspace
+    assert workspace is not None
+    first = taken(group, others)
+    if not 0 < first <= 2 * host._FIRST_BUFFER + WORDS + HUGE_PAGES:
+        failures.append(f"{first} bytes at first")
+    before = workspace.channel.capacity
+    for rows in (3, 300, 3000):
+        for case in (
+            Case(op="all_gather", shape=(rows * group.size(), 64)),
+            Case(op="reduce_scatter", shape=(rows * group.size(), 64)),
+            Case(op="all_reduce", shape=(rows, 500)),
+            Case(op="all_gather_matmul", shape=(rows * group.size(), 512), n=(3,)),
+            Case(op="matmul_reduce_scatter", shape=(rows * group.size(), 512), k=(3,)),
+            Case(op="matmul_all_reduce", shape=(rows, 512), k=(3,)),
+        ):
+            for way in ("direct", "pipelined")[: 2 if "matmul" in case.op else 1]:
+                failures += check(Case(**{**vars(case), "algorithm": way, "integers": True}), group)
+        if not before <= workspace.channel.capacity <= nbytes:
+            failures.append(f"{rows} rows: {workspace.channel.capacity} bytes of {nbytes}")
+        before = workspace.channel.capacity
+    if (used := taken(group, others)) > 2 * nbytes + WORDS + HUGE_PAGES:
+        failures.append(f"{used} bytes of {nbytes}")
+    if nbytes > host._FIRST_BUFFER and before == host._FIRST_BUFFER:
+        failures.append("it did not grow")
+    dist.destroy_process_group(group)
+    return failures
+
+
+@pytest.mark.parametrize("nbytes", [1 << 16, 3 * MIB + 5, 16 * MIB])
+def test_it_grows_to_what_was_asked_for(ranks: RanksFixture, nbytes: int) -> None:
+    report(f for rank in ranks(2).run(growth_job, nbytes, timeout=100) for f in rank)
+
+
+def wide_job(nbytes: int, width: int) -> tuple[list[str], str, str]:
+    """Rows so long that few fit, or none: a vocabulary at small workspaces."""
+    group = faults.group_of(dist.new_group())
+    others = shared_memory()
+    tpkernels.init(group, 20.0, nbytes)
+    rows = 256 * group.size()
+    case = Case(op="matmul_reduce_scatter", shape=(rows, width), k=(2,), integers=True)
+    failures = check(case, group)  # by auto
+    auto = next(iter(groups.get(group.group_name).calls.values())).plan
+    asked = Case(**{**vars(case), "algorithm": "pipelined"})
+    try:
+        failures += check(asked, group)
+        refused = ""
+    except NotImplementedError as error:
+        refused = str(error)
+    if (used := taken(group, others)) > 2 * nbytes + WORDS + HUGE_PAGES:
+        failures.append(f"{used} bytes of {nbytes}")
+    dist.destroy_process_group(group)
+    return failures, f"{auto.algorithm}: {auto.reason}", refused
+
+
+def test_auto_does_not_split_what_hardly_fits(ranks: RanksFixture) -> None:
+    """A row of each of two ranks takes 16 KB here: 256 of them do not fit into 1 MiB."""
+    for failures, auto, refused in ranks(2).run(wide_job, MIB, 2048, timeout=100):
+        assert not failures and not refused, (failures, refused)
+        assert auto == "direct: the workspace holds 63 rows a rank < 256", auto
+
+
+def test_a_row_that_does_not_fit_is_refused(ranks: RanksFixture) -> None:
+    for failures, auto, refused in ranks(2).run(wide_job, 1 << 16, 20_000, timeout=100):
+        assert not failures and auto.startswith("direct: pipelined needs 160000 bytes"), auto
+        assert "and the workspace has 65536; give tpkernels.init a larger" in refused, refused
+
+
+def poor_job(poor: int) -> tuple[list[str], list[str], int]:
+    """One rank has no memory when the workspace is to grow."""
+    group = faults.group_of(dist.new_group())
+    tpkernels.init(group, 20.0, 16 * MIB)
+    lacks = host.short_of_memory
+    if group.rank() == poor:
+        host.short_of_memory = lambda nbytes, world: "told to have no memory"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        failures = []
+        for rows in (800, 900, 800):
+            case = Case(op="all_gather_matmul", shape=(rows * group.size(), 2048), n=(3,))
+            failures += check(Case(**{**vars(case), "integers": True}), group)
+    host.short_of_memory = lacks
+    workspace = groups.get(group.group_name).workspace
+    assert workspace is not None
+    texts = [str(one.message) for one in caught]
+    return failures, texts, workspace.channel.capacity
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_without_memory_calls_take_more_steps(ranks: RanksFixture, poor: int) -> None:
+    """The group goes on, as it is, and one rank warns once."""
+    for rank, (failures, texts, capacity) in enumerate(ranks(2).run(poor_job, poor, timeout=100)):
+        assert not failures, failures
+        assert capacity == host._FIRST_BUFFER
+        assert len(texts) == (rank == 0), texts
+        assert all(f"rank {poor}: told to have no memory" in text for text in texts), texts
+
+
+class _Region:
+    """A region as `Segments` sees it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address, self.nbytes = address, nbytes
+
+
+def test_segments_are_told_apart() -> None:
+    segments = Segments()
+    memory = torch.zeros(10_000, dtype=torch.uint8)
+    base = memory.data_ptr()
+    regions: dict[int, Any] = {}
+    for begin in (4000, 0, 8000, 2000):  # of 1000 bytes each
+        region = _Region(base + begin, 1000)
+        regions[segments.add(region)] = region  # type: ignore[arg-type]
+    where = {identity: region.address - base for identity, region in regions.items()}
+    for at in range(0, 10_000, 50):
+        identity, offset = segments.locate(memory[at : at + 100])
+        inside = [i for i, begin in where.items() if begin <= at and at + 100 <= begin + 1000]
+        assert [identity] == (inside or [0]), at
+        assert not inside or where[identity] + offset == at
+    del regions[1], region
+    assert segments.locate(memory[4000:4100]) == (0, 0)
+    assert segments.locate(memory[2000:2100]) == (4, 0)
+    assert len(segments) == 3
+
+
+def symmetric_job(count: int) -> tuple[float, float, int, int]:
+    """Seconds of an op's look for symmetric tensors with one of them and with many; keys that these
+    leave in the store."""
+    group = faults.new_group()
+    workspace = groups.get(group.group_name).workspace
+    store = dist.distributed_c10d._get_default_store()
+    assert workspace is not None
+    x = torch.ones(16)
+
+    def look() -> float:
+        best = float("inf")
+        for _ in range(20):
+            begin = time.perf_counter()
+            for _ in range(200):
+                workspace.locate(x)
+            best = min(best, time.perf_counter() - begin)
+        return best / 200
+
+    kept = [tpkernels.empty(4, group=group)]
+    one, keys = look(), store.num_keys()
+    kept += [tpkernels.empty(4, group=group) for _ in range(count)]
+    dist.barrier(group)
+    return one, look(), keys, store.num_keys()
+
+
+def test_many_symmetric_tensors_cost_little(ranks: RanksFixture) -> None:
+    for one, many, keys, more in ranks(2).run(symmetric_job, 200, timeout=100):
+        assert many < 4 * one + 1e-6, (one, many)  # 60 times as long when all are looked at
+        assert more <= keys + 8, (keys, more)
