@@ -32,7 +32,7 @@ def _host_sum(partials: list[torch.Tensor]) -> torch.Tensor:
     given = [partial.cpu() for partial in partials]
     out, code = torch.empty_like(given[0]), CODES[given[0].dtype]
     addresses = [partial.data_ptr() for partial in given]
-    _C.sum_partials(out.data_ptr(), addresses, code, 0, out.numel(), _C.Epilogue(code))
+    _C.host.sum_partials(out.data_ptr(), addresses, code, 0, out.numel(), _C.host.Epilogue(code))
     return out
 
 

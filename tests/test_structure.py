@@ -95,7 +95,7 @@ def test_imports_are_found() -> None:
     found = {name: set(imports(name, path)) for name, path in modules()}
     assert "algorithms.unfused" in found["backends"]
     assert "groups.name_of" in found["ops.all_gather"]
-    assert "_C.Phase" in found["algorithms.pipelined.cpu"]
+    assert "_C.host.Phase" in found["algorithms.pipelined.cpu"]
     assert "kernels.configs.MatmulConfig" in found["algorithms.fused"]  # for types only
 
 

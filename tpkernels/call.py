@@ -29,9 +29,9 @@ class Call:
         return self.group.workspace
 
     @functools.cached_property
-    def layout(self) -> _C.ShardLayout:
+    def layout(self) -> _C.host.ShardLayout:
         """The gathered or scattered tensor, as the extension sees it."""
-        return _C.ShardLayout(self.problem.outer, self.problem.inner, self.problem.sizes)
+        return _C.host.ShardLayout(self.problem.outer, self.problem.inner, self.problem.sizes)
 
     @functools.cached_property
     def peers_in_ring_order(self) -> tuple[int, ...]:

@@ -107,7 +107,7 @@ void bind_calls(py::class_<Kernels>& kernels) {
 }
 
 // Of `starts`, in the device's memory, there are world + 1.
-void bind_shares(py::class_<Kernels>& kernels) {
+void bind_shards(py::class_<Kernels>& kernels) {
   using Function = void (Kernels::*)(Stream, const Space&, int, const Shards&);
   const auto bind = [&](const char* name, Function function) {
     kernels.def(
@@ -167,7 +167,7 @@ void bind_signals(py::class_<Kernels>& kernels) {
 
 }  // namespace
 
-void bind_cuda(py::module_& m) {
+void bind(py::module_& m) {
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -175,29 +175,29 @@ void bind_cuda(py::module_& m) {
       PyErr_SetString(PyExc_NotImplementedError, missing.what());
     }
   });
-  py::class_<Space>(m, "CudaSpace")
+  py::class_<Space>(m, "Space")
       .def(py::init(&make_space), py::arg("regions"), py::arg("state"), py::arg("control"),
            py::arg("rank"), py::arg("signature"), py::arg("timeout_ns"), py::arg("words"),
            py::arg("buffers_at"), py::arg("buffer_stride"), py::arg("WORLD"), py::arg("seed"),
            py::arg("CHAOS"));
-  py::class_<Epilogue>(m, "CudaEpilogue")
+  py::class_<Epilogue>(m, "Epilogue")
       .def(py::init(&make_epilogue), py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1,
            py::arg("residual") = 0, py::arg("residual_dtype") = 0);
-  py::class_<Kernels> kernels(m, "CudaKernels");
+  py::class_<Kernels> kernels(m, "Kernels");
   kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"));
   bind_calls(kernels);
-  bind_shares(kernels);
+  bind_shards(kernels);
   bind_signals(kernels);
-  m.attr("CUDA_MAX_WORLD") = kMaxWorld;
-  m.def("cuda_architectures", [] { return std::string(embedded_image().architectures); });
-  m.def("cuda_image", [] {
+  m.attr("MAX_WORLD") = kMaxWorld;
+  m.def("architectures", [] { return std::string(embedded_image().architectures); });
+  m.def("image", [] {
     const Image& image = embedded_image();
     return py::bytes(reinterpret_cast<const char*>(image.bytes), image.size);
   });
-  m.def("cuda_sources", [] { return embedded_image().sources; });
-  m.def("cuda_driver_version", &driver_version);
-  m.def("cuda_device_count", &device_count);
-  m.def("cuda_compute_capability", &compute_capability, py::arg("device"));
+  m.def("sources", [] { return embedded_image().sources; });
+  m.def("driver_version", &driver_version);
+  m.def("device_count", &device_count);
+  m.def("compute_capability", &compute_capability, py::arg("device"));
 }
 
 }  // namespace tpkernels::cuda

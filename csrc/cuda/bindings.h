@@ -4,6 +4,7 @@
 
 namespace tpkernels::cuda {
 
-void bind_cuda(pybind11::module_& m);
+// Fills the submodule _C.cuda.
+void bind(pybind11::module_& m);
 
 }  // namespace tpkernels::cuda

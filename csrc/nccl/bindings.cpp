@@ -83,7 +83,7 @@ Held make_communicator(std::shared_ptr<Library> library, const py::bytes& id, in
 }
 
 void bind_library(py::module_& m) {
-  py::class_<Library, std::shared_ptr<Library>>(m, "NcclLibrary")
+  py::class_<Library, std::shared_ptr<Library>>(m, "Library")
       .def(py::init<const std::string&>(), py::arg("name"), ReleaseGil())
       .def_property_readonly("path", &Library::path)
       .def_property_readonly("version",
@@ -118,7 +118,7 @@ void bind_library(py::module_& m) {
 }
 
 void bind_operations(py::module_& m) {
-  py::enum_<OperationKind>(m, "NcclOperationKind")
+  py::enum_<OperationKind>(m, "OperationKind")
       .value("ALL_GATHER", OperationKind::kAllGather)
       .value("REDUCE_SCATTER", OperationKind::kReduceScatter)
       .value("ALL_REDUCE", OperationKind::kAllReduce)
@@ -126,7 +126,7 @@ void bind_operations(py::module_& m) {
       .value("SEND", OperationKind::kSend)
       .value("RECV", OperationKind::kRecv);
 
-  py::class_<Operation>(m, "NcclOperation")
+  py::class_<Operation>(m, "Operation")
       .def(py::init([](OperationKind kind, std::uintptr_t send, std::uintptr_t recv,
                        std::size_t count, int dtype, int peer, std::uintptr_t stream) {
              return Operation{
@@ -137,7 +137,7 @@ void bind_operations(py::module_& m) {
            py::arg("peer"), py::arg("stream"));
 
   m.def(
-      "nccl_all_to_all",
+      "all_to_all",
       [](std::uintptr_t send, std::uintptr_t recv, const std::vector<std::size_t>& send_counts,
          const std::vector<std::size_t>& recv_counts, int dtype, std::uintptr_t stream) {
         if (send_counts.size() != recv_counts.size()) {
@@ -153,7 +153,7 @@ void bind_operations(py::module_& m) {
 }
 
 void bind_communicator(py::module_& m) {
-  py::class_<Communicator, Held>(m, "NcclCommunicator")
+  py::class_<Communicator, Held>(m, "Communicator")
       .def(py::init(&make_communicator), py::arg("library"), py::arg("unique_id"), py::arg("rank"),
            py::arg("world"), py::kw_only(), py::arg("timeout"), py::arg("name") = "",
            py::arg("cta_policy") = py::none(), py::arg("min_ctas") = py::none(),
@@ -197,7 +197,7 @@ void bind_communicator(py::module_& m) {
 
 }  // namespace
 
-void bind_nccl(py::module_& m) {
+void bind(py::module_& m) {
   py::register_exception_translator(&translate);
   bind_library(m);
   bind_operations(m);

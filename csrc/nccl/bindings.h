@@ -4,7 +4,7 @@
 
 namespace tpkernels::nccl {
 
-// Adds NcclLibrary, NcclCommunicator and what they take.
-void bind_nccl(pybind11::module_& m);
+// Fills the submodule _C.nccl.
+void bind(pybind11::module_& m);
 
 }  // namespace tpkernels::nccl

@@ -35,7 +35,7 @@ def test_info_json_is_one_object() -> None:
     facts = json.loads(invoke("info", "--json").stdout)
     assert facts["vector_unit"]["in_use"] in facts["vector_unit"]["available"]
     assert facts["devices"]["usable_cores"] == sorted(os.sched_getaffinity(0))
-    assert "all_reduce" in facts["extension"]["holds"]
+    assert {"host.all_reduce", "cuda.Kernels"} <= set(facts["extension"]["holds"])
     assert set(facts["local_matmul"].values()) <= {"native", "converted"}
     assert facts["cuda"]["kernels"].startswith(("embedded: sm_", "NVRTC ", "none: "))
     assert facts["cuda"]["driver"]
@@ -59,7 +59,7 @@ def test_info_tells_whether_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch
     def refuse(pid: int) -> int:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(_C, "open_pidfd", refuse)
+    monkeypatch.setattr(_C.host, "open_pidfd", refuse)
     shown = " ".join(invoke("info").output.split())
     assert "none: this process cannot share memory: pidfd_open: Operation not permitted" in shown
 

@@ -27,15 +27,15 @@ BARRIER = r"bar\.(?:sync|red)|barrier\."
 
 def embedded() -> bytes:
     """What the build compiled; skips where it had no nvcc."""
-    if not _C.cuda_architectures():
+    if not _C.cuda.architectures():
         pytest.skip("this extension was built without nvcc")
-    return _C.cuda_image()
+    return _C.cuda.image()
 
 
 def entries() -> set[str]:
     """The kernels that the source has."""
     return set(
-        re.findall(r"TPK_KERNEL\(\w+\)\s+(\w+)\(", dict(_C.cuda_sources())["cuda/kernels.cu"])
+        re.findall(r"TPK_KERNEL\(\w+\)\s+(\w+)\(", dict(_C.cuda.sources())["cuda/kernels.cu"])
     )
 
 
@@ -46,7 +46,7 @@ def test_there_is_code_for_every_architecture() -> None:
         missing = entries() - set(kernels)
         assert missing == ({"multimem_all_reduce"} if arch == "sm_80" else set()), arch
     assert ".target sm_100" in cuda_builds.ptx_of(embedded())
-    assert _C.cuda_architectures().startswith("sm_80 sm_90 sm_100 compute_100, nvcc")
+    assert _C.cuda.architectures().startswith("sm_80 sm_90 sm_100 compute_100, nvcc")
 
 
 def test_nothing_is_spilled() -> None:
@@ -140,7 +140,7 @@ sys.path.insert(0, {folder!r})
 import tpkernels
 from tpkernels import _C, cuda
 assert _C.__file__.startswith({folder!r}), _C.__file__
-print(repr(_C.cuda_architectures()), len(_C.cuda_image()), len(_C.cuda_sources()))
+print(repr(_C.cuda.architectures()), len(_C.cuda.image()), len(_C.cuda.sources()))
 print(cuda.image_status())
 """
 
@@ -166,13 +166,13 @@ def test_a_build_without_nvcc_imports(tmp_path: Path) -> None:
     say = [sys.executable, "-c", SAY.format(folder=str(tmp_path))]
     told = subprocess.run(say, cwd=tmp_path, capture_output=True, text=True, check=True)
     first, status = told.stdout.splitlines()
-    assert first == f"'' 0 {len(_C.cuda_sources())}"
+    assert first == f"'' 0 {len(_C.cuda.sources())}"
     assert re.match(r"NVRTC \d+\.\d+ through CuPy|none: .*pip install 'tpkernels\[cu13\]'", status)
 
 
 def test_both_protocols_have_the_same_places() -> None:
     """csrc/cuda/sync.cuh and kernels/sync.py share workspaces."""
-    text = dict(_C.cuda_sources())["cuda/sync.cuh"]
+    text = dict(_C.cuda.sources())["cuda/sync.cuh"]
     found = {name: int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)", text)}
     named = {
         "StateEpoch": sync.STATE_EPOCH,

@@ -37,7 +37,7 @@ def host_sum(
 ) -> torch.Tensor:
     """What csrc/host computes."""
     out = torch.empty(partials[0].shape, dtype=out_dtype)
-    epilogue = _C.Epilogue(
+    epilogue = _C.host.Epilogue(
         CODES[out_dtype],
         0 if bias is None else bias.data_ptr(),
         1 if bias is None else bias.numel(),
@@ -45,7 +45,7 @@ def host_sum(
         0 if residual is None else CODES[residual.dtype],
     )
     wire, addresses = CODES[partials[0].dtype], [p.data_ptr() for p in partials]
-    _C.sum_partials(out.data_ptr(), addresses, wire, 0, out.numel(), epilogue)
+    _C.host.sum_partials(out.data_ptr(), addresses, wire, 0, out.numel(), epilogue)
     return out
 
 

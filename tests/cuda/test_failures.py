@@ -218,9 +218,9 @@ def test_without_a_driver_each_entry_says_so() -> None:
         lambda: cuda.barrier(space, 1),
         lambda: cuda.paced_copy(x, x.clone(), 1.0),
         lambda: cuda.CopyCall(space, 1),
-        _C.cuda_driver_version,
-        _C.cuda_device_count,
-        lambda: _C.CudaKernels(0, b"an image"),
+        _C.cuda.driver_version,
+        _C.cuda.device_count,
+        lambda: _C.cuda.Kernels(0, b"an image"),
     ]
     for entry in entries:
         with pytest.raises(NotImplementedError, match=r"^no NVIDIA driver on this machine"):

@@ -77,9 +77,9 @@ def test_another_compiler_or_source_is_another_image(
     image.nvrtc_image(90)
     compiler.version = (13, 1)
     assert image.nvrtc_image(90) == b"cubin 2\0"
-    sources = _C.cuda_sources()
+    sources = _C.cuda.sources()
     changed = [*sources[:-1], (sources[-1][0], sources[-1][1] + "\n")]
-    monkeypatch.setattr(_C, "cuda_sources", lambda: changed)
+    monkeypatch.setattr(_C.cuda, "sources", lambda: changed)
     assert image.nvrtc_image(90) == b"cubin 3\0"
 
 
@@ -154,7 +154,7 @@ def test_what_nvrtc_says_is_passed_on(cache: Path, compiler: Compiler) -> None:
 
 def test_without_cupy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(_C, "cuda_architectures", lambda: "")
+    monkeypatch.setattr(_C.cuda, "architectures", lambda: "")
     with pytest.raises(NotImplementedError, match=r"CuPy.*pip install 'tpkernels\[cu13\]'"):
         image.nvrtc_image(90)
     assert image.image_status().startswith("none: the CUDA kernels were not compiled")
@@ -170,7 +170,7 @@ def test_without_nvrtc_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     cupy.cuda.nvrtc = types.SimpleNamespace(getVersion=missing)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    monkeypatch.setattr(_C, "cuda_architectures", lambda: "")
+    monkeypatch.setattr(_C.cuda, "architectures", lambda: "")
     assert "CuPy 14.0 is here, but NVRTC" in image.image_status()
     assert "libnvrtc.so.13" in image.image_status()
 
@@ -203,6 +203,6 @@ def test_nvrtc_does_not_know_every_architecture(nvrtc: Any, cache: Path) -> None
 
 
 def test_the_status_says_which_nvrtc(nvrtc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_C, "cuda_architectures", lambda: "")
+    monkeypatch.setattr(_C.cuda, "architectures", lambda: "")
     version = ".".join(map(str, nvrtc.getVersion()))
     assert image.image_status().startswith(f"NVRTC {version} through CuPy ")

@@ -112,7 +112,7 @@ def test_shared_memory_has_no_name_and_no_open_descriptor(ranks: RanksFixture) -
 
 
 def test_shared_memory_is_private_and_sealed() -> None:
-    fd = _C.Arena.create(8192, 2)
+    fd = _C.host.Arena.create(8192, 2)
     try:
         assert os.fstat(fd).st_mode & 0o777 == 0o600
         assert os.fstat(fd).st_nlink == 0

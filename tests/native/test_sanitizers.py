@@ -134,6 +134,7 @@ def build(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
         toolchain = _find_toolchain(sanitizer, scratch)
         folder = scratch if cache is None else Path(cache.mkdir(f"native-{sanitizer}"))
         sources = sorted([*HOST.glob("*.cpp"), *NATIVE.glob("*.cpp")])
+        sources.remove(HOST / "bindings.cpp")
         weaker = [f"-DWITHOUT_{without}", "-include", str(NATIVE / "relaxed.h")]
 
         def compile_one(source: Path) -> Path:

@@ -19,13 +19,13 @@ COUNTS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 2047, 2048, 2049, 5000)
 CANARY = 77
 
 
-@pytest.fixture(params=_C.vector_units(), autouse=True)
+@pytest.fixture(params=_C.host.vector_units(), autouse=True)
 def unit(request: pytest.FixtureRequest) -> Iterator[str]:
     """The vector unit in use."""
-    before = _C.vector_unit()
-    _C.use_vector_unit(request.param)
+    before = _C.host.vector_unit()
+    _C.host.use_vector_unit(request.param)
     yield request.param
-    _C.use_vector_unit(before)
+    _C.host.use_vector_unit(before)
 
 
 def total(
@@ -36,11 +36,11 @@ def total(
     begin: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``_C.sum_partials`` on flat contiguous tensors."""
+    """``_C.host.sum_partials`` on flat contiguous tensors."""
     count = partials[0].numel()
     around = torch.full((count + 40,), CANARY, dtype=out_dtype)
     inside = around[1 : 1 + count] if out is None else out  # at an odd element
-    epilogue = _C.Epilogue(
+    epilogue = _C.host.Epilogue(
         CODES[out_dtype],
         0 if bias is None else bias.data_ptr(),
         1 if bias is None else bias.numel(),
@@ -49,7 +49,7 @@ def total(
     )
     addresses = [partial.data_ptr() for partial in partials]
     wire = CODES[partials[0].dtype]
-    _C.sum_partials(inside.data_ptr(), addresses, wire, begin, count, epilogue)
+    _C.host.sum_partials(inside.data_ptr(), addresses, wire, begin, count, epilogue)
     assert around[0] == CANARY and (around[1 + count :] == CANARY).all(), "wrote beyond the end"
     return inside
 
@@ -218,9 +218,9 @@ def test_infinities_and_nan_pass_through() -> None:
 
 def test_an_unknown_unit_is_refused(unit: str) -> None:
     with pytest.raises(ValueError, match=r"'mmx'.*it has plain"):
-        _C.use_vector_unit("mmx")
-    assert _C.vector_unit() == unit
+        _C.host.use_vector_unit("mmx")
+    assert _C.host.vector_unit() == unit
 
 
 def test_the_plain_unit_is_always_there() -> None:
-    assert _C.vector_units()[0] == "plain"
+    assert _C.host.vector_units()[0] == "plain"

@@ -19,8 +19,8 @@ from tests.support.fake_nccl import (
     Build,
     Fake,
 )
-from tpkernels import _C, dtypes
-from tpkernels._C import NcclCommunicator, NcclLibrary, NcclOperation, NcclOperationKind
+from tpkernels import dtypes
+from tpkernels._C.nccl import Communicator, Library, Operation, OperationKind, all_to_all
 from tpkernels.errors import (
     CollectiveTimeoutError,
     PeerLostError,
@@ -37,18 +37,18 @@ def fake(fake_nccl: Build) -> Fake:
     return fake_nccl()
 
 
-def make(fake: Fake, timeout: float = LONG, **options: object) -> NcclCommunicator:
-    library = NcclLibrary(fake.path)
-    return NcclCommunicator(library, library.unique_id(), 0, 1, timeout=timeout, **options)
+def make(fake: Fake, timeout: float = LONG, **options: object) -> Communicator:
+    library = Library(fake.path)
+    return Communicator(library, library.unique_id(), 0, 1, timeout=timeout, **options)
 
 
-def operation(kind: str = "ALL_REDUCE", count: int = 8, peer: int = 0) -> NcclOperation:
+def operation(kind: str = "ALL_REDUCE", count: int = 8, peer: int = 0) -> Operation:
     address = BUFFER.data_ptr()
-    return NcclOperation(getattr(NcclOperationKind, kind), address, address, count, 0, peer, 5)
+    return Operation(getattr(OperationKind, kind), address, address, count, 0, peer, 5)
 
 
 # Every way to ask something of a communicator that NCCL may not complete.
-CALLS: dict[str, tuple[str, Callable[[NcclCommunicator], object]]] = {
+CALLS: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "all_gather": ("ncclAllGather", lambda c: c.enqueue([operation("ALL_GATHER")])),
     "reduce_scatter": ("ncclReduceScatter", lambda c: c.enqueue([operation("REDUCE_SCATTER")])),
     "all_reduce": ("ncclAllReduce", lambda c: c.enqueue([operation()])),
@@ -67,7 +67,7 @@ CALLS: dict[str, tuple[str, Callable[[NcclCommunicator], object]]] = {
 }
 
 
-def require_broken(fake: Fake, communicator: NcclCommunicator, by: str) -> None:
+def require_broken(fake: Fake, communicator: Communicator, by: str) -> None:
     """NCCL's communicator was aborted, once, and further calls say so without asking NCCL."""
     assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse, fake.depth) == (1, 0, 0, 0)
     asked = fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce")
@@ -111,12 +111,12 @@ def test_options_that_an_old_library_would_ignore(
 
 
 def test_the_id_arrives_and_has_128_bytes(fake: Fake) -> None:
-    library = NcclLibrary(fake.path)
+    library = Library(fake.path)
     unique_id = bytes(range(128))
-    NcclCommunicator(library, unique_id, 0, 1, timeout=LONG)
+    Communicator(library, unique_id, 0, 1, timeout=LONG)
     assert fake.unique_id == unique_id
     with pytest.raises(ValueError, match="a unique id has 128 bytes, not 5"):
-        NcclCommunicator(library, b"short", 0, 1, timeout=LONG)
+        Communicator(library, b"short", 0, 1, timeout=LONG)
 
 
 @pytest.mark.parametrize("dtype", dtypes.CODES, ids=str)
@@ -131,8 +131,8 @@ def test_operations_arrive(fake: Fake, dtype: torch.dtype) -> None:
         ("BROADCAST", "Broadcast", 0),
     ]:
         out.zero_()
-        one = NcclOperation(
-            getattr(NcclOperationKind, kind),
+        one = Operation(
+            getattr(OperationKind, kind),
             x.data_ptr(),
             out.data_ptr(),
             3,
@@ -144,7 +144,7 @@ def test_operations_arrive(fake: Fake, dtype: torch.dtype) -> None:
         assert torch.equal(out, x)
         assert fake.log[-1] == f"{name} {fields} peer={peer} stream=9 group=0"
     out.zero_()
-    pairs = _C.nccl_all_to_all(x.data_ptr(), out.data_ptr(), [3], [3], dtypes.CODES[dtype], 9)
+    pairs = all_to_all(x.data_ptr(), out.data_ptr(), [3], [3], dtypes.CODES[dtype], 9)
     communicator.enqueue(pairs)
     assert torch.equal(out, x)
     assert fake.log[-2:] == [
@@ -160,7 +160,7 @@ def test_what_is_empty_is_left_out(fake: Fake) -> None:
     communicator.enqueue([operation("SEND", 0), operation("SEND", 4), operation("RECV", 0)])
     assert fake.log == ["Send count=4 dtype=7 peer=0 stream=5 group=0"]
     with pytest.raises(ValueError, match="counts for 2 ranks to send to and 1 to receive from"):
-        _C.nccl_all_to_all(0, 0, [1, 1], [1], 0, 0)
+        all_to_all(0, 0, [1, 1], [1], 0, 0)
 
 
 # Waiting, and failing.

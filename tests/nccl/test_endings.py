@@ -17,7 +17,7 @@ from tests.support import faults
 from tests.support.fake_nccl import REMOTE_ERROR, Build, Fake
 from tests.support.faults import Ending
 from tests.support.paths import ROOT
-from tpkernels._C import NcclCommunicator
+from tpkernels._C.nccl import Communicator
 from tpkernels.errors import CollectiveTimeoutError
 
 
@@ -29,9 +29,7 @@ def fake(fake_nccl: Build) -> Fake:
 class Asking(threading.Thread):
     """A call in another thread, which has begun when this is made."""
 
-    def __init__(
-        self, communicator: NcclCommunicator, fake: Fake, call: str = "all_reduce"
-    ) -> None:
+    def __init__(self, communicator: Communicator, fake: Fake, call: str = "all_reduce") -> None:
         super().__init__(daemon=True)
         self._function, self._ask = CALLS[call]
         self._communicator = communicator

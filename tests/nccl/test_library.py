@@ -63,7 +63,7 @@ def test_a_missing_optional_symbol_is_named_when_asked_for(fake_nccl: Build, sym
     fake = fake_nccl(without=[f"nccl{symbol}"])
     fake.version(21403)
     loaded = nccl.load(fake.path)
-    communicator = _C.NcclCommunicator(loaded, loaded.unique_id(), 0, 1, timeout=5)
+    communicator = _C.nccl.Communicator(loaded, loaded.unique_id(), 0, 1, timeout=5)
     calls = {
         "CommSplit": lambda: communicator.split(0, 0),
         "MemAlloc": lambda: loaded.mem_alloc(16),
@@ -188,7 +188,7 @@ def test_the_real_library_without_a_gpu(real: str) -> None:
     for _ in range(2):
         start = time.monotonic()
         with pytest.raises(TpkernelsError) as caught:
-            _C.NcclCommunicator(loaded, loaded.unique_id(), 0, 1, timeout=10, name="alone")
+            _C.nccl.Communicator(loaded, loaded.unique_id(), 0, 1, timeout=10, name="alone")
         assert time.monotonic() - start < 5
         assert "NCCL communicator 'alone', rank 0 of 1: set-up failed" in str(caught.value)
         assert "cuda" in str(caught.value).lower()
@@ -200,7 +200,7 @@ def test_the_real_library_prints_nothing(real: str) -> None:
 from tpkernels import _C, nccl
 loaded = nccl.load({real!r})
 try:
-    _C.NcclCommunicator(loaded, loaded.unique_id(), 0, 1, timeout=10)
+    _C.nccl.Communicator(loaded, loaded.unique_id(), 0, 1, timeout=10)
 except RuntimeError:
     print("refused")
 """

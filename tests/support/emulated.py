@@ -68,7 +68,7 @@ def build_driver(folder: Path) -> Path:
 @functools.cache
 def load(path: str) -> ctypes.CDLL:
     """Makes it the CUDA driver of this process: dlopen finds what is loaded under that name."""
-    if not _C.cuda_architectures():  # any image will do
+    if not _C.cuda.architectures():  # any image will do
         image.nvrtc_image = lambda capability: b"an image"
     return ctypes.CDLL(path)
 

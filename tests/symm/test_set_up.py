@@ -138,7 +138,7 @@ def impostor_job(what: str) -> Ending:
         create = rendezvous._create
 
         def unsealed(region_bytes: int, world: int, parts: Any) -> tuple[int, None]:
-            memory = _C.open_memfd("unsealed")
+            memory = _C.host.open_memfd("unsealed")
             os.ftruncate(memory, region_bytes * world)
             return memory, None
 

@@ -24,13 +24,13 @@ from tpkernels import _C
 def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str], Ending, str]:
     """A kernel without a call, or a filter that forbids it, on one rank."""
     group = faults.group_of(dist.new_group())
-    open_it = getattr(_C, call)
+    open_it = getattr(_C.host, call)
 
     def refuse(*_: Any) -> int:
         raise OSError(refusal, os.strerror(refusal))
 
     if group.rank() == rank:
-        setattr(_C, call, refuse)
+        setattr(_C.host, call, refuse)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -38,7 +38,7 @@ def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str]
             ending = faults.ending_of(lambda: faults.run_op("matmul_reduce_scatter", group))
             refused = faults.ending_of(lambda: tpkernels.empty(4, group=group)).text
     finally:
-        setattr(_C, call, open_it)
+        setattr(_C.host, call, open_it)
     return shares_memory(group), [str(one.message) for one in caught], ending, refused
 
 

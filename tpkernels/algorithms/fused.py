@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels import cuda
-from tpkernels._C import Phase
+from tpkernels._C.host import Phase
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.shards import as_rows, shard_rows, shard_shape
 from tpkernels.call import Call

@@ -25,10 +25,10 @@ class Reduction:
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
 
-    def epilogue(self) -> _C.Epilogue:
+    def epilogue(self) -> _C.host.Epilogue:
         """The extension's form. It holds addresses: keep the reduction while it is in use."""
         bias, residual = self.bias, self.residual
-        return _C.Epilogue(
+        return _C.host.Epilogue(
             dtypes.CODES[self.out_dtype],
             bias.data_ptr() if bias is not None else 0,
             max(bias.numel(), 1) if bias is not None else 1,
@@ -61,7 +61,7 @@ def reduce_into(
     addresses = [partial.data_ptr() for partial in partials]
     wire = dtypes.CODES[partials[0].dtype]
     with recorded(COPY):
-        _C.sum_partials(
+        _C.host.sum_partials(
             out.data_ptr(), addresses, wire, begin, partials[0].numel(), reduction.epilogue()
         )
 

@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 def vector_units() -> dict[str, Any]:
     """The instruction sets of the extension's loops."""
-    return {"in_use": _C.vector_unit(), "available": _C.vector_units()}
+    return {"in_use": _C.host.vector_unit(), "available": _C.host.vector_units()}
 
 
 def devices() -> dict[str, Any]:

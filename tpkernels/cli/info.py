@@ -83,7 +83,13 @@ def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | 
 
 
 def _public_names() -> list[str]:
-    return [name for name in dir(_C) if not name.startswith("_")]
+    parts = {"host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
+    return [
+        f"{part}.{name}"
+        for part, module in parts.items()
+        for name in dir(module)
+        if not name.startswith("_")
+    ]
 
 
 def _show(facts: dict[str, Any], out: Console) -> None:

@@ -188,8 +188,8 @@ def sum_partials(
     """``out = round(partials[0] + partials[1] + ... + bias + residual)``, added in fp32 in that
     order. Contiguous, of one shape; ``out`` may be a partial. ``begin`` is the element at which
     they stand within the whole output: element i gets ``bias[(begin + i) % len(bias)]``, fp32."""
-    if not 1 <= len(partials) <= _C.CUDA_MAX_WORLD:
-        raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.CUDA_MAX_WORLD}")
+    if not 1 <= len(partials) <= _C.cuda.MAX_WORLD:
+        raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.cuda.MAX_WORLD}")
     first = partials[0]
     given = {f"partials[{i}]": partial for i, partial in enumerate(partials)}
     check_contiguous(out.device, **given, out=out, bias=bias, residual=residual)

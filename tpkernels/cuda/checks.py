@@ -64,9 +64,9 @@ def epilogue(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     begin: int = 0,
-) -> _C.CudaEpilogue:
+) -> _C.cuda.Epilogue:
     """The extension's form, for elements from ``begin`` on."""
-    return _C.CudaEpilogue(
+    return _C.cuda.Epilogue(
         CODES[out_dtype],
         0 if bias is None else bias.data_ptr(),
         1 if bias is None else max(bias.numel(), 1),
@@ -75,10 +75,10 @@ def epilogue(
     )
 
 
-def space_of(space: DeviceWorkspace, signature: int) -> _C.CudaSpace:
+def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
     """What ``space`` gives every kernel, as the extension takes it."""
     given = space.arguments(signature)
-    return _C.CudaSpace(
+    return _C.cuda.Space(
         **{
             key: value.data_ptr() if isinstance(value, torch.Tensor) else value
             for key, value in given.items()

@@ -28,7 +28,7 @@ _INSTALL = "pip install 'tpkernels[cu13]' (or [cu12] for CUDA 12), or build wher
 
 
 @functools.cache
-def kernels(device: int) -> _C.CudaKernels:
+def kernels(device: int) -> _C.cuda.Kernels:
     """The kernels, loaded on a GPU.
 
     Raises:
@@ -40,13 +40,13 @@ def kernels(device: int) -> _C.CudaKernels:
             "the CUDA kernels are not loaded yet, which a capture does not allow: call "
             "tpkernels.cuda.barrier, or any of its functions, once before"
         )
-    capability = _C.cuda_compute_capability(device)
-    return _C.CudaKernels(device, None if _C.cuda_architectures() else nvrtc_image(capability))
+    capability = _C.cuda.compute_capability(device)
+    return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))
 
 
 def image_status() -> str:
     """Which image is active: embedded, or made by NVRTC, or why there is none."""
-    if embedded := _C.cuda_architectures():
+    if embedded := _C.cuda.architectures():
         return f"embedded: {embedded}"
     try:
         nvrtc, cupy_version = _nvrtc()
@@ -67,9 +67,9 @@ def unsupported(device: torch.device) -> str | None:
 def driver_status() -> str:
     """What the CUDA driver supports, or why it cannot be used."""
     try:
-        version = _C.cuda_driver_version()
-        devices = range(_C.cuda_device_count())
-        found = ", ".join(f"sm_{_C.cuda_compute_capability(i)}" for i in devices)
+        version = _C.cuda.driver_version()
+        devices = range(_C.cuda.device_count())
+        found = ", ".join(f"sm_{_C.cuda.compute_capability(i)}" for i in devices)
     except (NotImplementedError, RuntimeError) as error:
         return str(error)
     return f"for CUDA {version // 1000}.{version % 1000 // 10}, GPUs: {found or 'none'}"
@@ -83,7 +83,7 @@ def nvrtc_image(capability: int) -> bytes:
     """
     nvrtc, _ = _nvrtc()
     options = (*_OPTIONS, f"--gpu-architecture=sm_{capability}")
-    identity = f"{_version(nvrtc)} {options} {_C.cuda_sources()}"
+    identity = f"{_version(nvrtc)} {options} {_C.cuda.sources()}"
     name = f"kernels-sm_{capability}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
     folder = cache_folder()
     image = read_cached(folder / name)
@@ -136,7 +136,7 @@ def _version(nvrtc: Any) -> str:
 
 
 def _compile(nvrtc: Any, options: tuple[str, ...]) -> bytes:
-    *headers, (main, source) = _C.cuda_sources()
+    *headers, (main, source) = _C.cuda.sources()
     texts, names = [text.encode() for _, text in headers], [name.encode() for name, _ in headers]
     program = nvrtc.createProgram(source, main, texts, names)
     try:

@@ -70,7 +70,7 @@ class Setup:
 def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
     """The life of a rank process; does not return."""
     die_with_parent()
-    faulthandler.register(signal.SIGUSR1, file=_C.open_memfd(STACK_FILE))
+    faulthandler.register(signal.SIGUSR1, file=_C.host.open_memfd(STACK_FILE))
     if answer(pipe, rank, partial(join_group, rank, setup)):
         with contextlib.suppress(EOFError, OSError):
             while job := pipe.recv_bytes():  # LEAVE is empty

@@ -18,5 +18,5 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     """``torch.empty``; large tensors on the CPU ask the kernel for huge pages."""
     out = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and out.nbytes >= _HUGE_BYTES:
-        _C.advise_huge_pages(out.data_ptr(), out.nbytes)
+        _C.host.advise_huge_pages(out.data_ptr(), out.nbytes)
     return out

@@ -18,7 +18,7 @@ from tpkernels.symm.exchange import Participant, exchange
 class Bootstrap:
     """What this rank brings to the communicator."""
 
-    library: _C.NcclLibrary
+    library: _C.nccl.Library
     device: torch.device
     unique_id: bytes
 

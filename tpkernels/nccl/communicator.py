@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import _C, defaults, dtypes, groups
-from tpkernels._C import NcclOperation, NcclOperationKind
+from tpkernels._C.nccl import Operation, OperationKind
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups import GroupLike
 from tpkernels.nccl import checks, memory
@@ -78,7 +78,7 @@ class Communicator:
         with own.lock:
             own.check_usable()
             met = meet(own.participant(timeout), library, options)
-            native = _C.NcclCommunicator(
+            native = _C.nccl.Communicator(
                 met.library,
                 met.unique_id,
                 own.rank,
@@ -91,8 +91,8 @@ class Communicator:
 
     def _set(
         self,
-        native: _C.NcclCommunicator,
-        library: _C.NcclLibrary,
+        native: _C.nccl.Communicator,
+        library: _C.nccl.Library,
         device: torch.device,
         timeout: float,
         name: str,
@@ -114,7 +114,7 @@ class Communicator:
         out = x.new_empty((self.world * x.shape[0], *x.shape[1:])) if out is None else out
         checks.pair(x, out, self.device)
         checks.elements(out.numel(), self.world * x.numel(), "out", f"x from {self.world} ranks")
-        return self._enqueue(NcclOperationKind.ALL_GATHER, x, out, x.numel())
+        return self._enqueue(OperationKind.ALL_GATHER, x, out, x.numel())
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part along dim 0 of the sum of all ranks' ``x``, in NCCL's order and in x's
@@ -123,33 +123,33 @@ class Communicator:
         out = x.new_empty((rows, *x.shape[1:])) if out is None else out
         checks.pair(x, out, self.device)
         checks.elements(out.numel(), x.numel() // self.world, "out", f"x over {self.world} ranks")
-        return self._enqueue(NcclOperationKind.REDUCE_SCATTER, x, out, out.numel())
+        return self._enqueue(OperationKind.REDUCE_SCATTER, x, out, out.numel())
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of all ranks' ``x``, in NCCL's order and in x's dtype; ``out=x`` is in place."""
         out = torch.empty_like(x) if out is None else out
         checks.pair(x, out, self.device)
         checks.elements(out.numel(), x.numel(), "out", "x")
-        return self._enqueue(NcclOperationKind.ALL_REDUCE, x, out, x.numel())
+        return self._enqueue(OperationKind.ALL_REDUCE, x, out, x.numel())
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrites ``x`` with the root's; returns it."""
         checks.rank(root, self.world, "root")
         checks.tensor(x, "x", self.device)
-        return self._enqueue(NcclOperationKind.BROADCAST, x, x, x.numel(), root)
+        return self._enqueue(OperationKind.BROADCAST, x, x, x.numel(), root)
 
     def send(self, x: torch.Tensor, peer: int) -> None:
         """Sends ``x``, of which the peer receives as many elements. Sends and receives that wait
         for each other belong in one `group`."""
         checks.rank(peer, self.world, "peer")
         checks.tensor(x, "x", self.device)
-        self._enqueue(NcclOperationKind.SEND, x, x, x.numel(), peer)
+        self._enqueue(OperationKind.SEND, x, x, x.numel(), peer)
 
     def recv(self, x: torch.Tensor, peer: int) -> torch.Tensor:
         """Overwrites ``x`` with what the peer sends; returns it."""
         checks.rank(peer, self.world, "peer")
         checks.tensor(x, "x", self.device)
-        return self._enqueue(NcclOperationKind.RECV, x, x, x.numel(), peer)
+        return self._enqueue(OperationKind.RECV, x, x, x.numel(), peer)
 
     def all_to_all(
         self,
@@ -174,19 +174,19 @@ class Communicator:
         received = checks.counts(out, recv_rows, "recv_rows")
         code, stream = dtypes.CODES[x.dtype], _stream(self.device)
         self._submit(
-            _C.nccl_all_to_all(x.data_ptr(), out.data_ptr(), sent, received, code, stream), x, out
+            _C.nccl.all_to_all(x.data_ptr(), out.data_ptr(), sent, received, code, stream), x, out
         )
         return out
 
     def _enqueue(
-        self, kind: NcclOperationKind, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
+        self, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
     ) -> torch.Tensor:
         code, stream = dtypes.CODES[x.dtype], _stream(self.device)
-        operation = NcclOperation(kind, x.data_ptr(), out.data_ptr(), count, code, peer, stream)
+        operation = Operation(kind, x.data_ptr(), out.data_ptr(), count, code, peer, stream)
         self._submit([operation], x, out)
         return out
 
-    def _submit(self, operations: list[NcclOperation], *tensors: torch.Tensor) -> None:
+    def _submit(self, operations: list[Operation], *tensors: torch.Tensor) -> None:
         batch = getattr(self._local, "batch", None)
         if batch is None:
             self._native.enqueue(operations)
@@ -200,7 +200,7 @@ class Communicator:
         if getattr(self._local, "batch", None) is not None:
             raise RuntimeError(f"{self!r}: this thread is within a group already")
         # Holds the tensors, too, until all are enqueued: memory freed before would be another's.
-        batch: list[tuple[list[NcclOperation], tuple[torch.Tensor, ...]]] = []
+        batch: list[tuple[list[Operation], tuple[torch.Tensor, ...]]] = []
         self._local.batch = batch
         try:
             yield

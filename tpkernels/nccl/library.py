@@ -42,16 +42,16 @@ def _candidates() -> Iterator[tuple[str, Path]]:
     yield from (("from a wheel", path) for path in _wheels())
 
 
-def _find() -> tuple[str, _C.NcclLibrary]:
+def _find() -> tuple[str, _C.nccl.Library]:
     refused = []
     for origin, path in _candidates():
         if path.is_file():
             try:
-                return origin, _C.NcclLibrary(str(path))
+                return origin, _C.nccl.Library(str(path))
             except NotImplementedError as error:
                 refused.append(str(error))
     try:
-        return "the system's", _C.NcclLibrary(SONAME)
+        return "the system's", _C.nccl.Library(SONAME)
     except NotImplementedError as error:
         refused.append(str(error))
     raise NotImplementedError(
@@ -60,13 +60,13 @@ def _find() -> tuple[str, _C.NcclLibrary]:
     )
 
 
-def load(library: str | None = None) -> _C.NcclLibrary:
+def load(library: str | None = None) -> _C.nccl.Library:
     """NCCL, from a file or, by default, the first that is found (see above).
 
     Raises:
         NotImplementedError: there is none, or one older than 2.14.
     """
-    return _find()[1] if library is None else _C.NcclLibrary(library)
+    return _find()[1] if library is None else _C.nccl.Library(library)
 
 
 def version(library: str | None = None) -> str:

@@ -15,7 +15,7 @@ from tpkernels import _C
 class _Memory:
     """What torch takes for an array; freed with the last tensor that is made of it."""
 
-    def __init__(self, library: _C.NcclLibrary, nbytes: int) -> None:
+    def __init__(self, library: _C.nccl.Library, nbytes: int) -> None:
         address = library.mem_alloc(nbytes)
         weakref.finalize(self, library.mem_free, address)
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -28,7 +28,7 @@ class _Memory:
 
 
 def empty(
-    library: _C.NcclLibrary, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    library: _C.nccl.Library, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """A tensor of at least one element on a CUDA device, in memory that can be a window.
 

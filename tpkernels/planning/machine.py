@@ -48,7 +48,7 @@ def this_machine(
     return Machine(
         kind=kind,
         device=processor() if kind == "cpu" else torch.cuda.get_device_name(),
-        vector_unit=_C.vector_unit(),
+        vector_unit=_C.host.vector_unit(),
         cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads() if threads is None else threads,
         ranks=ranks,

@@ -59,8 +59,8 @@ def unsupported(world: int = 1) -> str | None:
     if world > _MOST_RANKS:
         return f"is one of {world} ranks; at most {_MOST_RANKS} can share memory"
     for name, probe in (
-        ("memfd_create", lambda: _C.open_memfd("tpkernels-probe")),
-        ("pidfd_open", lambda: _C.open_pidfd(os.getpid())),
+        ("memfd_create", lambda: _C.host.open_memfd("tpkernels-probe")),
+        ("pidfd_open", lambda: _C.host.open_pidfd(os.getpid())),
     ):
         try:
             os.close(probe())

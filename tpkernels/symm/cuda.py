@@ -37,7 +37,9 @@ class CudaWorkspace:
         device: of this rank's tensors.
     """
 
-    def __init__(self, participant: Participant, channel: _C.Channel, device: torch.device) -> None:
+    def __init__(
+        self, participant: Participant, channel: _C.host.Channel, device: torch.device
+    ) -> None:
         self.device = device
         self.side = SideStream(device)
         self._member, self._channel = participant, channel

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tpkernels import _C
-from tpkernels._C import Phase
+from tpkernels._C.host import Phase
 from tpkernels.symm.cuda import CudaWorkspace, agree_on_gpus
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
@@ -50,7 +50,7 @@ class HostWorkspace:
         self._device: DeviceWorkspace | None = None
         self._cuda: dict[torch.device, CudaWorkspace] = {}
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        region = _C.Channel.region_bytes(participant.world, workspace_bytes)
+        region = _C.host.Channel.region_bytes(participant.world, workspace_bytes)
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
         first = min(workspace_bytes, _FIRST_BUFFER)
         try:
@@ -111,7 +111,7 @@ class HostWorkspace:
 
     def _parts(self, begin: int, end: int) -> list[tuple[int, int]]:
         """What of a region must be committed for buffers to grow from ``begin`` to ``end``."""
-        return _C.Channel.parts(self.participant.world, self._region_bytes, begin, end)
+        return _C.host.Channel.parts(self.participant.world, self._region_bytes, begin, end)
 
     def device(self, words: int, buffer_bytes: int, text: str) -> DeviceWorkspace:
         """The workspace of the Triton kernels under their interpreter, with at least that many
@@ -143,7 +143,7 @@ class HostWorkspace:
         if device in self._cuda:
             agree_on_gpus(self._watched(), reason)
             return
-        link = self._link("watch", _C.Channel.region_bytes(self.participant.world, _PAGE))
+        link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, _PAGE))
         channel = _channel(link, self.participant, _PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
@@ -171,7 +171,7 @@ class HostWorkspace:
             space.grow(words, buffer_bytes)
         return space
 
-    def _further_arena(self, purpose: str, nbytes: int) -> _C.Arena:
+    def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
         """An arena beside the channel's, whose ranks the channel watches already. Collective."""
         link = self._link(purpose, nbytes)
         for pidfd in link.pidfds:
@@ -269,9 +269,9 @@ class HostWorkspace:
         self._device = None
 
 
-def _channel(link: MappedArena, participant: Participant, capacity: int) -> _C.Channel:
+def _channel(link: MappedArena, participant: Participant, capacity: int) -> _C.host.Channel:
     crowded = participant.world > len(os.sched_getaffinity(0))
-    return _C.Channel(
+    return _C.host.Channel(
         link.arena,
         participant.rank,
         link.pidfds,

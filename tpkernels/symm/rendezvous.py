@@ -40,7 +40,7 @@ Parts = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 class MappedArena:
     """An arena that all ranks have mapped, and a pidfd and pid of each rank."""
 
-    arena: _C.Arena
+    arena: _C.host.Arena
     pidfds: list[int]
     pids: list[int]
 
@@ -91,7 +91,7 @@ def _host(
 ) -> MappedArena:
     others = range(1, participant.world)
     peers: dict[int, _Peer] = {}
-    own, memory, arena = _C.open_pidfd(os.getpid()), -1, None
+    own, memory, arena = _C.host.open_pidfd(os.getpid()), -1, None
     with contextlib.ExitStack() as open_files:
         try:
             _welcome(participant, listener, token, deadline, peers, open_files)
@@ -184,7 +184,7 @@ def _join(
             f"0's place, not this user, {os.getuid()}",
             peer=0,
         )
-    own = _C.open_pidfd(os.getpid())
+    own = _C.host.open_pidfd(os.getpid())
     try:
         hello = {"token": token, "rank": participant.rank, "pid": os.getpid()}
         send(connection, hello, [own])
@@ -215,7 +215,7 @@ def _lone_arena(region_bytes: int, parts: Parts) -> MappedArena:
     if error is None:
         arena, error = _map(memory, region_bytes, 1, 0, parts)
         os.close(memory)
-    return _verdict(arena, error, [_C.open_pidfd(os.getpid())], [os.getpid()])
+    return _verdict(arena, error, [_C.host.open_pidfd(os.getpid())], [os.getpid()])
 
 
 def _create(region_bytes: int, world: int, parts: Parts) -> tuple[int, str | None]:
@@ -223,16 +223,16 @@ def _create(region_bytes: int, world: int, parts: Parts) -> tuple[int, str | Non
     if error is not None:
         return -1, error
     try:
-        return _C.Arena.create(region_bytes, world), None
+        return _C.host.Arena.create(region_bytes, world), None
     except (OSError, RuntimeError, OverflowError) as failure:
         return -1, str(failure)
 
 
 def _map(
     memory: int, region_bytes: int, world: int, rank: int, parts: Parts
-) -> tuple[_C.Arena | None, str | None]:
+) -> tuple[_C.host.Arena | None, str | None]:
     try:
-        arena = _C.Arena(memory, region_bytes, world)
+        arena = _C.host.Arena(memory, region_bytes, world)
         for offset, size in parts:
             arena.commit(rank, offset, size)
     except RuntimeError as error:
@@ -253,7 +253,7 @@ def _too_few(descriptors: list[int], expected: int, rank: int) -> str | None:
 
 
 def _verdict(
-    arena: _C.Arena | None, error: str | None, pidfds: list[int], pids: list[int]
+    arena: _C.host.Arena | None, error: str | None, pidfds: list[int], pids: list[int]
 ) -> MappedArena:
     if error is not None or arena is None:
         close_all(pidfds)

@@ -30,7 +30,7 @@ class Segments:
     def __len__(self) -> int:
         return len(self._living)
 
-    def add(self, region: _C.Region) -> int:
+    def add(self, region: _C.host.Region) -> int:
         """The identity of a new segment, which is the same on all ranks."""
         self._made += 1
         self._living[self._made] = _Segment(self._made, region.address, region.nbytes)

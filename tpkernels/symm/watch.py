@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from tpkernels import _C
-from tpkernels._C import Phase
+from tpkernels._C.host import Phase
 from tpkernels.errors import TpkernelsError
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -19,7 +19,7 @@ class Watch:
     Nobody else may use ``channel`` meanwhile, and nobody publishes RESULT in its call.
     """
 
-    def __init__(self, channel: _C.Channel, spaces: Sequence[DeviceWorkspace]) -> None:
+    def __init__(self, channel: _C.host.Channel, spaces: Sequence[DeviceWorkspace]) -> None:
         self.error: TpkernelsError | None = None
         self._channel, self._spaces = channel, spaces
         self._over = threading.Event()

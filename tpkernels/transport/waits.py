@@ -13,7 +13,7 @@ import time
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from tpkernels._C import Phase
+from tpkernels._C.host import Phase
 from tpkernels.call import Call
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.groups.group import Group

@@ -21,7 +21,7 @@ def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     x = x.contiguous()
     segment, offset = call.workspace.locate(x)
     with recorded(COPY):
-        _C.all_gather(
+        _C.host.all_gather(
             call.workspace.channel,
             call.plan.signature,
             call.plan.text,
@@ -59,7 +59,7 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
     out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
     segment, offset = call.workspace.locate(x)
     with recorded(COPY):
-        _C.reduce_scatter(
+        _C.host.reduce_scatter(
             call.workspace.channel,
             call.plan.signature,
             call.plan.text,
@@ -86,7 +86,7 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
     in_place = x.data_ptr() == out.data_ptr()
     segment, offset = (0, 0) if in_place else call.workspace.locate(x)
     with recorded(COPY):
-        _C.all_reduce(
+        _C.host.all_reduce(
             call.workspace.channel,
             call.plan.signature,
             call.plan.text,

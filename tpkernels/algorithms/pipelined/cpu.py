@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tpkernels._C import Phase
+from tpkernels._C.host import Phase
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.algorithms.shards import (
     as_rows,

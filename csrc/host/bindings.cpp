@@ -1,0 +1,277 @@
+// _C.host: shared memory, signals, collectives and vector units. Memory is passed as integer
+// addresses, dtypes as the codes of host/vector.h.
+#include "host/bindings.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "binding_errors.h"
+#include "host/arena.h"
+#include "host/channel.h"
+#include "host/collectives.h"
+#include "host/vector.h"
+
+namespace py = pybind11;
+namespace tpkernels::host {
+namespace {
+
+using ReleaseGil = py::call_guard<GilReleased>;
+
+// A rank's region as a Python buffer. It keeps the mapping alive, and so does every tensor made of
+// it.
+struct Region {
+  std::shared_ptr<Arena> arena;
+  int rank;
+  std::size_t offset;
+  std::size_t bytes;
+};
+
+Region make_region(std::shared_ptr<Arena> arena, int rank, std::size_t offset,
+                   std::optional<std::size_t> bytes) {
+  if (rank < 0 || rank >= arena->world()) {
+    throw py::index_error("rank " + std::to_string(rank) + " of an arena of " +
+                          std::to_string(arena->world()));
+  }
+  const std::size_t size = arena->region_bytes();
+  const std::size_t wanted = bytes.value_or(offset > size ? 0 : size - offset);
+  if (offset > size || wanted > size - offset) {
+    throw py::index_error("bytes [" + std::to_string(offset) + ", +" + std::to_string(wanted) +
+                          ") of a region of " + std::to_string(size));
+  }
+  return {std::move(arena), rank, offset, wanted};
+}
+
+std::uintptr_t address_of(const Region& region) {
+  return reinterpret_cast<std::uintptr_t>(region.arena->region(region.rank) + region.offset);
+}
+
+const char* class_of(FailureKind kind) {
+  switch (kind) {
+    case FailureKind::kPeerLost:
+      return "PeerLostError";
+    case FailureKind::kTimeout:
+      return "CollectiveTimeoutError";
+    case FailureKind::kMismatch:
+      return "CollectiveMismatchError";
+    case FailureKind::kBroken:
+      break;
+  }
+  return "GroupBrokenError";
+}
+
+std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+Source source(std::uintptr_t address, std::uint64_t segment, std::size_t offset) {
+  return {pointer(address), segment, offset};
+}
+
+void bind_memory(py::module_& m) {
+  m.def(
+      "advise_huge_pages",
+      [](std::uintptr_t address, std::size_t bytes) { advise_huge_pages(pointer(address), bytes); },
+      py::arg("address"), py::arg("nbytes"));
+  m.def("open_memfd", &open_memfd, py::arg("name"));
+  m.def("open_pidfd", &open_pidfd, py::arg("pid"));
+  py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
+      .def(py::init<int, std::size_t, int>(), py::arg("fd"), py::arg("region_bytes"),
+           py::arg("world"))
+      .def_static("create", &Arena::create, py::arg("region_bytes"), py::arg("world"))
+      .def("commit", &Arena::commit, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
+           ReleaseGil())
+      .def("region", &make_region, py::arg("rank"), py::arg("offset") = 0,
+           py::arg("nbytes") = py::none())
+      .def_property_readonly("region_bytes", &Arena::region_bytes)
+      .def_property_readonly("world", &Arena::world);
+
+  py::class_<Region>(m, "Region", py::buffer_protocol())
+      .def_buffer([](Region& region) {
+        return py::buffer_info(region.arena->region(region.rank) + region.offset, 1,
+                               py::format_descriptor<std::uint8_t>::format(),
+                               static_cast<py::ssize_t>(region.bytes));
+      })
+      .def_readonly("arena", &Region::arena)
+      .def_property_readonly("address", &address_of)
+      .def_readonly("nbytes", &Region::bytes);
+}
+
+void bind_channel(py::module_& m) {
+  py::enum_<Phase>(m, "Phase")
+      .value("DATA", Phase::kData)
+      .value("RESULT", Phase::kResult)
+      .value("READ", Phase::kRead);
+
+  py::class_<Channel>(m, "Channel")
+      .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds,
+                       std::vector<int> pids, double timeout, double spin_us, double yield_us,
+                       std::size_t capacity) {
+             auto channel = std::make_unique<Channel>(
+                 std::move(arena), rank, std::move(pidfds), std::move(pids),
+                 ChannelOptions{timeout, spin_us, yield_us}, capacity, /*epoch=*/0);
+             channel->set_poll(&poll_signals);
+             return channel;
+           }),
+           py::arg("arena"), py::arg("rank"), py::arg("pidfds"), py::arg("pids"),
+           py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"))
+      .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("limit"))
+      .def_static("parts", &Channel::parts, py::arg("world"), py::arg("region_bytes"),
+                  py::arg("begin"), py::arg("end"))
+      .def("grow", &Channel::grow, py::arg("capacity"))
+      .def_property_readonly("rank", &Channel::rank)
+      .def_property_readonly("world", &Channel::world)
+      .def_property_readonly("epoch", &Channel::epoch)
+      .def_property_readonly("capacity", &Channel::capacity)
+      .def_property_readonly("broken", &Channel::broken)
+      .def("buffer_offset", &Channel::buffer_offset, py::arg("parity"))
+      .def("begin", &Channel::begin, py::arg("signature"), py::arg("text"))
+      .def("publish", &Channel::publish, py::arg("phase"), py::arg("index") = 0)
+      .def("wait", &Channel::wait, py::arg("peer"), py::arg("phase"), py::arg("index") = 0,
+           ReleaseGil())
+      .def("wait_any", &Channel::wait_any, py::arg("peers"), py::arg("phase"), py::arg("index") = 0,
+           ReleaseGil())
+      .def("barrier", &Channel::barrier, ReleaseGil())
+      .def("watch", &Channel::watch, py::arg("phase"), py::arg("waited"))
+      .def(
+          "abandon",
+          [](Channel& c, const std::string& why, bool late, int culprit) {
+            c.abandon(why, late ? FailureKind::kTimeout : FailureKind::kPeerLost, culprit);
+          },
+          py::arg("why"), py::arg("late") = false, py::arg("culprit") = -1)
+      .def(
+          "add_segment",
+          [](Channel& c, std::uint64_t id, const std::shared_ptr<Arena>& arena) {
+            c.add_segment(id, arena);
+          },
+          py::arg("identity"), py::arg("arena"))
+      .def("locate", &Channel::locate, py::arg("segment"), py::arg("offset"))
+      .def(
+          "segment_of",
+          [](const Channel& c, int peer, std::size_t bytes) {
+            auto [segment, offset] = c.segment_of(peer, bytes);
+            if (!segment)
+              throw py::value_error("the data of rank " + std::to_string(peer) +
+                                    " is not in a segment");
+            return make_region(std::move(segment), peer, offset, bytes);
+          },
+          py::arg("peer"), py::arg("nbytes"))
+      .def("in_segment", &Channel::in_segment, py::arg("peer"))
+      .def(
+          "set_on_wait",
+          [](Channel& c, const py::object& f) {
+            if (f.is_none()) return c.set_on_wait(nullptr);
+            c.set_on_wait([f](bool begin) {
+              stay_if_python_ends();
+              const py::gil_scoped_acquire gil;
+              try {
+                f(begin);
+              } catch (py::error_already_set& error) {
+                if (error.matches(PyExc_KeyboardInterrupt)) {
+                  PyErr_SetInterrupt();  // for the wait's next look at signals
+                } else {
+                  error.discard_as_unraisable("a profiler's range of a wait");
+                }
+              }
+            });
+          },
+          py::arg("f"))
+      .def(
+          "set_chaos",
+          [](Channel& c, std::uint64_t seed, unsigned max_delay_us, bool single_buffer,
+             bool skip_waits) { c.set_chaos({seed | 1, max_delay_us, single_buffer, skip_waits}); },
+          py::arg("seed"), py::arg("max_delay_us"), py::arg("single_buffer") = false,
+          py::arg("skip_waits") = false);
+}
+
+void bind_collectives(py::module_& m) {
+  py::class_<ShardLayout>(m, "ShardLayout")
+      .def(py::init<std::size_t, std::size_t, std::vector<std::size_t>>(), py::arg("outer"),
+           py::arg("inner"), py::arg("sizes"));
+
+  py::class_<Epilogue>(m, "Epilogue")
+      .def(py::init([](int out_dtype, std::uintptr_t bias, std::size_t cols,
+                       std::uintptr_t residual, int residual_dtype) {
+             return Epilogue{static_cast<DType>(out_dtype), bias ? pointer(bias) : nullptr, cols,
+                             residual ? pointer(residual) : nullptr,
+                             static_cast<DType>(residual_dtype)};
+           }),
+           py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1, py::arg("residual") = 0,
+           py::arg("residual_dtype") = 0);
+
+  m.def(
+      "all_gather",
+      [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
+         std::uint64_t segment, std::size_t offset, std::uintptr_t out, const ShardLayout& layout,
+         int dtype) {
+        all_gather(channel, {signature, text}, source(in, segment, offset), pointer(out), layout,
+                   static_cast<DType>(dtype));
+      },
+      ReleaseGil());
+  m.def(
+      "reduce_scatter",
+      [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
+         std::uint64_t segment, std::size_t offset, std::uintptr_t out, const ShardLayout& layout,
+         int wire, const Epilogue& epilogue) {
+        reduce_scatter(channel, {signature, text}, source(in, segment, offset), pointer(out),
+                       layout, static_cast<DType>(wire), epilogue);
+      },
+      ReleaseGil());
+  m.def(
+      "all_reduce",
+      [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
+         std::uint64_t segment, std::size_t offset, std::uintptr_t out, std::size_t count, int wire,
+         const Epilogue& epilogue) {
+        all_reduce(channel, {signature, text}, source(in, segment, offset), pointer(out), count,
+                   static_cast<DType>(wire), epilogue);
+      },
+      ReleaseGil());
+  m.def(
+      "sum_partials",
+      [](std::uintptr_t out, const std::vector<std::uintptr_t>& partials, int wire,
+         std::size_t begin, std::size_t count, const Epilogue& epilogue) {
+        std::vector<const std::byte*> pointers;
+        for (const std::uintptr_t partial : partials) pointers.push_back(pointer(partial));
+        sum_partials(pointer(out), pointers, static_cast<DType>(wire), begin, count, epilogue);
+      },
+      ReleaseGil());
+}
+
+void bind_vector_units(py::module_& m) {
+  m.def("vector_units", [] {
+    std::vector<std::string> names;
+    for (const VectorUnit* unit : available_units()) names.emplace_back(unit->name);
+    return names;
+  });
+  m.def("vector_unit", [] { return std::string(vector_unit().name); });
+  m.def("use_vector_unit", &use_unit, py::arg("name"));
+}
+
+void translate(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const Failure& failure) {
+    raise_error(class_of(failure.kind), failure.what(), failure.peer);
+  } catch (const std::system_error& failure) {
+    errno = failure.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+  }
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+  py::register_exception_translator(&translate);
+  bind_memory(m);
+  bind_channel(m);
+  bind_collectives(m);
+  bind_vector_units(m);
+}
+
+}  // namespace tpkernels::host

@@ -1,0 +1,3 @@
+from tpkernels._C import cuda as cuda
+from tpkernels._C import host as host
+from tpkernels._C import nccl as nccl
