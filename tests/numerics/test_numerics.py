@@ -222,10 +222,10 @@ def alone() -> Iterator[None]:
 
 def test_a_dtensor_is_gathered(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Share
+    from torch.distributed.tensor import DTensor, Shard
 
     x = torch.randn(4, 6)
-    sharded = DTensor.from_local(x.clone(), init_device_mesh("cpu", (1,)), [Share(0)])
+    sharded = DTensor.from_local(x.clone(), init_device_mesh("cpu", (1,)), [Shard(0)])
     assert compare(x, sharded, 0, 0).passed
     x[2] += 1
     assert failing(compare(sharded, x, 0, 0, (4, 1))) == [(2, 0)]
