@@ -13,6 +13,7 @@ EXT := $(VENV)/.stamp-ext
 UNFINISHED := $(VENV)/.unfinished
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+SPHINX := $(BIN)/python -m sphinx --fail-on-warning --nitpicky --quiet --fresh-env -c docs .
 # Folders too: their times tell of files that were added or removed.
 CSRC := $(shell find csrc 2>/dev/null)
 CXX_FILES = $(shell find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \
@@ -20,7 +21,8 @@ CXX_FILES = $(shell find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow faults lint format sanitize bench wheel clean distclean
+.PHONY: help demo test test-slow faults lint format sanitize bench docs docs-links wheel \
+	clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +56,13 @@ format: $(DEPS)  ## put sources into the project's format
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+docs: $(EXT)  ## the documentation, into build/site; every warning is an error
+	@$(SPHINX) build/site
+	@echo 'build/site/docs/index.html'
+
+docs-links: $(EXT)  ## the documentation's links to other sites; needs the network
+	@$(SPHINX) -b linkcheck build/links
 
 wheel: $(DEPS)  ## source archive and wheel, into $(DIST)
 	@mkdir -p build

@@ -141,6 +141,15 @@ def check_picture(path: Path, *colours: str) -> None:
         assert counts.get(wanted, 0) > 600, (kind, counts.get(wanted))
 
 
+def test_a_picture_counts_from_the_first_thing_drawn(tmp_path: Path) -> None:
+    pictures = []
+    for late in (0.0, 7000.0):
+        found = merge([trace(event("barrier", 0, 1), event(ranges.MATMUL, 1 + late, 99 + late))])
+        timeline.draw(found, tmp_path / "timeline.png", "one rank")
+        pictures.append(Image.open(tmp_path / "timeline.png").convert("RGB").tobytes())
+    assert pictures[0] == pictures[1]
+
+
 EXPECTED = {
     "direct": {ranges.MATMUL, ranges.COPY, ranges.WAIT},
     "pipelined": {ranges.MATMUL, ranges.COPY, ranges.TRANSFER},

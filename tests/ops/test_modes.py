@@ -129,7 +129,7 @@ def test_forward_mode_is_refused(ranks: RanksFixture) -> None:
 
 
 def transforms_job() -> list[str]:
-    """What docs/failures.md says of ``torch.vmap`` and ``torch.func``."""
+    """What docs/ops.md says of ``torch.vmap`` and ``torch.func``."""
     failures = []
     x, w = torch.arange(24.0).view(2, 4, 3), torch.ones(3, 3)
     with fresh_group() as group:

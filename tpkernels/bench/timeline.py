@@ -26,18 +26,22 @@ def draw(trace: dict[str, Any], path: Path, title: str) -> None:
     """Draws a merged trace, in the format that the suffix of ``path`` says.
 
     Compute fills its lane; copies are the upper part of it, and transfers, which go on meanwhile,
-    the lower; a wait is drawn over compute and copies.
+    the lower; a wait is drawn over compute and copies. Time counts from the first of them.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows = lanes(trace)
-    figure = Figure(figsize=(14, min(2 + 0.5 * len(rows), _MOST_INCHES)), layout="constrained")
+    drawn = [span for found in rows.values() for spans in found.values() for span in spans]
+    start = min((begin for begin, _ in drawn), default=0.0)
+    figure = Figure(figsize=(10, min(1.5 + 0.5 * len(rows), _MOST_INCHES)), layout="constrained")
     axes = figure.subplots()
     for row, found in enumerate(rows.values()):
         for kind, colour in COLOURS.items():
             bottom, height = _HEIGHTS[kind]
-            spans = [(begin / 1e3, (end - begin) / 1e3) for begin, end in found.get(kind, [])]
+            spans = [
+                ((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in found.get(kind, [])
+            ]
             axes.broken_barh(spans, (row + bottom, height), color=colour, linewidth=0)
     axes.set_yticks(range(len(rows)), [label for _, label in rows], fontsize="small")
     axes.invert_yaxis()
@@ -48,4 +52,4 @@ def draw(trace: dict[str, Any], path: Path, title: str) -> None:
         loc="upper left",
         bbox_to_anchor=(1.0, 1.0),
     )
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)

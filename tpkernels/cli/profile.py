@@ -129,7 +129,7 @@ def _report(told: list[Recording], what: str, files: tuple[Path, Path], out: Con
     missing = timeline.unsupported()
     if missing is None:
         with writing(files[1]):
-            timeline.draw(trace, files[1], f"{what}: {share:.0%} of the moving overlapped")
+            timeline.draw(trace, files[1], f"{what}: {share:.0%} of data movement overlapped")
     out.print(f"{files[0]} (ui.perfetto.dev), {missing or files[1]}", markup=False)
 
 

@@ -1,7 +1,7 @@
 """Where a tensor goes from "each rank has its part" to "all have the whole" and back: Megatron's
 region mappings.
 
-Whose gradient it is (docs/architecture.md): of what all ranks have alike they all compute the same
+Whose gradient it is (docs/numerics.md): of what all ranks have alike they all compute the same
 loss, so its gradient is the same everywhere and counts once. Each mapping is the adjoint of its
 forward under that rule. `gather_from_ranks` therefore differs from ``tpkernels.all_gather``, behind
 which each rank makes something else of the result.

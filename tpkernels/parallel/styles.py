@@ -92,7 +92,9 @@ class _RowwiseLinear(_FusedLinear):
 class FusedColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` for ``nn.Linear`` that gathers its input while it multiplies.
 
-    Args, all as ``torch.distributed.tensor.parallel.ColwiseParallel`` has them:
+    The arguments are those of ``torch.distributed.tensor.parallel.ColwiseParallel``.
+
+    Args:
         input_layouts: how an input that is no DTensor is laid out, in equal shards. With
             ``Shard(dim)``, sequence parallelism, the forward is one ``all_gather_matmul``, and its
             gradient one ``matmul_reduce_scatter``. Otherwise there is nothing to fuse, and the
@@ -103,7 +105,9 @@ class FusedColwiseParallel(ColwiseParallel):
     Linears that read the same input gather it once each. Where the overlap does not pay for that,
     gather it once for all with ``PrepareModuleInput``, and leave these layouts at the default.
 
-    Raises, when ``parallelize_module`` applies it:
+    Raised when ``parallelize_module`` applies it:
+
+    Raises:
         NotImplementedError: the module is no plain ``nn.Linear``, or its weight is quantised, or of
             a dtype that no op takes.
         ValueError: the mesh has several dims, the module is parallel already, or some ranks would
@@ -130,7 +134,9 @@ class FusedColwiseParallel(ColwiseParallel):
 class FusedRowwiseParallel(RowwiseParallel):
     """``RowwiseParallel`` for ``nn.Linear`` that sums its output while it multiplies.
 
-    Args, all as ``torch.distributed.tensor.parallel.RowwiseParallel`` has them:
+    The arguments are those of ``torch.distributed.tensor.parallel.RowwiseParallel``.
+
+    Args:
         input_layouts: how an input that is no DTensor is laid out; default ``Shard(-1)``, as a
             column-parallel module hands it out.
         output_layouts: with ``Shard(dim)``, sequence parallelism, the forward is one

@@ -1,0 +1,189 @@
+"""Each code block of the README and of docs/ runs; the API reference is complete; no file that they
+name is missing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import metadata
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import typer
+from markdown_it import MarkdownIt
+
+import tpkernels
+from tests.nccl.test_nccl import NO_GPU, pretending
+from tests.support.cases import RanksFixture
+from tests.support.fake_nccl import Build
+from tests.support.paths import ROOT
+from tpkernels.cli import app
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# They take long, and tests of their own show that they work.
+SLOW = {"tpkernels bench", "tpkernels tune", "tpkernels demo", "tpkernels profile"}
+PUBLIC = ("", ".compile", ".nccl", ".nn", ".numerics", ".parallel")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    tokens = MarkdownIt().enable("table").parse(page.read_text())
+    return [t.content for t in tokens if t.type == "fence" and t.info == language]
+
+
+def program(page: Path) -> str:
+    """The page's Python, from top to bottom: a block may use what those before it made."""
+    return "\n".join(blocks(page, "python"))
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    for block in blocks(page, "sh"):
+        yield from (shlex.split(line, comments=True) for line in block.splitlines())
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_all_blocks_are_of_a_kind_that_is_run(page: Path) -> None:
+    for token in MarkdownIt().enable("table").parse(page.read_text()):
+        assert token.type != "code_block", f"{page}: fence this, and name its language"
+        if token.type == "fence" and not token.info.startswith("{"):
+            assert token.info in ("python", "sh", "text"), f"{page}: {token.info}"
+
+
+def test_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
+    example = tmp_path / "example.py"
+    example.write_text(
+        program(PAGES[0]) + "\nassert y.shape == x.shape and y.isfinite().all()\nprint('ran')\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(example)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("ran") == 2
+
+
+def run_job(source: str, name: str) -> None:
+    exec(compile(source, name, "exec"), {"__name__": name})
+
+
+@pytest.mark.parametrize("name", ["failures", "models", "numerics", "ops", "performance"])
+def test_python_on_two_ranks(ranks: RanksFixture, name: str) -> None:
+    if name == "models":
+        pytest.importorskip("transformers")
+    ranks(2).run(run_job, program(ROOT / "docs" / f"{name}.md"), f"{name}.md", timeout=180)
+
+
+@pytest.mark.slow
+def test_python_that_is_compiled(ranks: RanksFixture) -> None:
+    ranks(2).run(run_job, program(ROOT / "docs" / "compile.md"), "compile.md", timeout=280)
+
+
+@pretending()
+def nccl_job(path: str, source: str) -> None:
+    ours = functools.partial(tpkernels.nccl.Communicator, library=path)
+    with mock.patch.object(tpkernels.nccl, "Communicator", ours):
+        run_job(source, "nccl.md")
+
+
+@NO_GPU
+def test_python_of_nccl(ranks: RanksFixture, fake_nccl: Build) -> None:
+    ranks(1).run(nccl_job, fake_nccl().path, program(ROOT / "docs" / "nccl.md"))
+
+
+def test_all_pages_with_python_are_run() -> None:
+    run = {"README", "compile", "failures", "models", "nccl", "numerics", "ops", "performance"}
+    assert {page.stem for page in PAGES if program(page)} == run
+
+
+def own_commands(page: Path) -> list[list[str]]:
+    return [words for words in commands(page) if words[0] == "tpkernels"]
+
+
+def cost(page: Path) -> pytest.MarkDecorator | tuple[()]:
+    long = any(" ".join(words[:2]) in SLOW for words in own_commands(page))
+    return pytest.mark.slow if long else ()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=cost(page), id=name)
+        for page, name in zip(PAGES, names(PAGES), strict=True)
+        if own_commands(page)
+    ],
+)
+def test_commands_of_tpkernels(page: Path, tmp_path: Path) -> None:
+    """As they stand there, one after the other in one folder."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for words in own_commands(page):
+        result = subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        assert result.returncode == 0, (words, result.stdout, result.stderr)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_other_commands(page: Path) -> None:
+    """make has the targets; the package has the extras. Both are run by .ci/run."""
+    for words in commands(page):
+        if words[0] == "make":
+            subprocess.run([*words, "-n"], cwd=ROOT, check=True, timeout=60, capture_output=True)
+        elif words[:2] == ["pip", "install"]:
+            extras = set(re.findall(r"\w+", words[2]))
+            assert extras <= set(metadata("tpkernels").get_all("Provides-Extra") or ()), words
+        else:
+            assert words[0] == "tpkernels", f"{page}: no test runs {words}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_options_exist(page: Path) -> None:
+    for _, name, *options in own_commands(page):
+        typer.main.get_command(app).commands[name].make_context(name, options)  # type: ignore[attr-defined]
+
+
+def test_the_picture_is_of_the_readmes_command() -> None:
+    assert (ROOT / "docs/images/timeline.png").stat().st_size < 150_000
+    assert ["tpkernels", "profile", "--op", "all_gather_matmul"] in [
+        words[:4] for words in commands(PAGES[0])
+    ]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_reference_has_all_that_is_public(module: str) -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
+    there = set(
+        re.findall(r"^\.\. auto(?:function|class|exception):: (?:\w+\.)*(\w+)$", text, re.M)
+    )
+    public = importlib.import_module(f"tpkernels{module}")
+    wanted = {name for name in public.__all__ if not isinstance(getattr(public, name), ModuleType)}
+    assert wanted and wanted <= there, wanted - there
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_files_that_are_named_exist(page: Path) -> None:
+    folders = r"(?:tpkernels|csrc|tests|benchmarks|examples|docs)"
+    for path in re.findall(rf"`({folders}/[\w./]*)`", page.read_text()):
+        assert (ROOT / path).exists() or "X." in path, f"{page}: {path}"
