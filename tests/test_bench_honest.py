@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.bench import baselines, measuring
-from tpkernels.bench.cases import Case, Outputs, Spec, planned
+from tpkernels.bench.cases import Case, Outputs, planned
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import Result, is_right, result
 from tpkernels.bench.roofline import Rates
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.statistics import FEWEST
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
