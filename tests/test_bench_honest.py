@@ -130,5 +130,5 @@ def test_baselines_beyond_the_budget_are_left_out_with_the_reason(
 ) -> None:
     found = result(Item(SPEC, 2), RATES, ranks(2).run(slow_torch))
     assert found["left_out"].keys() == {"torch", "matmul"}
-    assert "torch.matmul would take some 4.1e+03 s a call" in found["left_out"]["torch"]
+    assert "torch.matmul would take about 4.1e+03 s a call" in found["left_out"]["torch"]
     assert set(found["times"]) == {"auto", "unfused", "local_matmul"} and is_right(found)
