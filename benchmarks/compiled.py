@@ -1,9 +1,9 @@
 """A transformer's MLP block, eager and compiled, with and without the pass: ``python -m
 benchmarks.compiled --nproc 2 --tokens 16,512,2048 --width 1024 --hidden 2816``.
 
-By turns in one run, forward and backward, on random data; every way is compared with the first
-before it is timed. Times are the slowest rank's: the median of all repetitions, and the least,
-which other work on the machine disturbs less.
+Forward and backward on random data, interleaved in one run. Every variant is compared with the
+first before it is timed. Times are the slowest rank's: the median of all repetitions, and the
+minimum, which other load on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FUSED: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    """``by_ops``: the products are calls of the ops; otherwise the modules'."""
+    """``by_ops``: a group's name, to call the ops on it; None: to call the modules."""
 
     def __init__(self, width: int, hidden: int, by_ops: str | None = None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 def _models(mesh: DeviceMesh, width: int, hidden: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Every way, with the weights of the same model."""
+    """Every variant, with the same weights."""
     rank, world = mesh.get_local_rank(), mesh.size()
     torch.manual_seed(0)
     whole = Block(width, hidden).to(dtype).state_dict()
@@ -111,7 +111,7 @@ def _step(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
 def run(
     tokens: int, width: int, hidden: int, dtype: torch.dtype, repeat: int
 ) -> dict[str, Samples]:
-    """The times of this rank."""
+    """This rank's times."""
     torch._dynamo.reset()
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
@@ -122,8 +122,8 @@ def run(
         far = ((_step(model, x) - expected).abs().max() / expected.abs().max()).item()
         if not far < (1e-4 if dtype == torch.float32 else 0.05):
             raise AssertionError(f"{name}: the gradient of x differs by {far:.1e}")
-    ways = {name: Variant(lambda m=model: _step(m, x)) for name, model in models.items()}
-    return measure(ways, repeat=repeat)
+    variants = {name: Variant(lambda m=model: _step(m, x)) for name, model in models.items()}
+    return measure(variants, repeat=repeat)
 
 
 def main() -> None:
@@ -136,13 +136,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=10)
     given = parser.parse_args()
     dtype = getattr(torch, given.dtype)
-    print("| tokens | way | median ms | / ops, eager | least ms | / ops, eager |")
+    print("| tokens | variant | median ms | / ops, eager | min ms | / ops, eager |")
     print("|---|---|---|---|---|---|", flush=True)
     with Ranks(given.nproc) as ranks:
         for tokens in map(int, given.tokens.split(",")):
             job = (run, tokens, given.width, given.hidden, dtype, given.repeat)
-            told = ranks.run(*job, timeout=1200)
-            times = {name: summary([rank[name] for rank in told]) for name in told[0]}
+            samples = ranks.run(*job, timeout=1200)
+            times = {name: summary([rank[name] for rank in samples]) for name in samples[0]}
             base = times["ops, eager"]
             for name, time in times.items():
                 median = f"{time.median:.3g} | {time.median / base.median:.2f}"

@@ -16,8 +16,8 @@ TIMEOUT = 20.0
 
 
 class FusedCalls:
-    """The ops with a matmul, by one algorithm, on a group of their own, and inputs that every rank
-    can make."""
+    """The matmul ops with one algorithm, on their own group. Every rank can generate the inputs of
+    all ranks."""
 
     def __init__(self, device: str, algorithm: str = "fused") -> None:
         self.device, self.algorithm = device, algorithm
@@ -29,7 +29,7 @@ class FusedCalls:
         tpkernels.init(self.group, timeout=TIMEOUT)
 
     def set_chaos(self, seed: int, max_delay_us: int) -> None:
-        """Random delays at every publish and wait from now on."""
+        """Adds random delays to every later publish and wait."""
         workspace = groups.get(self.group.group_name).workspace
         assert workspace is not None
         workspace.set_chaos(seed=seed, max_delay_us=max_delay_us)
@@ -69,19 +69,19 @@ class FusedCalls:
         synchronize(self.device)
         return torch.equal(got.double(), exact)
 
-    def beside_plain(self, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
+    def compare_with_plain(self, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
         """(op, ms, ms of the plain kernel) at world size 1, bf16."""
         x = torch.randn(m, k, device=self.device).to(torch.bfloat16)
         w = torch.randn(n, k, device=self.device).to(torch.bfloat16).t()
-        told = []
+        results = []
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot"):
             jobs = [lambda op=op: self.run(op, x, w, (m,)), lambda: matmul(x, w)]
-            told.append((op, *times_ms(self.device, jobs)))
-        return told
+            results.append((op, *times_ms(self.device, jobs)))
+        return results
 
     def replay(self, replays: int, rows: int = 256, n: int = 128, k: int = 64) -> int:
-        """Captures an all-gather and a reduce-scatter and replays them with new input each time;
-        how many replays were wrong."""
+        """Captures an all-gather and a reduce-scatter and replays them, each time with new input;
+        returns the number of wrong replays."""
         sizes = tuple(shard_sizes(rows, self.world))
         own = self._own(sizes)
         w = integers(1, self.device, torch.bfloat16, k, n)

@@ -22,13 +22,13 @@ _NEEDS = "needs a GPU: csrc/cuda has no interpreter"
 
 
 def _values(seed: int, device: str, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Random, the same wherever they are drawn."""
+    """Random values, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(count, generator=generator) * 100).to(dtype).to(device)
 
 
 def _host_sum(partials: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in rank order as csrc/host takes it, in the partials' dtype."""
+    """The sum in rank order by csrc/host, in the partials' dtype."""
     given = [partial.cpu() for partial in partials]
     out, code = torch.empty_like(given[0]), CODES[given[0].dtype]
     addresses = [partial.data_ptr() for partial in given]
@@ -37,7 +37,7 @@ def _host_sum(partials: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _workspace(device: str) -> DeviceWorkspace:
-    """Of all ranks, which may share a GPU."""
+    """The device workspace of all ranks, which may share a GPU."""
     group = groups.get(groups.name_of(dist.new_group())).ready()
     assert group.workspace is not None
     if device == "cpu":
@@ -64,7 +64,7 @@ class CudaCalls:
         return self._signature
 
     def reduce(self, way: str, dtype: torch.dtype, count: int) -> bool:
-        """Whether an all-reduce is the host's, to the bit."""
+        """Whether an all-reduce equals the host's, to the bit."""
         xs = [_values(count + r, self.device, dtype, count) for r in range(self.world)]
         out = torch.empty_like(xs[0])
         cuda.all_reduce(self.space, self.next(), xs[self.rank], out, way=way)
@@ -72,7 +72,7 @@ class CudaCalls:
         return torch.equal(out.cpu(), _host_sum(xs))
 
     def exchange(self, chunk: torch.Tensor, out: torch.Tensor) -> None:
-        """Every rank hands its chunk to its neighbour, by a copy engine on another stream."""
+        """Every rank sends its chunk to its neighbour, by a copy engine on another stream."""
         source = (self.rank - 1) % self.world
         with cuda.CopyCall(self.space, self.next()) as call:
             call.put(chunk, 0)
@@ -89,7 +89,7 @@ class CudaCalls:
                 call.fetch(source, 1, out, 0)
 
     def copies(self, calls: int) -> bool:
-        """Whether chunks arrive, call after call at the same addresses."""
+        """Whether chunks arrive in repeated calls at the same addresses."""
         right, out = True, torch.empty(10_000, dtype=torch.int64, device=self.device)
         for i in range(calls):
             self.exchange(torch.full_like(out, 100 * i + self.rank), out)
@@ -97,7 +97,7 @@ class CudaCalls:
         return right
 
     def replays(self, count: int) -> bool:
-        """Whether a graph of an all-reduce and a copy is right each time, with new input."""
+        """Whether every replay of a graph of an all-reduce and a copy is right, with new input."""
         x = torch.zeros(5000, dtype=torch.float32, device=self.device)
         total, got = torch.empty_like(x), torch.empty_like(x)
 
@@ -124,7 +124,7 @@ class CudaCalls:
 
 
 def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
-    """On every rank: what was called, and whether it was right."""
+    """The calls on one rank, and whether each was right."""
     made = CudaCalls(device)
     made.space.set_chaos(seed=made.rank, max_delay_us=delay_us)
     ways = ["one_shot", "two_shot"]
@@ -137,10 +137,10 @@ def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     checks["peer copies"] = lambda: made.copies(calls)
     if device == "cuda":
         checks["graph replays"] = lambda: made.replays(20 * calls)
-    told = [(what, check()) for what, check in checks.items()]
+    results = [(what, check()) for what, check in checks.items()]
     cuda.barrier(made.space, made.next())
     synchronize(device)
-    return [*told, ("no failed wait", made.space.failure() is None)]
+    return [*results, ("no failed wait", made.space.failure() is None)]
 
 
 def cuda_check(setting: Setting) -> Iterator[Result]:
@@ -150,28 +150,28 @@ def cuda_check(setting: Setting) -> Iterator[Result]:
         return
     for world in (1, 2, 4):
         for delay_us in (0, 200):
-            told = over_ranks(setting, world, check_job, len(COUNTS), delay_us)
-            for what, _ in told[0]:
-                right = all(dict(rank)[what] for rank in told)
+            ranks = over_ranks(setting, world, check_job, len(COUNTS), delay_us)
+            for what, _ in ranks[0]:
+                right = all(dict(rank)[what] for rank in ranks)
                 name = f"{what}, {world} ranks, delays up to {delay_us} us"
                 yield Result("cuda_check", name, cuda.image_status(), right)
 
 
 def _queued_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
-    """On every rank: the ops by an algorithm on exact integers, uneven shards; `copied` is fused
-    with copy engines also for small shards. On a GPU also replays of a graph."""
+    """Runs the ops on one rank, on exact integers and uneven shards; `copied` is `fused` with copy
+    engines even for small shards. On a GPU also replays of a graph."""
     from benchmarks.gpu_calls import FusedCalls
 
     if algorithm == "copied":
         fused.COPY_ENGINE_BYTES = 0
     made = FusedCalls(device, "fused" if algorithm == "copied" else algorithm)
     made.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
-    told = []
+    results = []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot"):
-        told.append((op, all(made.check(op, i, 300 + i % 3) for i in range(calls))))
+        results.append((op, all(made.check(op, i, 300 + i % 3) for i in range(calls))))
     if device == "cuda":
-        told.append(("graph replays", made.replay(10 * calls) == 0))
-    return told
+        results.append(("graph replays", made.replay(10 * calls) == 0))
+    return results
 
 
 def queued_check(setting: Setting) -> Iterator[Result]:
@@ -181,15 +181,15 @@ def queued_check(setting: Setting) -> Iterator[Result]:
         return
     for algorithm in ("direct", "pipelined", "copied"):
         for world, delay_us in ((1, 0), (2, 0), (4, 0), (2, 200), (4, 200)):
-            told = over_ranks(setting, world, _queued_job, algorithm, 5, delay_us)
-            for what, _ in told[0]:
-                right = all(dict(rank)[what] for rank in told)
+            ranks = over_ranks(setting, world, _queued_job, algorithm, 5, delay_us)
+            for what, _ in ranks[0]:
+                right = all(dict(rank)[what] for rank in ranks)
                 name = f"{what} by {algorithm}, {world} ranks, delays up to {delay_us} us"
                 yield Result("queued_check", name, "5 calls", right)
 
 
 def paced_copy(setting: Setting) -> Iterator[Result]:
-    """Whether a paced copy keeps its rate, beside a plain copy of as many bytes."""
+    """Whether a paced copy keeps its rate, and the time of a plain copy of the same size."""
     if setting.rehearsal:
         yield Result("paced_copy", "csrc/cuda", _NEEDS, ok=None)
         return

@@ -1,10 +1,10 @@
-"""Overlap on one GPU: a rank whose peers are imitated, over links that are paced copies.
+"""Overlap on one GPU: one real rank, emulated peers, and paced copies in place of links.
 
-One process holds the regions of all ranks. Rank 0 runs the algorithms' own code; of its peers only
-the words are sent, from streams of their own, when a peer that is as fast would send them. A copy
-from a peer waits for the peer's word and then takes as long as the link would. Paced copies take
-multiprocessors from the matmul, which copy engines do not: real links should do better. What peers
-fetch from rank 0 is not modelled.
+One process holds the regions of all ranks. Rank 0 runs the real algorithms. The peers only send
+their signals, from their own streams, when an equally fast peer would send them. A copy from a peer
+waits for the peer's signal and then takes as long as the link would. Paced copies take
+multiprocessors from the matmul, unlike copy engines, so real links should do better. Copies that
+peers fetch from rank 0 are not modelled.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Region:
     address: int
 
 
-class Imitated:
-    """The regions of ``world`` ranks, of which rank 0 is real."""
+class EmulatedRanks:
+    """The regions of ``world`` ranks; only rank 0 is real."""
 
     def __init__(self, device: str, world: int, buffer_bytes: int) -> None:
         self.world = world
@@ -56,18 +56,19 @@ class Imitated:
 
 
 class PacedCall(CopyCall):
-    """Rank 0's call. Of an all-gather all peers publish ``word`` at once; of a reduction (None) one
-    after each word of rank 0, in the order in which they would finish what rank 0 is to have."""
+    """Rank 0's call. In an all-gather all peers publish ``word`` immediately. In a reduction (None)
+    one peer publishes after each publish of rank 0, in the order in which the peers would finish
+    rank 0's partials."""
 
-    def __init__(self, ranks: Imitated, signature: int, rate: float, word: int | None) -> None:
+    def __init__(self, ranks: EmulatedRanks, signature: int, rate: float, word: int | None) -> None:
         super().__init__(ranks.spaces[0], signature)
         self._ranks, self._rate, self._word = ranks, rate, word
         self._theirs = [CopyCall(space, signature) for space in ranks.spaces[1:]]
-        self._told = 0
+        self._published = 0
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> PacedCall:
-        if not self._ranks.streams:  # a rehearsal: whoever waits does so in a thread
+        if not self._ranks.streams:  # a rehearsal: peers wait in threads
             self._threads = [threading.Thread(target=self._all_of, args=(p,)) for p in self._theirs]
             for thread in self._threads:
                 thread.start()
@@ -96,8 +97,8 @@ class PacedCall(CopyCall):
     def publish(self, index: int, to: int | None = None) -> None:
         super().publish(index, to)
         if self._word is None and self._ranks.streams:
-            self._told += 1
-            peer = self._ranks.world - self._told
+            self._published += 1
+            peer = self._ranks.world - self._published
             stream = self._ranks.streams[peer - 1]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -114,7 +115,7 @@ class Gather:
 
     def __init__(self, device: str, world: int, m: int, n: int, k: int) -> None:
         self.sizes = (m // world,) * world
-        self.ranks = Imitated(device, world, m // world * k)  # two bytes each, and two buffers
+        self.ranks = EmulatedRanks(device, world, m // world * k)  # 2 bytes each, 2 buffers
         self.rows = torch.randn(m // world, k, device=device).to(torch.bfloat16)
         self.w = torch.randn(n // world, k, device=device).to(torch.bfloat16).t()
         for space in self.ranks.spaces[1:]:
@@ -123,7 +124,7 @@ class Gather:
         self.out = torch.empty(m, self.w.shape[1], dtype=torch.bfloat16, device=device)
 
     def serial(self, rate: float) -> None:
-        """All of the transfer, then torch.matmul."""
+        """The whole transfer, then torch.matmul."""
         shard = self.rows.shape[0]
         self.whole[:shard].copy_(self.rows)
         for peer in self.ranks.peers:
@@ -156,7 +157,7 @@ class Gather:
                 space, 2, config, self.w, None, self.out, self.whole, self.sizes
             )
 
-    def product(self) -> None:
+    def matmul(self) -> None:
         torch.matmul(self.whole, self.w, out=self.out)
 
 
@@ -165,7 +166,7 @@ class Scatter:
 
     def __init__(self, device: str, world: int, m: int, n: int, k: int) -> None:
         self.sizes = [m // world] * world
-        self.ranks = Imitated(device, world, m * n)
+        self.ranks = EmulatedRanks(device, world, m * n)
         self.x = torch.randn(m, k // world, device=device).to(torch.bfloat16)
         self.w = torch.randn(n, k // world, device=device).to(torch.bfloat16).t()
         for space in self.ranks.spaces[1:]:
@@ -174,7 +175,7 @@ class Scatter:
         self.out = torch.empty(m // world, n, dtype=torch.bfloat16, device=device)
 
     def serial(self, rate: float) -> None:
-        """torch.matmul, then all of the transfer and the sum."""
+        """torch.matmul, then the whole transfer and the sum."""
         torch.matmul(self.x, self.w, out=self.whole)
         rows, n = self.out.shape
         partials = [torch.empty_like(self.out) for _ in self.ranks.peers]
@@ -191,12 +192,12 @@ class Scatter:
             )  # fmt: skip
             cuda.sum_partials(self.out, partials)
 
-    def product(self) -> None:
+    def matmul(self) -> None:
         torch.matmul(self.x, self.w, out=self.whole)
 
 
 def check(case: Gather | Scatter, name: str) -> bool:
-    """Whether an overlapped way gets what the serial one gets, up to the order of its matmuls."""
+    """Whether an overlapped variant equals the serial one, up to the order of its matmuls."""
     case.serial(1e3)
     expected = case.out.clone()
     case.whole.fill_(math.nan)
@@ -208,18 +209,18 @@ def check(case: Gather | Scatter, name: str) -> bool:
 
 
 def paced_link(setting: Setting) -> Iterator[Result]:
-    """`pipelined` and `fused` beside the same transfer done by itself, at several rates."""
+    """`pipelined` and `fused` compared with the serial transfer and matmul, at several rates."""
     if setting.rehearsal:
         yield Result("paced_link", "csrc/cuda", "needs a GPU", ok=None)
         return
     for m, n, k in [(256, 1024, 512)] if setting.small else SHAPES:
         gather, scatter = (make(setting.device, WORLD, m, n, k) for make in (Gather, Scatter))
-        ways: list[tuple[str, Gather | Scatter, str]] = [
+        variants: list[tuple[str, Gather | Scatter, str]] = [
             ("all_gather_matmul", gather, "pipelined"),
             ("all_gather_matmul", gather, "fused"),
             ("matmul_reduce_scatter", scatter, "pipelined"),
         ]
-        for op, case, name in ways:
+        for op, case, name in variants:
             right = check(case, name)
             for rate in RATES:
                 yield Result("paced_link", *_measured(setting, op, case, name, rate), right)
@@ -229,12 +230,12 @@ def _measured(
     setting: Setting, op: str, case: Gather | Scatter, name: str, rate: float
 ) -> tuple[str, str]:
     run: Callable[[float], None] = getattr(case, name)
-    jobs = [lambda: run(rate), lambda: case.serial(rate), case.product]
-    ours, serial, product = times_ms(setting.device, jobs)
-    overlap = 1 - (ours - product) / (serial - product)
+    jobs = [lambda: run(rate), lambda: case.serial(rate), case.matmul]
+    ours, serial, matmul = times_ms(setting.device, jobs)
+    overlap = 1 - (ours - matmul) / (serial - matmul)
     m = sum(case.sizes)
     return (
         f"{op} by {name}, M {m}, {WORLD} ranks, {rate:g} GB/s",
-        f"{ours:.4f} ms, transfer by itself {serial:.4f} ms, torch.matmul {product:.4f} ms, "
+        f"{ours:.4f} ms, serial {serial:.4f} ms, torch.matmul {matmul:.4f} ms, "
         f"E_overlap {overlap:.0%}",
     )

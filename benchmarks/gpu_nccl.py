@@ -14,17 +14,17 @@ import torch.distributed as dist
 from benchmarks.gpu_stages import Result, Setting, integers, over_ranks
 from tpkernels import nccl
 
-# From this version on NCCL lets ranks share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
+# The first version of NCCL that lets ranks share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
 _SHARED_GPU = (2, 30, 3)
 
 
 def _nccl_job(device: str, count: int) -> list[tuple[str, bool]]:
-    """On every rank: what was called, and whether it was exact."""
+    """The calls on one rank, and whether each was exact."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank % torch.cuda.device_count())
     group = dist.new_group()
     assert group is not None
-    told = []
+    exact: list[tuple[str, bool]] = []
     for dtype in (torch.float32, torch.bfloat16):
         every = [integers(r, device, dtype, world * count, 3) for r in range(world)]
         total, mine = torch.stack(every).sum(0), slice(rank * count, (rank + 1) * count)
@@ -39,10 +39,10 @@ def _nccl_job(device: str, count: int) -> list[tuple[str, bool]]:
                 ),
             }
             comm.wait()
-            told += [
+            exact += [
                 (f"{what} {dtype}", torch.equal(got, want)) for what, (got, want) in results.items()
             ]
-    return told
+    return exact
 
 
 def nccl_check(setting: Setting) -> Iterator[Result]:
@@ -56,9 +56,9 @@ def nccl_check(setting: Setting) -> Iterator[Result]:
             what = f"{world} ranks on {torch.cuda.device_count()} GPU"
             yield Result("nccl_check", what, f"needs NCCL 2.30.3, this is {version}", ok=None)
             continue
-        told = over_ranks(setting, world, _nccl_job, 100 if setting.small else 100_000)
-        for what in dict(told[0]):
-            right = all(dict(rank)[what] for rank in told)
+        ranks = over_ranks(setting, world, _nccl_job, 100 if setting.small else 100_000)
+        for what in dict(ranks[0]):
+            right = all(dict(rank)[what] for rank in ranks)
             yield Result("nccl_check", f"{what}, {world} ranks", f"NCCL {version}", right)
 
 
@@ -67,7 +67,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def gpu_tests(setting: Setting) -> Iterator[Result]:
-    """The tests that are marked ``gpu``, but those that would run this suite."""
+    """The tests marked ``gpu``, except those that would run this suite."""
     if setting.rehearsal or importlib.util.find_spec("hypothesis") is None:
         yield Result("gpu_tests", "need a GPU and tpkernels[test]", ok=None)
         return

@@ -22,11 +22,11 @@ Job = Callable[[], object]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how long."""
+    """The device and the time limit of a stage."""
 
     device: str
     budget_s: float
-    small: bool = False  #: sizes that say nothing about speed
+    small: bool = False  #: sizes too small to measure speed
 
     @property
     def rehearsal(self) -> bool:
@@ -35,7 +35,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the report; ``ok`` is None where nothing was checked."""
+    """One line of the report; ``ok`` is None if nothing was checked."""
 
     stage: str
     what: str
@@ -52,10 +52,10 @@ def synchronize(device: str) -> None:
 
 
 def times_ms(device: str, jobs: list[Job], rounds: int = 5) -> list[float]:
-    """The median time of each job, measured by turns."""
-    told: list[list[float]] = [[] for _ in jobs]
+    """The median time of each job, interleaved."""
+    samples: list[list[float]] = [[] for _ in jobs]
     for _ in range(rounds):
-        for job, times in zip(jobs, told, strict=True):
+        for job, times in zip(jobs, samples, strict=True):
             if device == "cuda":
                 import triton
 
@@ -64,7 +64,7 @@ def times_ms(device: str, jobs: list[Job], rounds: int = 5) -> list[float]:
                 begin = time.perf_counter()
                 job()
                 times.append((time.perf_counter() - begin) * 1e3)
-    return [statistics.median(times) for times in told]
+    return [statistics.median(times) for times in samples]
 
 
 def _random(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def _random(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def integers(seed: int, device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Small integers, the same wherever they are drawn: their products are exact."""
+    """Small integers, the same on every device, whose products are exact."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-1, 2, shape, generator=generator).to(dtype).to(device)
 
@@ -104,7 +104,7 @@ SCATTERS = [(4096, 11008), (4096, 14336), (8192, 28672), (16384, 53248), (8192, 
 
 
 def matmul_speed(setting: Setting) -> Iterator[Result]:
-    """The tile loop beside torch.matmul, bf16, K-major weights."""
+    """The tile loop compared with torch.matmul, bf16, K-major weights."""
     from tpkernels.kernels.matmul import matmul
 
     world = 8
@@ -128,24 +128,24 @@ def matmul_speed(setting: Setting) -> Iterator[Result]:
 
 
 def _fused_job(device: str, calls: int, delay_us: int, rows: int) -> list[tuple[str, bool]]:
-    """On every rank: the fused ops on exact integers, uneven shards, call after call."""
+    """Runs the fused ops on one rank, on exact integers and uneven shards, call after call."""
     from benchmarks.gpu_calls import FusedCalls
 
     calls_of = FusedCalls(device)
     calls_of.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
-    told: dict[str, bool] = {}
+    exact: dict[str, bool] = {}
     for i in range(calls):
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot", "two_shot"):
             right = calls_of.check(op, i, rows + i % 3)
-            told[op] = told.get(op, True) and right
-    return list(told.items())
+            exact[op] = exact.get(op, True) and right
+    return list(exact.items())
 
 
 def over_ranks(setting: Setting, world: int, job: Callable[..., Any], *args: object) -> list[Any]:
-    """What ``job(device, *args)`` returns on each of ``world`` ranks."""
+    """Runs ``job(device, *args)`` on ``world`` ranks; returns the results by rank."""
     env = {
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30.3 on, without NVLS
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # needs NCCL 2.30.3, without NVLS
         "NCCL_NVLS_ENABLE": "0",
     }
     if setting.rehearsal:
@@ -159,9 +159,9 @@ def fused_check(setting: Setting) -> Iterator[Result]:
     calls, rows, worlds = (1, 40, (1, 2)) if setting.small else (20, 300, (1, 2, 4))
     for world in worlds:
         for delay_us in (0, 200):
-            told = over_ranks(setting, world, _fused_job, calls, delay_us, rows)
-            for op in dict(told[0]):
-                right = all(dict(rank)[op] for rank in told)
+            ranks = over_ranks(setting, world, _fused_job, calls, delay_us, rows)
+            for op in dict(ranks[0]):
+                right = all(dict(rank)[op] for rank in ranks)
                 what = f"{op}, {world} ranks, delays up to {delay_us} us"
                 yield Result("fused_check", what, f"{calls} calls", right)
 
@@ -169,11 +169,11 @@ def fused_check(setting: Setting) -> Iterator[Result]:
 def _overhead_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
     from benchmarks.gpu_calls import FusedCalls
 
-    return FusedCalls(device).beside_plain(m, n, k)
+    return FusedCalls(device).compare_with_plain(m, n, k)
 
 
 def fused_speed(setting: Setting) -> Iterator[Result]:
-    """The fused kernels at world size 1 beside the plain kernel: what the hooks and words cost."""
+    """The fused kernels at world size 1 and the plain kernel: the cost of hooks and signals."""
     shapes = [(1024, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 4096)]
     for m, n, k in [(32, 32, 32)] if setting.small else shapes:
         for op, fused, plain in over_ranks(setting, 1, _overhead_job, m, n, k)[0]:
@@ -211,5 +211,5 @@ def sanitize(setting: Setting) -> Iterator[Result]:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=setting.budget_s, check=False
         )
-        said = [line for line in ended.stdout.splitlines() if line.startswith("=====")]
-        yield Result("sanitize", check, said[-1] if said else "", ended.returncode == 0)
+        reports = [line for line in ended.stdout.splitlines() if line.startswith("=====")]
+        yield Result("sanitize", check, reports[-1] if reports else "", ended.returncode == 0)

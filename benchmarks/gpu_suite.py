@@ -1,10 +1,9 @@
-"""What a machine with an NVIDIA GPU has to tell: ``python -m benchmarks.gpu_suite``.
+"""Checks and measurements on a machine with an NVIDIA GPU: ``python -m benchmarks.gpu_suite``.
 
-Runs stages, each within its budget; the first check results, the later ones measure. Prints a table
-and writes it as JSON and Markdown, with device, driver, versions and date. Needs torch, triton and
-this package, nothing else. ``--device cpu`` walks through the stages under Triton's interpreter, at
-sizes that say nothing about speed: a rehearsal. ``--only sanitize`` repeats the small checks under
-compute-sanitizer.
+Runs stages, each with a time budget; the first check results, the later ones measure. Prints a
+table and writes it as JSON and Markdown, with device, driver, versions and date. Needs only torch,
+triton and this package. ``--device cpu`` rehearses the stages under Triton's interpreter, at sizes
+too small to measure speed. ``--only sanitize`` repeats the small checks under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -43,35 +42,35 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "tune": gpu_tune.tune,
     "sanitize": gpu_stages.sanitize,
 }
-ON_REQUEST = {"sanitize"}  # takes many times as long as what it runs
+ON_REQUEST = {"sanitize"}  # many times slower than the checks it repeats
 
 
 def environment(device: str) -> dict[str, str]:
-    """What the figures depend on."""
+    """The environment that the figures depend on."""
     import triton
 
-    found = {
+    facts = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
     }
     if device == "cpu":
-        return found | {"device": "cpu, Triton's interpreter: no figure here is a measurement"}
+        return facts | {"device": "cpu, Triton's interpreter: no figure here is a measurement"}
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return found | {
+    return facts | {
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
         "driver": driver.stdout.splitlines()[0] if driver.stdout else "unknown",
     }
 
 
 def run_stage(name: str, setting: Setting) -> list[Result]:
-    """One stage; an exception or an exhausted budget is a result as well."""
+    """Runs one stage; an exception or an exhausted budget is also a result."""
     begin = time.monotonic()
     print(f"== {name} (budget {setting.budget_s:g} s)", flush=True)
     results: list[Result] = []
@@ -82,7 +81,7 @@ def run_stage(name: str, setting: Setting) -> list[Result]:
             if time.monotonic() - begin > setting.budget_s:
                 results.append(Result(name, "budget exhausted: the rest was not run", ok=None))
                 break
-    except Exception as error:  # the later stages are worth running
+    except Exception as error:  # the later stages still run
         text = f"{type(error).__name__}: {error}"
         print(text, flush=True)
         results.append(Result(name, text.splitlines()[0][:300], ok=False))
@@ -90,16 +89,16 @@ def run_stage(name: str, setting: Setting) -> list[Result]:
     return results
 
 
-def markdown(found: dict[str, Any], command: str) -> str:
+def markdown(report: dict[str, Any], command: str) -> str:
     """The report as Markdown."""
-    lines = [f"# {found['environment']['device']}, {found['environment']['date']}", ""]
+    lines = [f"# {report['environment']['device']}, {report['environment']['date']}", ""]
     lines += [f"`{command}`", ""]
-    lines += [f"- {name}: {value}" for name, value in found["environment"].items()]
+    lines += [f"- {name}: {value}" for name, value in report["environment"].items()]
     lines += ["", "| stage | what | value | right |", "|---|---|---|---|"]
-    for row in found["results"]:
+    for row in report["results"]:
         right = {True: "yes", False: "NO", None: ""}[row["ok"]]
         lines.append(f"| {row['stage']} | {row['what']} | {row['value']} | {right} |")
-    missing = [name for name in STAGES if name not in found["stages"]]
+    missing = [name for name in STAGES if name not in report["stages"]]
     lines += ["", f"Not run: {', '.join(missing) or 'nothing'}.", ""]
     return "\n".join(lines)
 
@@ -112,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     by_default = [name for name in STAGES if name not in ON_REQUEST]
     parser.add_argument(
-        "--only", help=f"stages, of {','.join(STAGES)}; by default {','.join(by_default)}"
+        "--only", help=f"stages out of {','.join(STAGES)}; default: {','.join(by_default)}"
     )
     parser.add_argument("--budget-s", type=float, default=120.0, help="seconds for each stage")
     parser.add_argument("--out", type=Path, help="folder for gpu_suite.json and gpu_suite.md")
@@ -122,25 +121,25 @@ def main(arguments: list[str] | None = None) -> int:
     stages = given.only.split(",") if given.only else by_default
     unknown = [name for name in stages if name not in STAGES]
     if unknown:
-        parser.error(f"unknown stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
+        parser.error(f"unknown stage {', '.join(unknown)}; choose from {', '.join(STAGES)}")
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --device cpu rehearses the stages")
     if given.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     setting = Setting(given.device, given.budget_s, given.small or given.device == "cpu")
     results = [result for name in stages for result in run_stage(name, setting)]
-    found = {
+    report = {
         "environment": environment(given.device),
         "stages": stages,
         "results": [asdict(result) for result in results],
     }
     command = f"python -m benchmarks.gpu_suite {' '.join(arguments or sys.argv[1:])}".strip()
-    report = markdown(found, command)
-    print(report)
+    text = markdown(report, command)
+    print(text)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "gpu_suite.json").write_text(json.dumps(found, indent=1))
-        (given.out / "gpu_suite.md").write_text(report)
+        (given.out / "gpu_suite.json").write_text(json.dumps(report, indent=1))
+        (given.out / "gpu_suite.md").write_text(text)
     return 1 if any(result.ok is False for result in results) else 0
 
 

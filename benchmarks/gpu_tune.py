@@ -1,4 +1,4 @@
-"""Stages of the GPU suite that choose: block sizes, and whose fused ops to use."""
+"""Stages of the GPU suite that inform choices: block sizes; this package's or torch's fused ops."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GROUPS = (4, 8, 16)
 
 
 def tune(setting: Setting) -> Iterator[Result]:
-    """The candidates for the config table, bf16, beside torch.matmul. The best of each class is to
-    be put into kernels/configs.py by hand, with device, date and this command."""
+    """The candidates for the config table, bf16, compared with torch.matmul. Copy the best of each
+    class to kernels/configs.py by hand, with device, date and this command."""
     from tpkernels.kernels.configs import CANDIDATES, choose
     from tpkernels.kernels.matmul import matmul
 
     for few, candidates in CANDIDATES.items():
         shapes = [(32, 32, 32)] if setting.small else SHAPES[few]
-        told: list[tuple[float, str]] = []
+        means: list[tuple[float, str]] = []
         for fields in candidates[:1] if setting.small else candidates:
             for group_m in GROUPS[:1] if few or setting.small else GROUPS:
                 ratios = []
@@ -44,16 +44,16 @@ def tune(setting: Setting) -> Iterator[Result]:
                     ]
                     try:
                         ours, torchs = times_ms(setting.device, jobs, rounds=3)
-                    except Exception as error:  # out of shared memory: no candidate here
+                    except Exception as error:  # out of shared memory: not a candidate here
                         yield Result("tune", str(config), type(error).__name__, ok=None)
                         break
                     ratios.append(torchs / ours)
                 else:
                     mean = math.exp(statistics.fmean(map(math.log, ratios)))
-                    told.append((mean, str(config)))
+                    means.append((mean, str(config)))
                     yield Result("tune", str(config), f"{mean:.3f}x of torch.matmul", ok=None)
-        if told:
-            best, config_text = max(told)
+        if means:
+            best, config_text = max(means)
             what = f"best for {'few' if few else 'many'} rows: {config_text}"
             yield Result("tune", what, f"{best:.3f}x of torch.matmul", ok=None)
 
@@ -91,12 +91,12 @@ def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float,
 
 
 def symm_mem(setting: Setting) -> Iterator[Result]:
-    """The fused kernels beside torch.ops.symm_mem.fused_*, two ranks."""
+    """The fused kernels compared with torch.ops.symm_mem.fused_*, two ranks."""
     if setting.rehearsal:
         yield Result("symm_mem", "torch.ops.symm_mem needs a GPU", ok=None)
         return
     for m, n, k in [(512, 4096, 4096), (2048, 4096, 4096), (8192, 4096, 4096)]:
-        told = over_ranks(setting, 2, _symm_mem_job, m, n, k)
-        for op, ours, theirs in told[0]:
+        ranks = over_ranks(setting, 2, _symm_mem_job, m, n, k)
+        for op, ours, theirs in ranks[0]:
             value = f"{ours:.4f} ms, symm_mem {theirs:.4f} ms: {theirs / ours:.2f}x"
             yield Result("symm_mem", f"{op} {m}x{n}x{k}, 2 ranks", value, ok=None)

@@ -1,10 +1,11 @@
-"""Network namespaces that stand for hosts: ``python -m benchmarks.hosts --hosts 2 --nproc 1 --mbit
-1000 -- bench --algorithm unfused --algorithm ring ...`` runs ``tpkernels bench`` under torchrun on
-two of them.
+"""Network namespaces as hosts.
 
-Each has an address of its own on one switch, and shares no memory with the others: the ranks cannot
-reach each other's Unix sockets. Needs Linux, root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and iproute2;
-nothing leaves the machine. The switch can hold the links to a rate (tc, token bucket).
+``python -m benchmarks.hosts --hosts 2 --nproc 1 --mbit 1000 -- bench --algorithm unfused,ring ...``
+runs ``tpkernels bench`` under torchrun on two of them.
+
+Each namespace has its own address on a common switch and shares no memory with the others, because
+ranks cannot reach each other's Unix sockets. Needs Linux, root (CAP_NET_ADMIN and CAP_SYS_ADMIN)
+and iproute2. No traffic leaves the machine. The links can be limited to a rate (tc, token bucket).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from types import TracebackType
 
-_PORT = 29631  # on addresses that nobody else has
+_PORT = 29631  # free: the addresses are new
 _SETUP_S = 10.0
 _RUN_S = 3600.0
 
@@ -31,23 +32,23 @@ def _ip(*arguments: str) -> str:
 
 
 class Hosts:
-    """``count`` hosts, there between enter and exit, which ends what runs on them. ``mbit``: what
-    each may send, in Mbit/s.
+    """A context with ``count`` hosts; leaving it kills their processes. ``mbit``: the rate of each
+    host's link, in Mbit/s.
 
-    Raises ``OSError`` on enter, with what is missing, where namespaces cannot be made.
+    Entering raises ``OSError``, with the reason, if namespaces cannot be created.
     """
 
     def __init__(self, count: int, mbit: int | None = None) -> None:
         self._mbit = mbit
         self._switch = f"tpk{os.getpid()}s"
         self._names = [f"tpk{os.getpid()}h{i}" for i in range(count)]
-        self._made: list[str] = []
+        self._created: list[str] = []
 
     def __enter__(self) -> Hosts:
         try:
             for name in [self._switch, *self._names]:
                 _ip("netns", "add", name)
-                self._made.append(name)
+                self._created.append(name)
                 _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
             _ip("-n", self._switch, "link", "set", "switch", "up")
@@ -78,9 +79,9 @@ class Hosts:
             _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth", "root", *shaper)
 
     def _remove(self) -> None:
-        """The links go with the namespaces."""
-        while self._made:
-            name = self._made.pop()
+        """Deletes the namespaces, and with them the links."""
+        while self._created:
+            name = self._created.pop()
             for pid in _ip("netns", "pids", name).split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
@@ -94,7 +95,7 @@ class Hosts:
         _ip("-n", self._switch, "link", "set", f"port{host}", "down")
 
     def torchrun(self, host: int, nproc: int, *module: str) -> subprocess.Popen[str]:
-        """Starts this host's part of a job: ``nproc`` ranks of ``python -m module...``."""
+        """Starts one host's part of a job: ``nproc`` ranks of ``python -m module...``."""
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"),
             *("--nnodes", str(len(self._names)), "--nproc-per-node", str(nproc)),
@@ -118,19 +119,19 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--nproc", type=int, default=1, help="ranks on each host")
     parser.add_argument("--mbit", type=int, help="rate of each host's link; unlimited by default")
-    parser.add_argument("command", nargs="+", help="of tpkernels, with its options")
+    parser.add_argument("command", nargs="+", help="a command of tpkernels, with its options")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the hosts go in this case too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the hosts in this case too
     with Hosts(given.hosts, given.mbit) as hosts:
         started = [
             hosts.torchrun(host, given.nproc, "tpkernels", *given.command)
             for host in range(given.hosts)
         ]
-        said = [process.communicate(timeout=_RUN_S) for process in started]
+        outputs = [process.communicate(timeout=_RUN_S) for process in started]
     failed = [i for i, process in enumerate(started) if process.returncode]
     for i in failed:
-        print(f"host {i}:\n{said[i][1]}", file=sys.stderr)
-    print(*(output for output, _ in said), sep="")
+        print(f"host {i}:\n{outputs[i][1]}", file=sys.stderr)
+    print(*(output for output, _ in outputs), sep="")
     return started[failed[0]].returncode if failed else 0
 
 

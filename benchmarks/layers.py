@@ -1,10 +1,10 @@
-"""What a layer costs beside the ops called by hand: a gated MLP, forward and with its backward.
+"""The overhead of a layer over calling the ops by hand: a gated MLP, forward and backward.
 
     python -m benchmarks.layers --nproc 2 --rows 16 256 --repeat 60
 
-Both ways take turns, call by call, on the same weights; each time is the slowest rank's. It prints
-the median of each way, and layer / by hand: of the medians, and of the times that a tenth of the
-calls stay below, on which other work on the machine tells least.
+Both variants are interleaved call by call, on the same weights; each time is the slowest rank's.
+Prints the median of each variant, and layer / by hand: of the medians, and of the 10th percentiles,
+which other load on the machine disturbs least.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ def timed(step: Step, backward: bool, group: dist.ProcessGroup) -> float:
 
 
 def measure(rows: int, backward: bool, repeat: int) -> list[tuple[float, float]]:
-    """(by hand, layer) of each turn."""
+    """(by hand, layer) milliseconds of each repetition."""
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(0)
     layer = tnn.ParallelMLP(WIDTH, HIDDEN, group, sequence_parallel=True)
     x = torch.randn(rows // group.size(), WIDTH, requires_grad=True)
-    ways: tuple[Step, Step] = (by_hand(layer, x, group), lambda: layer(x, residual=x))
-    torch.testing.assert_close(ways[0](), ways[1](), rtol=0, atol=0)
-    turns = []
-    for turn in range(repeat + 5):
-        order = (0, 1) if turn % 2 == 0 else (1, 0)  # whoever is first is not always the same
+    variants: tuple[Step, Step] = (by_hand(layer, x, group), lambda: layer(x, residual=x))
+    torch.testing.assert_close(variants[0](), variants[1](), rtol=0, atol=0)
+    times = []
+    for repetition in range(repeat + 5):
+        order = (0, 1) if repetition % 2 == 0 else (1, 0)  # alternates which one is first
         took = [0.0, 0.0]
-        for way in order:
-            took[way] = timed(ways[way], backward, group)
-        if turn >= 5:
-            turns.append((took[0], took[1]))
-    return turns
+        for i in order:
+            took[i] = timed(variants[i], backward, group)
+        if repetition >= 5:
+            times.append((took[0], took[1]))
+    return times
 
 
 def main() -> None:
@@ -78,12 +78,12 @@ def main() -> None:
     with Ranks(given.nproc) as ranks:
         for rows in given.rows:
             for backward in (False, True):
-                turns = ranks.run(measure, rows, backward, given.repeat, timeout=280)[0]
-                hand, layer = (statistics.quantiles(one, n=10) for one in zip(*turns, strict=True))
+                times = ranks.run(measure, rows, backward, given.repeat, timeout=280)[0]
+                hand, layer = (statistics.quantiles(one, n=10) for one in zip(*times, strict=True))
                 what = "forward and backward" if backward else "forward"
                 print(
                     f"rows {rows}, {what}: by hand {hand[4]:.3f} ms, layer {layer[4]:.3f} ms, "
-                    f"layer / by hand {layer[4] / hand[4]:.3f}, of the fastest tenth "
+                    f"layer / by hand {layer[4] / hand[4]:.3f}, of the 10th percentiles "
                     f"{layer[0] / hand[0]:.3f} ({hand[0]:.3f} ms)"
                 )
 

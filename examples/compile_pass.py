@@ -1,5 +1,5 @@
-"""A model that knows nothing of this package: torch's own tensor parallelism, compiled with the
-pass that puts the fused ops in.
+"""A model that does not use this package: torch's own tensor parallelism, compiled with the pass
+that inserts the fused ops.
 
     torchrun --standalone --nproc-per-node 2 examples/compile_pass.py
 """
@@ -66,14 +66,14 @@ def main() -> None:
     expected = model(x).chunk(world, 1)[rank]
 
     parallelize_module(model, mesh, PLAN)
-    torch._inductor.config.force_disable_caches = True  # what comes from a cache is not reported
+    torch._inductor.config.force_disable_caches = True  # cached graphs are not reported
     fusion = tpkernels.compile.fuse_collectives(mesh)
     compiled = torch.compile(model, options=fusion.options)
     y = compiled(x.chunk(world, 1)[rank].contiguous())
     (y**2).sum().backward()
     if rank == 0:
         print(fusion.report)
-        print(f"differs from one process by {(y - expected).abs().max().item():.1e} at most")
+        print(f"differs from one process by at most {(y - expected).abs().max().item():.1e}")
     dist.destroy_process_group()
 
 

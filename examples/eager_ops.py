@@ -1,5 +1,5 @@
-"""The MLP of a transformer, tensor-parallel with sequence parallelism, by two ops; its result and
-its gradients beside those of one process.
+"""A transformer's MLP, tensor-parallel with sequence parallelism, by two ops. Its result and its
+gradients are compared with those of one process.
 
     torchrun --standalone --nproc-per-node 2 examples/eager_ops.py
 """
@@ -46,7 +46,7 @@ def main() -> None:
         torch.randn(HIDDEN, WIDTH) * WIDTH**-0.5,
         torch.randn(WIDTH, HIDDEN) * HIDDEN**-0.5,
     ]
-    split = (0, 0, 0, 1)  # the dim that the ranks share, of each
+    split = (0, 0, 0, 1)  # the sharded dim of each
     mine = [t.chunk(world, dim)[rank].clone() for t, dim in zip(whole, split, strict=True)]
     for t in (*whole, *mine):
         t.requires_grad_()
@@ -62,7 +62,7 @@ def main() -> None:
         grad = w.grad.chunk(world, dim)[rank]
         worst = max(worst, ((t.grad - grad).abs().max() / grad.abs().max()).item())
     print(
-        f"rank {rank}: tokens {list(y.shape)}; result and gradients differ by {worst:.1e} at most"
+        f"rank {rank}: tokens {list(y.shape)}; result and gradients differ by at most {worst:.1e}"
     )
     dist.destroy_process_group()
 

@@ -1,5 +1,5 @@
-"""A Llama of transformers, made tensor-parallel by one line: the logits of the single process, a
-gradient, and generated tokens.
+"""A Llama model of transformers, made tensor-parallel by one line: logits compared with a single
+process, a gradient, and generated tokens.
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py
 """
@@ -20,7 +20,7 @@ import tpkernels
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)  # from_pretrained gives all ranks the same weights too
+    torch.manual_seed(0)  # like from_pretrained, gives all ranks the same weights
     single = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=72,
@@ -42,7 +42,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         here = sum(p.numel() for p in model.parameters())
         print(f"{here:,} of {sum(p.numel() for p in single.parameters()):,} parameters on a rank")
-        print(f"logits differ by {difference:.1e}; generated the same tokens: {same}")
+        print(f"logits differ by at most {difference:.1e}; generated the same tokens: {same}")
     dist.destroy_process_group()
 
 

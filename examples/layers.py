@@ -1,5 +1,5 @@
-"""A transformer block of the layers of ``tpkernels.nn``, trained for a few steps on random tokens,
-saved by all ranks and saved as one process would have it.
+"""A transformer block built from the layers of ``tpkernels.nn``: trained for a few steps on random
+tokens, then saved both sharded, by all ranks, and whole.
 
     torchrun --standalone --nproc-per-node 2 examples/layers.py
 """
@@ -18,11 +18,11 @@ import tpkernels
 from tpkernels import nn as tnn
 
 VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM, MLP = 512, 72, 9, 3, 8, 192
-SEQUENCE, BATCH = 33, 2  # neither the heads nor the sequence need to divide by the ranks
+SEQUENCE, BATCH = 33, 2  # neither needs to be divisible by the number of ranks
 
 
 class Block(nn.Module):
-    """Between the products each rank has its rows of the sequence: x [rows, batch, width]."""
+    """Between the matmuls each rank has its rows of the sequence: x [rows, batch, width]."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Training with tensor parallelism on one dim of a mesh, by the fused styles, and FSDP2 on the
-other: a small transformer on the bytes of a sentence.
+"""Training with tensor parallelism (the fused styles) on one mesh dim and FSDP2 on the other: a
+small transformer on the bytes of a sentence.
 
     torchrun --standalone --nproc-per-node 4 examples/train_fsdp_tp.py
 """
@@ -65,7 +65,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-# Between the products each rank has its part of the sequence, dim 1.
+# Between the matmuls each rank has its part of the sequence, dim 1.
 GATHERED, SCATTERED = (
     FusedColwiseParallel(input_layouts=Shard(1)),
     FusedRowwiseParallel(output_layouts=Shard(1)),
@@ -98,7 +98,7 @@ def main() -> None:
     for step in range(STEPS):
         starts = torch.randint(0, len(text) - SEQUENCE - 1, (BATCH,), generator=draw)
         tokens = torch.stack([text[at : at + SEQUENCE + 1] for at in starts.tolist()])
-        mine = tokens.chunk(world // 2)[mesh.get_local_rank("dp")]  # alike on all ranks of tp
+        mine = tokens.chunk(world // 2)[mesh.get_local_rank("dp")]  # the same on all ranks of tp
         loss = F.cross_entropy(model(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()

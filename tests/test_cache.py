@@ -44,7 +44,7 @@ def test_what_others_can_write_is_not_read(tmp_path: Path, part: str, mode: int)
     path = file if part == "file" else file.parent
     path.chmod(0o700 | mode)
     name = "it" if part == "file" else "its folder"
-    message = f"{name} has mode {0o700 | mode:o}, so that others can write to it: chmod go-w"
+    message = f"{name} has mode {0o700 | mode:o}, so others can write to it: chmod go-w"
     with pytest.raises(ValueError, match=message):
         cache.read_trusted(file, most=7)
     path.chmod(0o755)  # others may read
@@ -77,8 +77,8 @@ def test_roots_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (os.mkfifo, "no regular file"),
-        (os.mkdir, "no regular file"),
+        (os.mkfifo, "not a regular file"),
+        (os.mkdir, "not a regular file"),
         (lambda path: path.symlink_to(kept(path.parent / "other")), "is a symbolic link"),
         (lambda path: path.symlink_to(path), "is a symbolic link"),
     ],

@@ -1,7 +1,7 @@
-"""The folder in which the package keeps what it would otherwise have to find out again.
+"""The cache folder, and files that are read safely and replaced atomically.
 
-A file from there decides what runs (it may hold code for the GPU), so it counts only if nobody but
-this user, or root, can have written it: see `read_trusted`.
+Cached files decide what runs (some hold GPU code), so a file is used only if nobody but this user
+or root can have written it: see `read_trusted`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,30 +20,30 @@ _LOCK_POLL_SECONDS = 0.01
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/tpkernels``, by default ``~/.cache/tpkernels``. It need not exist."""
+    """``$XDG_CACHE_HOME/tpkernels``, by default ``~/.cache/tpkernels``. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpkernels"
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, where it is missing, that is nobody else's business."""
+    """Creates a folder if it is missing, accessible to its owner only."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def read_trusted(path: Path, *, most: int) -> bytes:
-    """The content of a regular file of at most ``most`` bytes. The file and its folder belong to
-    this user or to root, and nobody else can write to them. A link to the folder is followed, one
-    to the file is not.
+    """The content of a file, of at most ``most`` bytes, that only this user or root can write.
 
-    Both are opened first and checked through their descriptors, so what is checked is what is read.
+    It must be a regular file, and its folder must be as safe. A symbolic link to the folder is
+    followed, one to the file is not. Both are opened first and checked through their descriptors,
+    so the file that is checked is the file that is read.
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: it is not such a file.
+        ValueError: it fails one of the checks.
     """
     with contextlib.ExitStack() as stack:
         folder = _open(stack, path.parent, os.O_PATH | os.O_DIRECTORY)
         try:
-            # A pipe opens without waiting for its other end.
+            # O_NONBLOCK: opening a pipe must not wait for its other end.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             handle = _open(stack, Path(path.name), flags, folder)
         except OSError as error:
@@ -52,7 +52,7 @@ def read_trusted(path: Path, *, most: int) -> bytes:
             raise
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         _check_writers("it", status)
         _check_writers("its folder", os.fstat(folder))
         with open(handle, "rb", closefd=False) as file:
@@ -63,11 +63,11 @@ def read_trusted(path: Path, *, most: int) -> bytes:
 
 
 def check_folder(path: Path) -> None:
-    """Whether `read_trusted` would read files from a folder.
+    """Checks that `read_trusted` would read files from a folder.
 
     Raises:
         OSError: the folder is missing or cannot be opened.
-        ValueError: somebody else can write to it.
+        ValueError: other users can write to it.
     """
     with contextlib.ExitStack() as stack:
         _check_writers("it", os.fstat(_open(stack, path, os.O_PATH | os.O_DIRECTORY)))
@@ -75,12 +75,12 @@ def check_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, seconds: float) -> Iterator[None]:
-    """Holds a lock file, made for the purpose and removed afterwards. One process at a time has it,
-    and loses it when it dies.
+    """Holds a lock file, which is created if missing and removed afterwards. One process at a time
+    holds it; the lock of a process that dies is released.
 
     Raises:
-        OSError: the file cannot be made.
-        TimeoutError: others held it for ``seconds``.
+        OSError: the file cannot be created.
+        TimeoutError: other processes held it for ``seconds``.
     """
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
@@ -93,42 +93,49 @@ def locked(path: Path, *, seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # before it is given back, so that it is still ours
+            path.unlink(missing_ok=True)  # before the lock is released, while the file is ours
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file so that readers see all of it or what was there before, and makes its folder.
+def replace_file(path: Path, content: bytes, *, private: bool = True) -> None:
+    """Writes a file atomically: readers see the old content or the new, never a part.
+
+    Args:
+        private: mode 0600, in a folder that is created if missing. Otherwise the umask decides,
+            and the folder must exist.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind then.
+        OSError: the file cannot be written; nothing is left behind.
     """
-    make_folder(path.parent)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    if private:
+        make_folder(path.parent)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(unfinished, flags, mode=0o600 if private else 0o666)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(handle, "wb") as file:
             file.write(content)
         os.replace(unfinished, path)
     except BaseException:
-        os.unlink(unfinished)
+        unfinished.unlink(missing_ok=True)
         raise
 
 
 def _open(stack: contextlib.ExitStack, path: Path, flags: int, folder: int | None = None) -> int:
-    """A descriptor that ``stack`` closes; a relative ``path`` starts in ``folder``."""
+    """A descriptor that ``stack`` closes. A relative ``path`` is relative to ``folder``."""
     handle = os.open(path, flags | os.O_CLOEXEC, mode=0o600, dir_fd=folder)
     stack.callback(os.close, handle)
     return handle
 
 
 def _lock(stack: contextlib.ExitStack, path: Path) -> bool:
-    """Tries to take a lock file, which ``stack`` gives back."""
+    """Tries to take a lock file, which ``stack`` releases."""
     with contextlib.ExitStack() as attempt:
         handle = _open(attempt, path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        # Whoever had it may have removed it in between: then the next one locks another file.
+        # The previous holder may have removed the file meanwhile: the next process locks a new one.
         try:
             ours = os.path.samestat(os.fstat(handle), os.lstat(path))
         except FileNotFoundError:
@@ -139,7 +146,7 @@ def _lock(stack: contextlib.ExitStack, path: Path) -> bool:
 
 
 def _check_writers(name: str, status: os.stat_result) -> None:
-    """``ValueError`` if anybody but this user or root can have written to a file."""
+    """``ValueError`` if anyone but this user or root can have written to a file."""
     user = os.geteuid()
     if status.st_uid not in (user, 0):
         raise ValueError(
@@ -147,4 +154,4 @@ def _check_writers(name: str, status: os.stat_result) -> None:
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(status.st_mode)
-        raise ValueError(f"{name} has mode {mode:o}, so that others can write to it: chmod go-w")
+        raise ValueError(f"{name} has mode {mode:o}, so others can write to it: chmod go-w")

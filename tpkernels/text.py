@@ -1,42 +1,42 @@
-"""Text from files, made fit for a message or a terminal."""
+"""Text from files, made safe to show in a message or a terminal."""
 
 from __future__ import annotations
 
 import reprlib
 from typing import Any
 
-_MOST = 60  # characters of a value that a message repeats
+_MOST = 60  # characters of a value quoted in a message
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxlong = _repr.maxother = _MOST
 
 
 def printable(text: str) -> str:
-    """``text`` with escape sequences in place of control characters and of all else that a terminal
-    would obey or could not show."""
+    """``text`` with control characters, and others that a terminal would interpret or cannot show,
+    escaped."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def all_printable(found: Any) -> Any:
-    """Lists and dicts, as JSON has them, with `printable` texts in them."""
-    if isinstance(found, str):
-        return printable(found)
-    if isinstance(found, list):
-        return [all_printable(each) for each in found]
-    if isinstance(found, dict):
-        return {printable(name): all_printable(value) for name, value in found.items()}
-    return found
+def all_printable(value: Any) -> Any:
+    """A JSON value with every text in it made `printable`."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [all_printable(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(name): all_printable(each) for name, each in value.items()}
+    return value
 
 
 def short(text: str, most: int) -> str:
-    """``text`` with its middle left out where it is longer than ``most``."""
+    """``text`` with its middle cut out if it is longer than ``most``."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def shown(value: object) -> str:
-    """A value as it stands in a file, in ASCII, cut where it is long."""
+    """A value from a file in ASCII, shortened if it is long."""
     try:
         text = _repr.repr(value)
     except ValueError:  # an integer with more digits than Python converts

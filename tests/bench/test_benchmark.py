@@ -112,7 +112,7 @@ def test_a_sleep_is_measured_and_arguments_arrive() -> None:
         ({"min_seconds": float("nan")}, "min_seconds is nan"),
         ({"iterations": 3, "min_seconds": 1.0}, "iterations=3 and min_seconds=1.0"),
         ({"warmup": 0}, "give iterations"),
-        ({"flush_l2": True}, "flush_l2 is for CUDA devices, and this measures on cpu"),
+        ({"flush_l2": True}, "flush_l2 needs a CUDA device, not cpu"),
         ({"group": "nobody"}, "no process group 'nobody'"),
     ],
 )
@@ -205,7 +205,7 @@ def test_the_slowest_rank_counts_in_each_iteration(ranks: Callable[[int], Ranks]
         assert together.median < 150  # 200, if a wait for the other rank were in it
         assert 5 <= together.iterations <= 10
         assert len(spans) == together.iterations + 2
-        assert f"rank {rank} gives iterations={5 + rank}, but over the group it goes" in refusal
+        assert f"rank {rank} has iterations={5 + rank}, but in the group it ranges" in refusal
         assert "from 5 to 6" in refusal
     both = list(zip(*(spans for _, _, spans, _ in told), strict=True))
     for before, after in pairwise(both):  # a barrier between

@@ -96,11 +96,11 @@ def test_no_damage_ends_in_a_traceback(good: Path, report: Any, nothing_runs: No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r["results"].append(r["results"][0]), "is there more than once"),
+        (lambda r: r["results"].append(r["results"][0]), "appears more than once"),
         (lambda r: r["cases"].pop(0), "is not among the cases of the sweep"),
         (lambda r: r["results"].pop(0), "has no result, though the file is marked complete"),
         (lambda r: r["results"][0].update(shape=None), "has op all_gather_matmul and shape None"),
-        (lambda r: r["sweep"]["algorithms"].append("ring"), "has nothing about algorithm ring"),
+        (lambda r: r["sweep"]["algorithms"].append("ring"), "has no entry for algorithm ring"),
         (lambda r: r["results"][0]["times"].pop("direct"), "has no time for direct"),
         (
             lambda r: r["results"][0]["algorithms"]["direct"].update(right=False),

@@ -66,7 +66,7 @@ def test_yaml_that_cannot_be_used_is_refused(tmp_path: Path, nothing_runs: None,
 def test_yaml_has_no_aliases(tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text("tp: &ranks [2]\nm: *ranks")
-    with pytest.raises(UsageError, match=r"is no YAML: aliases \(\*name\) are not supported"):
+    with pytest.raises(UsageError, match=r"is not YAML: aliases \(\*name\) are not supported"):
         read_file(path)
 
 

@@ -63,8 +63,8 @@ def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) ->
     partial = valid(file)
     count = len(partial["results"])
     assert not partial["complete"] and 1 <= count < len(partial["cases"]) == 10
-    assert f"Interrupted: {count} of 10 cases are measured; --resume goes on." in said[1]
-    assert f"Not complete: {count} of 10" in said[0]
+    assert f"Interrupted: {count} of 10 cases are measured; use --resume to continue." in said[1]
+    assert f"Incomplete: {count} of 10" in said[0]
     assert {path.name for path in tmp_path.iterdir()} >= {"bench.json", "bench.csv", "report.html"}
     assert not list(tmp_path.glob(".bench*"))
 
@@ -122,7 +122,7 @@ def test_a_machine_with_an_odd_name_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are kept as they are shown."""
-    monkeypatch.setattr("tpkernels.bench.environment.processor", lambda: "A\xa0CPU\x1b[2J")
+    monkeypatch.setattr("tpkernels.bench.info.processor", lambda: "A\xa0CPU\x1b[2J")
     monkeypatch.setattr(bench_command, "run_sweep", lambda *_, **__: None)
     file = tmp_path / "bench.json"
     sweep = plan_sweep(Settings(), ranks=None, device="cpu")
@@ -147,9 +147,9 @@ def altered(name: str, value: object) -> Callable[[dict[str, Any]], None]:
         (None, ["--repeat", "7"], "its repeat is 6, here it is 7"),
         (None, ["--warm"], "its cold is True, here it is False"),
         (None, ["--algorithm", "direct"], "its algorithms is ['auto'], here it is ['direct']"),
-        (None, ["--bytes", "16K"], "it has other cases, 6 of them, as all_reduce 2048"),
+        (None, ["--bytes", "16K"], "6 cases differ, such as all_reduce 2048"),
         (lambda report: report.pop("results"), [], "$: 'results' is a required property"),
-        (lambda report: report.update(format="tpkernels-bench/2"), [], "is no result of this `tpk"),
+        (lambda report: report.update(format="tpkernels-bench/2"), [], "is not a result of this `"),
         (lambda report: report.update(format="x/1"), [], "format 'x/1', not 'tpkernels-bench/3'"),
         (lambda report: report["results"].append({}), [], "is damaged: $.results[4]: 'case' is a"),
         (lambda report: report.update(environment=[]), [], "$.environment: [] is not of type"),
@@ -195,7 +195,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, written: Path, text: str) 
     for args in (["bench", *SWEEP, "--json", str(file), "--resume"], ["compare", *[str(file)] * 2]):
         result = invoke(*args)
         assert result.exit_code == 2, result.output
-        assert f"'{file}' is no " in result.output and result.output.count("\n") == 1
+        assert f"'{file}' is not " in result.output and result.output.count("\n") == 1
 
 
 def slowed(written: Path, target: Path, factor: float, only: str = "auto", keep: int = 6) -> Path:
@@ -269,9 +269,9 @@ def test_compare_finds_what_has_become_wrong(written: Path, tmp_path: Path) -> N
     ("args", "message"),
     [
         (["/nowhere/a.json"], "cannot read '/nowhere/a.json': No such file"),
-        (["{written}", "--threshold", "-1"], "--threshold is -1; it must be 0 or more"),
-        (["{written}", "--relative-to", "gloo"], "unknown baseline 'gloo'; there are unfused,"),
-        (["{written}", "--relative-to", "local_matmul"], "in common, timed beside 'local_matmul'"),
+        (["{written}", "--threshold", "-1"], "--threshold is -1; it must be at least 0"),
+        (["{written}", "--relative-to", "gloo"], "unknown baseline 'gloo'; choose from unfused,"),
+        (["{written}", "--relative-to", "local_matmul"], "in common with baseline 'local_matmul'"),
     ],
 )
 def test_compare_refuses(written: Path, args: list[str], message: str) -> None:

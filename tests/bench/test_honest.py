@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.bench import baselines, measuring
-from tpkernels.bench.cases import Case, Outputs, Spec, planned
+from tpkernels.bench.cases import Case, Outputs, planned
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import Result, is_right, result
 from tpkernels.bench.roofline import Rates
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.statistics import FEWEST
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
@@ -129,5 +130,5 @@ def test_baselines_beyond_the_budget_are_left_out_with_the_reason(
 ) -> None:
     found = result(Item(SPEC, 2), RATES, ranks(2).run(slow_torch))
     assert found["left_out"].keys() == {"torch", "matmul"}
-    assert "torch.matmul would take some 4.1e+03 s a call" in found["left_out"]["torch"]
+    assert "torch.matmul would take about 4.1e+03 s a call" in found["left_out"]["torch"]
     assert set(found["times"]) == {"auto", "unfused", "local_matmul"} and is_right(found)

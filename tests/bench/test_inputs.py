@@ -14,15 +14,16 @@ import torch
 from rich.console import Console
 
 from tests.support.damage import RATES, good_report
-from tpkernels.bench import inputs, page, roofline, table
+from tpkernels.bench import inputs, roofline, table
 from tpkernels.bench import report as output
-from tpkernels.bench.cases import Spec, random_case
+from tpkernels.bench.cases import random_case
+from tpkernels.bench.compare import differences
 from tpkernels.bench.inputs import COLD, Inputs, copies, last_level_cache_bytes, warm_cases
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import result
 from tpkernels.bench.roofline import Rates
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort, Item
-from tpkernels.cli.compare import _differences
 from tpkernels.launch import Ranks
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -123,7 +124,7 @@ def rates_of(cache: int, available: int) -> tuple[Rates, int]:
         mock.patch.object(torch, "randint", counted),
         mock.patch.dict(roofline._SIZE, {"cpu": 64}),
     ):
-        return roofline.measure_rates(torch.float32, "cpu", None), largest[0]
+        return roofline.measure_rates(torch.float32, "cpu"), largest[0]
 
 
 @pytest.mark.parametrize(
@@ -150,17 +151,16 @@ def test_what_was_in_the_cache_is_shown_everywhere() -> None:
     assert "inputs not in the cache.\n" in shown(report) and "2.5x" in shown(report)
     small["inputs_over_cache"] = 0.125
     said = shown(report)
-    assert "inputs not in the cache but for those below.\n" in said
-    assert "may be in the cache in part or whole" in said
-    assert f"(cold from 2x on): {small['case']} (0.12x)." in said
+    assert "inputs not in the cache except as listed below.\n" in said
+    assert "may be partly or fully in the cache" in said
+    assert f"(cold from 2x): {small['case']} (0.12x)." in said
     assert re.search(r"all_reduce .* 6x2 +0\.12x ", said)
-    written = page.render(report, [])
+    written = output.as_html(report, [])
     assert f"{small['case']} (0.12x)" in written and "<td>0.12x</td>" in written
     rows = list(csv.DictReader(io.StringIO(output.as_csv(report))))
     assert {row["inputs_over_cache"] for row in rows} == {"2.5", "0.125"}
-    assert list(_differences(good_report(), report)) == [
-        f"the inputs of {small['case']} differ: 2.5x and 0.12x the last-level cache "
-        "(cold from 2x on)"
+    assert list(differences(good_report(), report)) == [
+        f"the inputs of {small['case']} differ: 2.5x and 0.12x the last-level cache (cold from 2x)"
     ]
     report["sweep"]["cold"] = False
-    assert "inputs the same in each call, maybe in the cache.\n" in shown(report)
+    assert "inputs the same in each call, possibly in the cache.\n" in shown(report)

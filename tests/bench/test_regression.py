@@ -14,13 +14,16 @@ from unittest import mock
 import pytest
 import torch
 
+from tpkernels.backends import OPS
 from tpkernels.bench import measuring
-from tpkernels.bench.cases import MATMUL_OPS, Case, Outputs, Spec, run_tpkernels
+from tpkernels.bench.cases import Case, Outputs, run_tpkernels
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import Result, result
 from tpkernels.bench.roofline import Rates
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
+from tpkernels.planning.table import has_matmul
 
 BOUNDS = {"local_matmul": 4.0, "unfused": 2.5}  # times as long as
 EFFORT = Effort(repeat=12, seconds=None, cold=False, baselines=False)
@@ -39,7 +42,7 @@ def regressions(found: Result) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("op", MATMUL_OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if has_matmul(op)])
 def test_ops_keep_near_the_local_product(ranks: Callable[[int], Ranks], op: str) -> None:
     spec = Spec(op, (512, 1024, 1024), torch.float32)
     reports = ranks(2).run(run_case, spec, ["auto"], EFFORT, RATES, "cpu")

@@ -96,7 +96,7 @@ def test_the_csv_holds_every_variant_and_the_environment(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["speedup", "overlap", "split"])
 def test_pictures_are_not_blank(folder: Path, name: str) -> None:
-    if not plots.available():
+    if plots.unsupported():
         pytest.skip("needs matplotlib")
     image = pytest.importorskip("PIL.Image").open(folder / f"{name}.png").convert("RGB")
     colors = image.getcolors(maxcolors=1 << 24)

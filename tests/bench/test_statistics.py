@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tpkernels.bench.cases import Spec
-from tpkernels.bench.roofline import Rates, Work
+from tpkernels.bench.roofline import Rates
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.statistics import FEWEST, difference, independent, overlap, paired, ratio
 
 
@@ -81,21 +81,21 @@ def test_the_same_samples_give_the_same_interval() -> None:
     assert paired(difference, *series) == paired(difference, *series)
 
 
-def test_work_of_a_call() -> None:
+def test_cost_of_a_call() -> None:
     """Rank 0 of 4: what it multiplies, gets from peers, and touches."""
     import torch
 
     bf16 = torch.bfloat16
-    gather = Work.of(Spec("all_gather_matmul", (64, 32, 16), bf16), 4)
+    gather = Spec("all_gather_matmul", (64, 32, 16), bf16).cost(4)
     assert gather.flops == 2 * 64 * 8 * 16
     assert gather.traffic == 3 * 16 * 16 * 2
     assert gather.touched == 2 * (64 * 16 + 16 * 8 + 64 * 8) + gather.traffic
-    reduce = Work.of(Spec("matmul_reduce_scatter", (64, 32, 16), bf16), 4)
+    reduce = Spec("matmul_reduce_scatter", (64, 32, 16), bf16).cost(4)
     assert (reduce.flops, reduce.traffic) == (2 * 64 * 32 * 4, 3 * 16 * 32 * 2)
-    assert Work.of(Spec("matmul_all_reduce", (64, 32, 16), bf16), 4).traffic == 2 * reduce.traffic
-    alone = Work.of(Spec("all_reduce", (64,), torch.float32), 1)
+    assert Spec("matmul_all_reduce", (64, 32, 16), bf16).cost(4).traffic == 2 * reduce.traffic
+    alone = Spec("all_reduce", (64,), torch.float32).cost(1)
     assert (alone.flops, alone.traffic) == (0, 0)
     rates = Rates(flops=1e3, torch_flops=1.0, copy_bytes=1e9, copy_over_cache=8.0)
-    assert gather.least_seconds(rates) == pytest.approx(gather.flops / 1e3)
+    assert rates.least_seconds(gather) == pytest.approx(gather.flops / 1e3)
     rates = Rates(flops=1e12, torch_flops=1.0, copy_bytes=1e2, copy_over_cache=8.0)
-    assert gather.least_seconds(rates) == pytest.approx(gather.touched / 1e2)
+    assert rates.least_seconds(gather) == pytest.approx(gather.touched / 1e2)

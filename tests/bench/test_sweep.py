@@ -110,16 +110,16 @@ def test_a_yaml_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("shapes: [1]", "unknown key 'shapes'; there are op, model, projection, m, shape,"),
-        ("tp: {a: 1}", "tp: {'a': 1} is no list of values"),
-        ("repeat: many", "repeat: 'many' is no whole number"),
-        ("repeat: true", "repeat: True is no whole number"),
-        ("quick: 1", "quick: 1 is no true or false"),
-        ("seconds: [1]", r"seconds: \[1\] is no number"),
-        ("- op", "holds no mapping"),
-        ("", "holds no mapping"),
-        ("op: [", "is no YAML"),
-        ("op: !!python/object/apply:os.getcwd []", "is no YAML"),
+        ("shapes: [1]", "unknown key 'shapes'; choose from op, model, projection, m, shape,"),
+        ("tp: {a: 1}", "tp: {'a': 1} is not a list of values"),
+        ("repeat: many", "repeat: 'many' is not a whole number"),
+        ("repeat: true", "repeat: True is not a whole number"),
+        ("quick: 1", "quick: 1 is not true or false"),
+        ("seconds: [1]", r"seconds: \[1\] is not a number"),
+        ("- op", "has no mapping"),
+        ("", "has no mapping"),
+        ("op: [", "is not YAML"),
+        ("op: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )
 def test_what_a_yaml_file_cannot_say(tmp_path: Path, text: str, message: str) -> None:

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 import tpkernels
 from tpkernels.backends import OPS
 from tpkernels.bench import session
-from tpkernels.bench.cases import Outputs, Spec, random_case, run_torch, run_tpkernels
+from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.timing import Samples, summary
 from tpkernels.bench.verification import verify
 from tpkernels.cli import app
@@ -93,10 +94,10 @@ def test_demo_fails_when_an_op_is_wrong(only_rank: None, monkeypatch: pytest.Mon
 def test_demo_fails_when_the_layer_is_wrong(
     only_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpkernels.bench import layer
+    from tpkernels.bench import demo
 
-    right, calls = layer._norm, iter(range(100))
-    monkeypatch.setattr(layer, "_norm", lambda x: right(x) * (2 if next(calls) == 0 else 1))
+    right, calls = demo._norm, iter(range(100))
+    monkeypatch.setattr(demo, "_norm", lambda x: right(x) * (2 if next(calls) == 0 else 1))
     result = invoke(*TINY_DEMO)
     assert result.exit_code == 1, result.output
     assert "FAIL: wrong: the layer as a whole" in result.output
@@ -167,17 +168,17 @@ def test_bench_does_not_time_what_is_wrong(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("bench --op gather", "unknown op 'gather'; there are all_gather_matmul,"),
-        ("bench --algorithm fast", "unknown algorithm 'fast'; there are auto, unfused,"),
-        ("bench --dtype int8", "unknown dtype 'int8'; there are fp32, fp16, bf16,"),
+        ("bench --op gather", "unknown op 'gather'; choose from all_gather_matmul,"),
+        ("bench --algorithm fast", "unknown algorithm 'fast'; choose from auto, unfused,"),
+        ("bench --dtype int8", "unknown dtype 'int8'; choose from fp32, fp16, bf16,"),
         ("bench --shape 16,16", "shape '16,16' is not M,N,K"),
         ("bench --shape 16,0,16", "shape '16,0,16' is not M,N,K"),
         ("bench --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
         ("bench --op matmul_reduce_scatter --shape 8,16,33", "K of 8,16,33 is 33"),
         ("bench --op all_reduce --bytes 64X", "size '64X' is not a number of bytes"),
-        ("bench --op all_reduce --bytes 3", "3 bytes are no whole number of bfloat16"),
+        ("bench --op all_reduce --bytes 3", "3 bytes are not a whole number of bfloat16"),
         ("bench --op all_reduce --algorithm pipelined", "overlaps a matmul, and this op has none"),
-        ("bench --nproc 0", "--tp: '0' is not a number of 1 or more"),
+        ("bench --nproc 0", "--tp: '0' is not a positive number"),
         ("bench --op all_reduce --tp 5000", "--tp is 5000; it must be at most 1024"),
         ("bench --threads 5000", "--threads is 5000; it must be at most 1024"),
         ("demo --nproc 5000 --ffn 5000", "--nproc is 5000; it must be at most 1024"),
@@ -186,20 +187,23 @@ def test_bench_does_not_time_what_is_wrong(
             "bench --repeat 9999999999999",
             "--repeat is 9999999999999; it must be at most",
         ),
-        ("bench --seconds inf", "--seconds is inf; it must be more than 0, and finite"),
-        ("bench --tp 2,x", "--tp: 'x' is not a number of 1 or more"),
-        ("bench --op all_gather_matmul --shape 9,32,64", "M of 9,32,64 is 9: all_gather_matmul"),
-        ("bench --model llama9", "unknown model 'llama9'; there are gemma2-9b,"),
-        ("bench --model gpt3-175b --projection mlp", "unknown projection 'mlp'; there are qkv,"),
+        ("bench --seconds inf", "--seconds is inf; it must be positive and finite"),
+        ("bench --tp 2,x", "--tp: 'x' is not a positive number"),
+        (
+            "bench --op all_gather_matmul --shape 9,32,64",
+            "M of 9,32,64 is 9, which is not",
+        ),
+        ("bench --model llama9", "unknown model 'llama9'; choose from gemma2-9b,"),
+        ("bench --model gpt3-175b --projection mlp", "unknown projection 'mlp'; choose from qkv,"),
         ("bench --model smollm2-135m --m 16 --tp 5", "N of 16,1216,576 smollm2-135m qkv is 1216"),
         ("bench --model llama3-8b --m 17", "M of 17,6144,4096 llama3-8b qkv is 17"),
-        ("bench --model llama3-8b --m 0", "--m: '0' is not a number of 1 or more"),
-        ("bench --m 16", "--m goes with --model; a --shape is M,N,K"),
-        ("bench --seconds 0", "--seconds is 0; it must be more than 0"),
-        ("bench --device tpu", "unknown device 'tpu'; there are cpu, cuda"),
+        ("bench --model llama3-8b --m 0", "--m: '0' is not a positive number"),
+        ("bench --m 16", "--m needs --model; a --shape already contains M"),
+        ("bench --seconds 0", "--seconds is 0; it must be positive"),
+        ("bench --device tpu", "unknown device 'tpu'; choose from cpu, cuda"),
         ("bench --resume", "--resume needs the --out or --json"),
-        ("bench --out /proc/here", "cannot make folder '/proc/here': No such file"),
-        ("bench --out /dev/null/here", "cannot make folder '/dev/null/here': Not a directory"),
+        ("bench --out /proc/here", "cannot create folder '/proc/here': No such file"),
+        ("bench --out /dev/null/here", "cannot create folder '/dev/null/here': Not a directory"),
         ("bench --config /nowhere.yaml", "cannot read '/nowhere.yaml': No such file"),
         ("bench --repeat 0", "--repeat is 0; it must be at least 1"),
         ("bench --json /nowhere/x.json", "cannot write '/nowhere/x.json': No such file"),
@@ -217,10 +221,10 @@ def test_bad_input_is_one_line_before_any_rank_starts(
 def test_nproc_must_be_the_launchers(only_rank: None) -> None:
     result = invoke("demo", "--nproc", "2")
     assert result.exit_code == 2
-    assert "--nproc is 2 but WORLD_SIZE from torchrun is 1" in result.output
+    assert "--nproc is 2 but torchrun set WORLD_SIZE to 1" in result.output
     result = invoke("bench", "--tp", "1,2")
     assert result.exit_code == 2
-    assert "--tp is 2 but torchrun started 1 ranks (WORLD_SIZE); leave it out" in result.output
+    assert "--tp is 2 but torchrun started 1 ranks (WORLD_SIZE); leave --tp out" in result.output
 
 
 def test_refused_json_path_leaves_no_file(tmp_path: Path) -> None:

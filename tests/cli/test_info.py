@@ -79,7 +79,7 @@ def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich would take the extra of a `pip install` for markup."""
     remedy = "pip install 'tpkernels[cu13]' (or [cu12])"
     monkeypatch.setattr(cuda, "image_status", lambda: f"none: {remedy}")
-    for name in ("tpkernels.backends", "tpkernels.bench.device"):
+    for name in ("tpkernels.backends", "tpkernels.bench.session"):
         module = importlib.import_module(name)
         monkeypatch.setattr(
             module, "unsupported", lambda way, *_: remedy if way == "fused" else None

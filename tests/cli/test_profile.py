@@ -18,7 +18,7 @@ from torch.profiler import profile
 
 import tpkernels
 from tests.cli.test_cli import MODULE, check_refused, invoke, processes_of_session
-from tpkernels.bench import timeline
+from tpkernels.bench import plots
 from tpkernels.bench.trace import CALL, lanes, merge, rank_of, times, union, without
 from tpkernels.local import matmul as product
 from tpkernels.local import ranges
@@ -137,7 +137,7 @@ def check_picture(path: Path, *colours: str) -> None:
     with Image.open(path) as image:
         counts = {colour: n for n, colour in image.convert("RGB").getcolors(1 << 24)}
     for kind in colours:
-        wanted = tuple(round(255 * part) for part in to_rgb(timeline.COLOURS[kind]))
+        wanted = tuple(round(255 * part) for part in to_rgb(plots.COLOURS[kind]))
         assert counts.get(wanted, 0) > 600, (kind, counts.get(wanted))
 
 
@@ -145,7 +145,7 @@ def test_a_picture_counts_from_the_first_thing_drawn(tmp_path: Path) -> None:
     pictures = []
     for late in (0.0, 7000.0):
         found = merge([trace(event("barrier", 0, 1), event(ranges.MATMUL, 1 + late, 99 + late))])
-        timeline.draw(found, tmp_path / "timeline.png", "one rank")
+        plots.timeline(found, tmp_path / "timeline.png", "one rank")
         pictures.append(Image.open(tmp_path / "timeline.png").convert("RGB").tobytes())
     assert pictures[0] == pictures[1]
 
@@ -258,9 +258,9 @@ def test_a_script_that_is_interrupted(tmp_path: Path) -> None:
         ("profile --op all_reduce --algorithm pipelined", "overlaps a matmul"),
         ("profile --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
         ("profile --op all_reduce --calls 0", "--calls is 0"),
-        ("profile --op all_reduce --bytes 4,8", "--bytes 4,8 are 2 sizes"),
+        ("profile --op all_reduce --bytes 4,8", "--bytes 4,8 gives 2 sizes"),
         ("profile --op all_gather_matmul --algorithm fused", "TRITON_INTERPRET=1"),
-        ("profile --op all_reduce --out /dev/null/x", "cannot make the folder '/dev/null/x'"),
+        ("profile --op all_reduce --out /dev/null/x", "cannot create folder '/dev/null/x'"),
         ("profile --op all_reduce --out /proc", "cannot write '/proc/trace.json'"),
     ],
 )
@@ -273,12 +273,10 @@ def test_bad_input_is_one_line_before_any_rank_starts(
 def test_without_matplotlib_there_is_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        timeline, "unsupported", lambda: "no picture without matplotlib: pip install"
-    )
+    monkeypatch.setattr(plots, "unsupported", lambda: "matplotlib is missing")
     shown = invoke("profile", "--op", "all_reduce", "--bytes", "4K", "--out", str(tmp_path))
     assert shown.exit_code == 0, shown.output
-    assert "no picture without matplotlib" in shown.output
+    assert "no picture: matplotlib is missing" in shown.output
     assert loaded(tmp_path) and not (tmp_path / "timeline.png").exists()
 
 

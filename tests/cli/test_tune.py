@@ -18,11 +18,12 @@ from tests.cli.test_cli import check_refused, invoke, one_element_off
 from tests.support.cases import RanksFixture
 from tpkernels import groups, launch
 from tpkernels.bench import session
-from tpkernels.bench.cases import Spec, planned, random_case, run_tpkernels
+from tpkernels.bench.cases import planned, random_case, run_tpkernels
 from tpkernels.bench.inputs import Inputs
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.statistics import paired, ratio
 from tpkernels.bench.timing import Samples, Variant, measure
-from tpkernels.bench.tuning import TuneReport, best_config, measurement, tune_case
+from tpkernels.bench.tune import TuneReport, best_config, measurement, tune_case
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.machine import this_machine
@@ -43,7 +44,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert before.exit_code == 0, before.output
     assert before.output.count("not measured") == 4
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
-    assert "auto takes direct: 4 rows a rank < 256" in before.output
+    assert "auto chooses direct: 4 rows a rank < 256" in before.output
     assert "Nothing was measured here with 2 ranks x 1 threads" in before.output
 
     tuned = invoke("tune", *SMALL, "--op", "all_reduce", "--bytes", "4K", "--repeat", "3")
@@ -62,20 +63,20 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     spec = Spec("all_gather_matmul", (9, 64, 32), torch.bfloat16)
     table = NOTHING_TUNED.with_measurement(measurement(spec, 2, times))
     best = choose(spec.problem(2), Means(shared_memory=True), tuned=table).algorithm
-    assert f"auto takes {best}: tuned: {times[best]:.3g} ms, " in after.output
+    assert f"auto chooses {best}: tuned: {times[best]:.3g} ms, " in after.output
     assert "Measured here with 2 ranks x 1 threads: 3 cases" in after.output
     between = invoke(*EXPLAIN, "--m", "20")
     assert between.output.count("not measured") == 4
     elsewhere = invoke(*EXPLAIN, "--m", "9", "--threads", "2")
     assert "Nothing was measured here with 2 ranks x 2 threads" in elsewhere.output
     apart = invoke(*EXPLAIN, "--m", "9", "--hosts", "2")
-    assert "auto takes unfused: the ranks share no memory" in apart.output
+    assert "auto chooses unfused: the ranks share no memory" in apart.output
 
 
 def test_tune_tells_of_inputs_that_may_be_in_the_cache(cache: Path) -> None:
     """Of 64 bytes there are never enough copies."""
     shown = invoke("tune", "--op", "all_reduce", "--bytes", "64", "--repeat", "2").output
-    said = r"Inputs that may be in the cache .*: all_reduce 64 bytes bfloat16 \([\d.e-]+x\)\."
+    said = r"Inputs that may be partly .*: all_reduce 64 bytes bfloat16 \([\d.e-]+x\)\."
     assert re.search(said, " ".join(shown.split())), shown
 
 
@@ -145,9 +146,9 @@ def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
 def test_a_bad_cache_is_replaced(cache: Path) -> None:
     cache.parent.mkdir(0o700)
     cache.write_bytes(b"not ours")
-    with pytest.warns(RuntimeWarning, match="is ignored: it is no JSON"):
+    with pytest.warns(RuntimeWarning, match="is ignored: it is not JSON"):
         shown = invoke(*EXPLAIN, "--m", "9")
-    assert "auto takes direct" in shown.output
+    assert "auto chooses direct" in shown.output
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert invoke("tune", *SMALL[:4], "--repeat", "2").exit_code == 0
@@ -157,20 +158,20 @@ def test_a_bad_cache_is_replaced(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("tune --op gather", "unknown op 'gather'; there are all_gather_matmul,"),
+        ("tune --op gather", "unknown op 'gather'; choose from all_gather_matmul,"),
         ("tune --shape 16,16", "shape '16,16' is not M,N,K"),
         ("tune --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
         ("tune --op matmul_all_reduce --shape 8,16,33", "K of 8,16,33 is 33"),
-        ("tune --op all_reduce --bytes 3", "3 bytes are no whole number of bfloat16"),
+        ("tune --op all_reduce --bytes 3", "3 bytes are not a whole number of bfloat16"),
         ("tune --repeat 0", "--repeat is 0; it must be at least 1"),
         ("tune --tp 1", "one rank has nothing to choose"),
-        ("explain --op gather --bytes 4", "unknown op 'gather'; there are"),
-        ("explain --op gather", "unknown op 'gather'; there are"),
-        ("explain --op all_reduce --m 4", "all_reduce takes --bytes, and no --m"),
-        ("explain --op all_reduce", "all_reduce takes --bytes, and no --m"),
-        ("explain --op matmul_all_reduce --m 4", "takes --m, --n and --k, and no --bytes"),
+        ("explain --op gather --bytes 4", "unknown op 'gather'; choose from"),
+        ("explain --op gather", "unknown op 'gather'; choose from"),
+        ("explain --op all_reduce --m 4", "all_reduce takes --bytes, not --m"),
+        ("explain --op all_reduce", "all_reduce takes --bytes, not --m"),
+        ("explain --op matmul_all_reduce --m 4", "takes --m, --n and --k, not --bytes"),
         ("explain --op matmul_all_reduce --m 4 --n 4 --k 5", "K of 4,4,5 is 5"),
-        ("explain --op all_reduce --bytes 4K,1M", "--bytes 4K,1M are 2 sizes; give one"),
+        ("explain --op all_reduce --bytes 4K,1M", "--bytes 4K,1M gives 2 sizes; give one"),
         ("explain --op all_reduce --bytes 4 --device tpu", "unknown device 'tpu'"),
         ("explain --op all_reduce --bytes 4 --tp 0", "--tp is 0; it must be at least 1"),
     ],
@@ -207,7 +208,7 @@ def test_explain_tells_what_a_gpu_would_need() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     shown = invoke(*EXPLAIN, "--m", "9", "--device", "cuda").output
-    assert "needs a GPU that torch sees" in shown and "auto takes unfused" in shown
+    assert "needs a GPU that torch sees" in shown and "auto chooses unfused" in shown
 
 
 CASES = [
@@ -218,7 +219,7 @@ CASES = [
 
 
 def all_by_turns(spec: Spec) -> tuple[str, dict[str, Samples]]:
-    """What auto takes, and the times of all algorithms and of auto."""
+    """What auto chooses, and the times of all algorithms and of auto."""
     case = random_case(spec)
     assert dist.group.WORLD is not None
     group = groups.get(dist.group.WORLD.group_name)

@@ -138,7 +138,7 @@ def test_refusals(ranks):
         pool.run(sum_of_ranks, lambda: None)
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
     pool.submit(time.sleep, 0.1)
-    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] are still at work"):
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] are still busy"):
         pool.submit(sum_of_ranks)
     assert [outcome.ok for outcome in pool.collect(10)] == [True, True]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.bench.cases import Spec
+from tpkernels.bench.specs import Spec
 from tpkernels.planning.choose import Means, Plan, choose
 from tpkernels.planning.table import Config, Measurement, Table
 

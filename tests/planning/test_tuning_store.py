@@ -26,7 +26,8 @@ from tests.support.faults import Ending
 from tests.support.ranked import apart, fresh_group
 from tpkernels import groups
 from tpkernels.backends import OPS
-from tpkernels.bench.cases import Spec, random_case, run_tpkernels
+from tpkernels.bench.cases import random_case, run_tpkernels
+from tpkernels.bench.specs import Spec
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED
 from tpkernels.planning.machine import Machine, this_machine
@@ -79,22 +80,22 @@ def first(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
-    "empty": (b"", "it is no JSON"),
-    "cut off": (b'{"format": "tpk', "it is no JSON"),
-    "a pickle": (pickle.dumps({"format": store.FORMAT}), "it is no text"),
+    "empty": (b"", "it is not JSON"),
+    "cut off": (b'{"format": "tpk', "it is not JSON"),
+    "a pickle": (pickle.dumps({"format": store.FORMAT}), "it is not text"),
     "deep": (b"[" * 100_000, "recursion"),
     "a huge number": (b'{"format": ' + b"9" * 5000 + b"}", "digits"),
     "too large": (b" " * (2 << 20), "more than 1048576 bytes"),
     "a list": (b"[]", "'format' is missing"),
     "another format": (edited(format="tpkernels tuning 1"), "format is 'tpkernels tuning 1'"),
     "a config of text": (first(config=[["block_m", "64"]]), "a field of a config is ['block_m', "),
-    "no config": (first(config={}), "'config' is missing, or no list"),
+    "no config": (first(config={}), "'config' is missing or not a list"),
     "another torch": (edited(versions={"tpkernels": tpkernels.__version__, "torch": "1.0"}),
                       "torch is '1.0', here it is"),
     "another device": (lambda c: c | {"machine": c["machine"] | {"device": "a\x1b[2J\nb"}},
                        r"device is 'a\\x1b[2J\\nb', here it is".replace("\\\\", "\\")),
     "other ranks": (lambda c: c | {"machine": c["machine"] | {"ranks": 4}}, "ranks is 4, here"),
-    "no measurements": (edited(measurements={"a": 1}), "'measurements' is missing, or no list"),
+    "no measurements": (edited(measurements={"a": 1}), "'measurements' is missing or not a list"),
     "no series": (first(series=7), "'series' is missing"),
     "no time": (first(ms={"direct": 0.0}), "the time of 'direct' is 0.0"),
     "not a number": (first(ms={"direct": float("nan")}), "the time of 'direct' is nan"),
@@ -131,7 +132,7 @@ def unreadable(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(os.mkfifo, "no regular file"), (os.mkdir, "no regular file"), (unreadable, "symbolic link")],
+    [(os.mkfifo, "not a regular"), (os.mkdir, "not a regular"), (unreadable, "symbolic link")],
     ids=["a pipe", "a folder", "links in a circle"],
 )
 def test_what_is_no_file_is_ignored(cache: Path, make: Callable[[Path], None], reason: str) -> None:

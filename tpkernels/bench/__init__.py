@@ -1,12 +1,23 @@
-"""Measuring: the library behind ``tpkernels bench``, ``compare``, ``tune`` and ``profile``.
+"""Measuring: the library behind the commands of `tpkernels`.
 
-cases, specs, sweep, models   what is measured; refuses what cannot be
-session, device, inputs       ranks, their devices, inputs that are in no cache
-verification, baselines       whether results are right; what they are measured beside
-timing, measuring, roofline   times by turns; what the machine can reach
-benchmark, statistics         `tpkernels.benchmark`; what samples say
-results, file, validation     the figures, the file they are kept in, whether a file holds a report
-run, table, plots, page       the loop over the cases; how it is shown
-tuning                        the algorithms of one case, for ``tpkernels tune``
-recording, trace, timeline    profiles of all ranks on one clock
+One module per command:
+run, compare, tune, profile, demo, info
+
+What is measured:
+specs, models, sweep      ops on global shapes, by options, models and YAML files
+cases, inputs             one rank's data; enough copies of it to miss the cache
+baselines                 what ops are compared with
+
+How:
+session                   ranks and their devices
+verification              results against float64
+benchmark, timing         `tpkernels.benchmark`; interleaved times of several variants
+measuring, roofline       one case on one rank; what the machine can reach
+
+What is kept and shown:
+statistics, results       confidence intervals; the content of a result file
+file                      the result file, and its validation by schema.json
+table, report, plots      the table in the terminal; CSV and HTML; pictures
+trace                     profiles of all ranks on one clock
+options, output           values of command-line options; printing
 """

@@ -1,13 +1,13 @@
-"""What the ops are measured beside.
+"""The baselines that ops are compared with.
 
-unfused    the op with algorithm "unfused": the same local product, nothing overlapped
-torch      what one writes without this package: torch.distributed and torch.matmul
-matmul     torch.matmul of the local sizes, no communication
-product    the local product as the algorithms do it, no communication
-nccl       torch.matmul and NCCL through `tpkernels.nccl.Communicator` (CUDA)
-symm_mem   torch.ops.symm_mem.fused_* (CUDA)
+unfused        the op with algorithm "unfused": the same local matmul, nothing overlapped
+torch          a torch.distributed collective and torch.matmul
+matmul         torch.matmul of the local sizes, no communication
+local_matmul   the local matmul that the algorithms use, no communication
+nccl           torch.matmul and NCCL through `tpkernels.nccl.Communicator` (CUDA)
+symm_mem       torch.ops.symm_mem.fused_* (CUDA)
 
-A fused op cannot be faster than the faster of `matmul` and `product`.
+A fused op cannot be faster than the faster of `matmul` and `local_matmul`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tpkernels.errors import TpkernelsError
 from tpkernels.local.matmul import native
 
 BASELINES = ("unfused", "torch", "matmul", "local_matmul", "nccl", "symm_mem")
-LOCAL = ("matmul", "local_matmul")  # no communication
+LOCAL = ("matmul", "local_matmul")  # without communication
 
 Runs = dict[str, Callable[[], object]]
 
@@ -35,12 +35,12 @@ Runs = dict[str, Callable[[], object]]
 def baselines(
     case: Case, inputs: Inputs, *, torch_matmul_seconds: float, most: float, wanted: bool
 ) -> Iterator[tuple[Runs, dict[str, str]]]:
-    """The baselines of a case, `unfused` aside, and why others are left out. Collective.
+    """The baselines of a case except `unfused`, and why others are left out. Collective.
 
     Args:
-        torch_matmul_seconds: what one local torch.matmul is expected to take.
-        most: seconds above which baselines with a torch.matmul are left out.
-        wanted: whether those with a torch.matmul are.
+        torch_matmul_seconds: expected time of one local torch.matmul.
+        most: seconds above which baselines that use torch.matmul are left out.
+        wanted: whether to include baselines that use torch.matmul at all.
     """
     runs: Runs = {}
     left_out: dict[str, str] = {}
@@ -50,42 +50,46 @@ def baselines(
         if not wanted:
             yield runs, left_out
             return
-        found: Runs = {"torch": lambda: run_torch(inputs.sharded())}
+        with_torch: Runs = {"torch": lambda: run_torch(inputs.sharded())}
         if case.weights:
-            found["matmul"] = lambda: run_matmul(inputs.whole())
+            with_torch["matmul"] = lambda: run_matmul(inputs.whole())
         if case.x.is_cuda:
-            ways = {"nccl": lambda: _nccl(case, inputs, stack), "symm_mem": lambda: _symm_mem(case)}
-            for name, prepare in ways.items():
-                run, reason = _agreed(prepare)
+            on_gpu = {
+                "nccl": lambda: _nccl(case, inputs, stack),
+                "symm_mem": lambda: _symm_mem(case),
+            }
+            for name, prepare in on_gpu.items():
+                run, reason = _prepared_on_all(prepare)
                 if run is None:
                     left_out[name] = reason
                 else:
-                    found[name] = lambda run=run: run(inputs.sharded())  # type: ignore[misc]
+                    with_torch[name] = lambda run=run: run(inputs.sharded())  # type: ignore[misc]
         if torch_matmul_seconds > most:
             slow = "" if native(case.x.dtype) else ": no instructions for this dtype"
-            reason = f"torch.matmul would take some {torch_matmul_seconds:.2g} s a call{slow}"
-            left_out |= dict.fromkeys(found, reason)
-            found = {}
-        yield runs | found, left_out
+            reason = f"torch.matmul would take about {torch_matmul_seconds:.2g} s a call{slow}"
+            left_out |= dict.fromkeys(with_torch, reason)
+            with_torch = {}
+        yield runs | with_torch, left_out
 
 
-def _agreed(
+def _prepared_on_all(
     prepare: Callable[[], Callable[[Case], object]],
 ) -> tuple[Callable[[Case], object] | None, str]:
-    """What ``prepare`` makes, if it can on every rank; otherwise the first reason."""
+    """The result of ``prepare`` if it succeeds on every rank; otherwise None and the first
+    reason."""
     run, reason = None, ""
     try:
         run = prepare()
     except (NotImplementedError, RuntimeError, AttributeError, TpkernelsError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    unsupported_algorithms = [each for each in gather_objects(reason) if each]
-    return (None, unsupported_algorithms[0]) if unsupported_algorithms else (run, "")
+    reasons = [each for each in gather_objects(reason) if each]
+    return (None, reasons[0]) if reasons else (run, "")
 
 
 def _nccl(case: Case, inputs: Inputs, stack: contextlib.ExitStack) -> Callable[[Case], object]:
-    """The op's collective by NCCL, and a torch.matmul. Runs it once."""
+    """The op's collective by NCCL, and torch.matmul. Runs it once."""
     if min(case.sizes) != max(case.sizes):
-        raise NotImplementedError("NCCL takes equal shards only")
+        raise NotImplementedError("NCCL needs equal shards")
     assert dist.group.WORLD is not None
     comm = stack.enter_context(nccl.Communicator(dist.group.WORLD))
 
@@ -108,7 +112,7 @@ def _symm_mem(case: Case) -> Callable[[Case], object]:
     if case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
         raise NotImplementedError(f"torch.ops.symm_mem has no fused {case.op}")
     if min(case.sizes) != max(case.sizes):
-        raise NotImplementedError("torch.ops.symm_mem takes equal shards only")
+        raise NotImplementedError("torch.ops.symm_mem needs equal shards")
     import torch.distributed._symmetric_memory as symmetric
 
     assert dist.group.WORLD is not None

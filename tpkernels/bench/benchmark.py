@@ -1,8 +1,4 @@
-"""Times of a function, with the statistics that all measurements of this package shard.
-
-Not called benchmark.py: importing a module binds its name in the package, and there ``benchmark``
-is the function.
-"""
+"""`tpkernels.benchmark`: times a function. `Timing`: the statistics of all measurements here."""
 
 from __future__ import annotations
 
@@ -19,17 +15,17 @@ import torch.distributed as dist
 from tpkernels import groups
 from tpkernels.groups import GroupLike
 
-_SECONDS = 0.5  # of timed calls, where nothing else is asked for
-_LEAST_MS = 1e-4  # a Python call takes longer; a clock may still say 0
+_SECONDS = 0.5  # of timed calls, by default
+_LEAST_MS = 1e-4  # less than any Python call; a coarse clock may measure 0
 
 
 @dataclass(frozen=True)
 class Timing:
     """Milliseconds of one call.
 
-    Each of ``iterations`` samples is the mean of ``calls`` calls in a row; ``warmup`` calls came
-    before. ``stdev`` is that of a sample (n - 1; 0 of a single one). ``p95`` and ``p99`` are the
-    smallest samples that 95 and 99 % of all do not exceed.
+    There are ``iterations`` samples, each the mean of ``calls`` consecutive calls, after ``warmup``
+    untimed calls. ``stdev`` is the sample standard deviation (n - 1; 0 for a single sample).
+    ``p95`` and ``p99`` are the smallest samples that at least 95 and 99 % of all do not exceed.
     """
 
     mean: float
@@ -45,7 +41,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], *, warmup: int, calls: int) -> Timing:
-        """The statistics of samples in milliseconds, of which there is at least one."""
+        """The statistics of one or more samples in milliseconds."""
         ordered = sorted(samples)
 
         def percentile(part: float) -> float:
@@ -84,35 +80,37 @@ def benchmark(
     device: torch.device | str | None = None,
     flush_l2: bool = False,
 ) -> Timing:
-    """Times ``fn(*args)``; keyword arguments of ``fn`` go in by ``functools.partial``.
+    """Times ``fn(*args)``. Pass keyword arguments of ``fn`` by ``functools.partial``.
 
-    On a CUDA device by events on its current stream: iterations are queued one after the other and
-    waited for once, at the end. On the CPU by the host's clock.
+    On a CUDA device, times are taken by events on the current stream: all iterations are queued and
+    the stream is synchronised once, at the end. On the CPU, by the host's clock.
 
     Args:
-        warmup: calls before the first that counts.
-        iterations: how many times to measure. Without it, about as many as fill ``min_seconds``
-            (default 0.5), judged by the warm-up.
-        calls: calls in a row in one iteration, whose mean is its time. For collectives on CPUs that
-            take less than a millisecond: ranks leave a gloo barrier some 0.1 ms apart, which counts
-            in full on the first call after it.
-        group: the ranks that run ``fn`` together; collective then. All ranks run equally many
-            iterations, each after a barrier that is not timed, and all get the same result: of each
-            iteration the slowest rank's time. The process group's timeout bounds the waits.
-        device: whose clock; that of the first tensor in ``args`` by default, of lists and tuples
-            too, and the CPU where there is none: give it where ``fn`` holds its tensors itself.
-        flush_l2: overwrite the GPU's L2 cache before each iteration, outside of its time.
+        warmup: untimed calls before the first iteration.
+        iterations: number of samples. By default about as many as fill ``min_seconds`` (default
+            0.5), estimated from the warm-up.
+        calls: consecutive calls per iteration; a sample is their mean. Use several for collectives
+            on CPUs that take less than a millisecond: ranks leave a gloo barrier about 0.1 ms
+            apart, which is charged to the first call after it.
+        group: the ranks that run ``fn`` together, which makes this call collective. All ranks run
+            the same number of iterations, each after an untimed barrier, and return the same
+            result: each sample is the slowest rank's. The process group's timeout bounds the waits.
+        device: the device whose clock is used. The default is the device of the first tensor in
+            ``args``, including lists and tuples, else the CPU. Pass it if ``fn`` holds its tensors
+            itself.
+        flush_l2: overwrite the GPU's L2 cache before each iteration, untimed.
 
     Raises:
-        ValueError: a number out of range, two that exclude each other, ranks that give others.
-        NotImplementedError: a device of another kind.
+        ValueError: a number out of range, two options that exclude each other, or options that
+            differ between ranks.
+        NotImplementedError: another kind of device.
     """
     clock = torch.device(device) if device is not None else _device_of(args)
     _check(warmup, iterations, min_seconds, calls)
     if clock.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device {clock}; there are clocks for cpu and cuda")
+        raise NotImplementedError(f"device {clock} has no clock here; use cpu or cuda")
     if flush_l2 and clock.type != "cuda":
-        raise ValueError(f"flush_l2 is for CUDA devices, and this measures on {clock}")
+        raise ValueError(f"flush_l2 needs a CUDA device, not {clock}")
     seconds = _SECONDS if min_seconds is None else min_seconds
     pg = None if group is None else groups.get(groups.name_of(group)).pg
     if pg is not None:
@@ -133,7 +131,7 @@ def benchmark(
 
 
 def slowest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Of each value the largest that any rank has; all give equally many. Collective."""
+    """The maximum of each value over all ranks, which pass equally many. Collective."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     everyone = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(everyone, dist.ReduceOp.MAX, group=group)
@@ -144,33 +142,33 @@ def slowest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> 
 def _check(warmup: int, iterations: int | None, min_seconds: float | None, calls: int) -> None:
     if warmup < 0 or calls < 1 or (iterations is not None and iterations < 1):
         raise ValueError(
-            f"warmup={warmup}, iterations={iterations}, calls={calls}: at least 0, 1 and 1"
+            f"warmup={warmup}, iterations={iterations}, calls={calls} must be at least 0, 1 and 1"
         )
     if min_seconds is not None and not 0 < min_seconds < math.inf:
         raise ValueError(f"min_seconds is {min_seconds}; it must be positive and finite")
     if iterations is not None and min_seconds is not None:
         raise ValueError(
-            f"iterations={iterations} and min_seconds={min_seconds} both say how long; give one"
+            f"iterations={iterations} and min_seconds={min_seconds} exclude each other; give one"
         )
     if iterations is None and warmup == 0:
-        raise ValueError("warmup=0 leaves nothing to judge the iterations by; give iterations")
+        raise ValueError("warmup=0 leaves nothing to estimate the iterations from; give iterations")
 
 
 def _check_alike(pg: dist.ProcessGroup, **own: float) -> None:
-    """Ranks that run unequally many iterations would wait for each other."""
+    """``ValueError`` if options differ: ranks with different iteration counts would deadlock."""
     values = list(own.values())
     most = slowest([*values, *(-value for value in values)], pg)
     for i, (name, value) in enumerate(own.items()):
         least = -most[len(values) + i]
         if least != most[i]:
             raise ValueError(
-                f"rank {pg.rank()} gives {name}={value:g}, but over the group it goes from "
-                f"{least:g} to {most[i]:g}; all ranks must give the same"
+                f"rank {pg.rank()} has {name}={value:g}, but in the group it ranges from {least:g} "
+                f"to {most[i]:g}; all ranks must pass the same value"
             )
 
 
 def _device_of(value: object) -> torch.device:
-    """That of the first tensor in ``value``; the CPU where there is none."""
+    """The device of the first tensor in ``value``; the CPU if there is none."""
     values = [value]
     while values:
         first = values.pop(0)
@@ -184,7 +182,7 @@ def _device_of(value: object) -> torch.device:
 def _preparation(
     pg: dist.ProcessGroup | None, device: torch.device, flush_l2: bool
 ) -> Callable[[], None]:
-    """What comes before each iteration, outside of its time."""
+    """The untimed preparation before each iteration."""
     scratch: torch.Tensor | None = None
     if flush_l2:
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
@@ -205,14 +203,14 @@ def _on_host(
     run: Callable[[], object], prepare: Callable[[], None], count: int, calls: int
 ) -> list[float]:
     """Milliseconds of a call in each of ``count`` iterations."""
-    told = []
+    samples = []
     for _ in range(count):
         prepare()
         begin = time.perf_counter()
         for _ in range(calls):
             run()
-        told.append(1e3 * (time.perf_counter() - begin) / calls)
-    return told
+        samples.append(1e3 * (time.perf_counter() - begin) / calls)
+    return samples
 
 
 def _on_cuda(
@@ -222,8 +220,8 @@ def _on_cuda(
     count: int,
     calls: int,
 ) -> list[float]:
-    """The same by events on the current stream of ``device``, waited for at the end."""
-    told = []
+    """The same by events on the current stream of ``device``, synchronised at the end."""
+    events = []
     with torch.cuda.device(device):
         for _ in range(count):
             prepare()
@@ -232,6 +230,6 @@ def _on_cuda(
             for _ in range(calls):
                 run()
             end.record()
-            told.append((begin, end))
+            events.append((begin, end))
         torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / calls for begin, end in told]
+    return [begin.elapsed_time(end) / calls for begin, end in events]

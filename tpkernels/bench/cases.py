@@ -1,9 +1,9 @@
-"""One op on this rank's part of the data, and the ways to run it that are compared.
+"""`Case`: one rank's part of an op's data; and the implementations of the op that are compared.
 
-torch       what one writes without this package: a collective of torch.distributed, a torch.matmul
-tpkernels   the op, with any algorithm
-matmul      torch.matmul of the local sizes, no communication
-product     the local product as the algorithms do it (`algorithms.product`), no communication
+torch          torch.distributed collective and torch.matmul
+tpkernels      the op, with any algorithm
+matmul         torch.matmul of the local sizes, no communication
+local_matmul   the local matmul that the algorithms use, no communication
 """
 
 from __future__ import annotations
@@ -15,67 +15,26 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels import dtypes, groups
-from tpkernels.bench.output import byte_size
+from tpkernels import groups
+from tpkernels.bench.specs import Spec
 from tpkernels.local.matmul import local_matmul
-from tpkernels.ops._reduction import describe
 from tpkernels.planning.choose import Plan
-from tpkernels.planning.problem import Problem
-
-MATMUL_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+from tpkernels.shards import shard_sizes
 
 Outputs = list[torch.Tensor]
 
-# torch 2.13 renamed them; the old names warn.
+# Renamed in torch 2.13; the old names warn.
 _gather_shards = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_shards = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
-class Spec:
-    """An op on global data: (M, N, K) of a matmul, or (elements,) of a collective alone."""
-
-    op: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def problem(self, world: int, device: str = "cpu") -> Problem:
-        """What the planner is asked. The first dim is gathered or scattered."""
-        shape = self.shape
-        if self.op in MATMUL_OPS:
-            m, n, k = self.shape
-            shape = (m, k) if self.op == "all_gather_matmul" else (m, n)
-        split = "all_reduce" not in self.op
-        return Problem(
-            op=self.op,
-            device=device,
-            world=world,
-            shape=shape,
-            dim=0 if split else None,
-            sizes=tuple(tpkernels.shard_sizes(shape[0], world)) if split else (),
-            dtype=self.dtype,
-            options=describe(self.dtype, self.dtype) if "reduce" in self.op else (),
-        )
-
-    def __str__(self) -> str:
-        if self.op in MATMUL_OPS:
-            size = ", ".join(map(str, self.shape))
-        else:
-            size = byte_size(self.shape[0] * self.dtype.itemsize)
-        return f"{size} {dtypes.name(self.dtype)}"
-
-    @property
-    def other(self) -> int:
-        """The extent of the matmul that is no part of the problem; 0 without one."""
-        return 0 if len(self.shape) == 1 else self.shape[1 if "gather" in self.op else 2]
-
-
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An op with this rank's inputs. The first dim is what is gathered or scattered; rank ``r`` has
-    ``sizes[r]`` of it (of an all-reduce it checks as many).
+    """An op with this rank's inputs: x [rows, K] and weights [K, N] of a matmul op; x [elements] of
+    a collective.
 
-    x [rows, K] and weights [K, N] for a matmul, x [elements] and no weights for a collective alone.
+    Dim 0 is gathered or scattered, ``sizes[r]`` of it on rank ``r``. For an all-reduce ``sizes`` is
+    the part of the result that each rank verifies.
     """
 
     op: str
@@ -85,21 +44,21 @@ class Case:
     residual: torch.Tensor | None = None
 
     def copy(self) -> Case:
-        """The case with an ``x`` of its own: all_reduce works in place."""
+        """The case with its own copy of ``x``: all_reduce works in place."""
         return replace(self, x=self.x.clone())
 
 
 def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
-    """Random inputs of this rank, a weight in the layout of ``linear.weight.t()``. The same ones on
-    every device."""
+    """Random inputs of this rank, the same on every device. Weights have the layout of
+    ``linear.weight.t()``."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1000 + rank)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(device, spec.dtype)
 
-    sizes = tuple(tpkernels.shard_sizes(spec.shape[0], world))
-    if spec.op not in MATMUL_OPS:
+    sizes = tuple(shard_sizes(spec.shape[0], world))
+    if not spec.has_matmul:
         (elements,) = spec.shape
         x = normal(sizes[rank] if spec.op == "all_gather" else elements)
         return Case(spec.op, x, sizes)
@@ -113,7 +72,7 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
 
 
 def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
-    """The op of this package; ``all_reduce`` in place."""
+    """The op of this package; ``all_reduce`` works in place."""
     group = _world()
     x, sizes, residual = case.x, case.sizes, case.residual
     match case.op:
@@ -139,7 +98,7 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
 
 
 def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
-    """Runs the op and says what it chose."""
+    """Runs the op; returns its results and its plan."""
     calls = groups.get(_world()).calls
     calls.clear()
     outputs = run_tpkernels(case, algorithm)
@@ -149,7 +108,7 @@ def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
 
 
 def run_torch(case: Case) -> Outputs:
-    """The unfused way; ``all_reduce`` in place."""
+    """The same op by torch.distributed and torch.matmul; ``all_reduce`` works in place."""
     x, sizes = case.x, case.sizes
     match case.op:
         case "all_gather_matmul":
@@ -171,18 +130,18 @@ def run_torch(case: Case) -> Outputs:
 
 
 def run_matmul(case: Case) -> Outputs:
-    """torch.matmul on operands that are all here: see `gathered`."""
+    """torch.matmul on local operands, see `gathered`."""
     return [torch.matmul(case.x, w) for w in case.weights]
 
 
 def run_local_matmul(case: Case) -> Outputs:
-    """The product of this package on operands that are all here: see `gathered`."""
+    """The local matmul of this package on local operands, see `gathered`."""
     rows = case.x.shape[0]
     return [local_matmul(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
 
 
 def gathered(case: Case) -> Case:
-    """The case with the operand that the local matmul has: all rows of an all-gather."""
+    """The case with the operands of its local matmul: all rows of an all-gather."""
     if case.op != "all_gather_matmul":
         return case
     return replace(case, x=_all_gather(case.x, case.sizes))
@@ -190,12 +149,12 @@ def gathered(case: Case) -> Case:
 
 def _world() -> str:
     world = dist.group.WORLD
-    assert world is not None  # cases run on ranks
+    assert world is not None  # cases only run on ranks
     return groups.name_of(world)
 
 
 def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The shards one after the other. The collective takes equal ones only: others are padded."""
+    """All shards, concatenated. The collective needs equal shards, so uneven ones are padded."""
     largest = max(sizes)
     even = min(sizes) == largest
     if not even:

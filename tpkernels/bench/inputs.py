@@ -1,4 +1,4 @@
-"""A case's inputs, as often as it takes for none to be in the cache when its turn comes."""
+"""Enough copies of a case's inputs that a call finds none of them in the cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from tpkernels.bench.benchmark import slowest
 from tpkernels.bench.cases import Case, gathered
 from tpkernels.symm.limits import available_bytes
 
-COLD = 2.0  # times the last-level cache: what is larger leaves nothing in it until it is used again
-_CACHE_BYTES = 32 << 20  # where the machine does not tell
-_MOST_COPIES = 1 << 14  # takes 0.2 s; 4 KiB inputs exceed 32 MiB with it
+# Inputs are cold if all copies exceed the last-level cache by this factor: a copy is then evicted
+# before its next use.
+COLD = 2.0
+_CACHE_BYTES = 32 << 20  # assumed if the machine does not report its cache
+_MOST_COPIES = 1 << 14  # creating them takes 0.2 s; with 4 KiB inputs they exceed 32 MiB
 
 
 def last_level_cache_bytes(device: str) -> int:
-    """The largest cache of a CPU, or of the current GPU for "cuda"."""
+    """Size of the CPU's largest cache, or of the current GPU's for "cuda"."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
     sizes = []
@@ -32,39 +34,38 @@ def last_level_cache_bytes(device: str) -> int:
 
 
 def memory_budget(device: str) -> int:
-    """Bytes that each rank may take without need: of half of what is available now, an equal part.
-    The same on all ranks. Collective."""
+    """Bytes that each rank may use for copies: an equal part of half the memory available now. The
+    same on all ranks. Collective."""
     available = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
-    (most,) = slowest([-float(available)])  # none takes memory before all have looked
+    (most,) = slowest([-float(available)])  # no rank allocates before all have measured
     return int(-most) // (2 * dist.get_world_size())
 
 
 def copies(nbytes: int, *, footprint: int, cache: int, room: int) -> int:
-    """How many copies of inputs to make: as many as exceed the cache twice, if memory allows.
+    """How many copies of the inputs make them cold (`COLD`), as far as memory allows.
 
     Args:
-        nbytes: that a call reads of one.
-        footprint: bytes of memory that one takes.
+        nbytes: bytes of a copy that one call reads.
+        footprint: bytes of memory that a copy occupies.
         cache: bytes of the last-level cache.
-        room: bytes of memory that all may take.
+        room: bytes of memory that all copies may occupy.
     """
     wanted = math.ceil(COLD * cache / max(1, nbytes))
     return max(1, min(wanted, _MOST_COPIES, room // max(1, footprint)))
 
 
 class Inputs:
-    """Copies of ``case``; `sharded` and `whole` are the next one's, turn by turn.
+    """Copies of ``case``, used in rotation by `sharded` and `whole`.
 
-    Every variant takes the next copy. By the time that a copy comes up again, others of
-    ``over_cache`` times the cache's size have been used. From `COLD` on a call finds its weights in
-    memory, as it does in a model between whose layers the same weights do not come up again.
-    Collective.
+    Every variant uses the next copy. Before a copy is used again, copies of ``over_cache`` times
+    the cache's size have been read. From `COLD` on, a call reads its weights from memory, as it
+    does in a model, whose other layers evict them. Collective.
 
     Args:
-        cold: as many copies as that takes, if memory allows; otherwise there is one.
+        cold: make as many copies as that needs, memory permitting; otherwise make one.
     """
 
-    over_cache: float  #: bytes of all copies over the last-level cache; inf for a rank without any
+    over_cache: float  #: bytes of all copies over the last-level cache; inf if a rank has no input
 
     def __init__(self, case: Case, *, cold: bool) -> None:
         self._case = case
@@ -83,15 +84,15 @@ class Inputs:
         self._used: set[int] = set()
 
     def sharded(self) -> Case:
-        """What an op takes."""
+        """The next copy, as an op takes it."""
         return self._sharded[self._turn()]
 
     def whole(self) -> Case:
-        """What the local matmul takes: see `gathered`."""
+        """The next copy, as the local matmul takes it: see `gathered`."""
         return self._whole[self._turn()]
 
     def restore(self) -> None:
-        """Undoes what calls in place have done since the last time."""
+        """Restores the copies that in-place calls have overwritten since the last time."""
         for turn in self._used:
             self._sharded[turn].x.copy_(self._case.x)
         self._used.clear()
@@ -103,20 +104,20 @@ class Inputs:
 
 
 def warm_cases(over_cache: Mapping[str, float]) -> str:
-    """A sentence about the cases whose inputs did not exceed the cache enough; "" for none.
+    """A sentence that lists the cases whose inputs are not cold; "" if all are.
 
     Args:
-        over_cache: by case.
+        over_cache: `Inputs.over_cache` by case.
     """
     warm = [f"{case} ({over:.2g}x)" for case, over in over_cache.items() if over < COLD]
     if not warm:
         return ""
     return (
-        "Inputs that may be in the cache in part or whole, with the size of all copies over that "
-        f"of the cache (cold from {COLD:g}x on): {'; '.join(warm)}."
+        "Inputs that may be partly or fully in the cache, with the size of all copies relative to "
+        f"the cache (cold from {COLD:g}x): {'; '.join(warm)}."
     )
 
 
 def _clone(case: Case) -> Case:
-    """Weights keep their layout."""
+    """A copy; weights keep their layout."""
     return replace(case, x=case.x.clone(), weights=tuple(w.clone() for w in case.weights))

@@ -1,4 +1,4 @@
-"""One case of the benchmark on one rank: right first, then how fast, and beside what."""
+"""One case of `tpkernels bench` on one rank: verified first, then timed with its baselines."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from tpkernels.bench.baselines import baselines
-from tpkernels.bench.cases import Case, Spec, planned, random_case, run_torch, run_tpkernels
-from tpkernels.bench.device import own_device, synchronizer
+from tpkernels.bench.cases import Case, planned, random_case, run_torch, run_tpkernels
 from tpkernels.bench.inputs import Inputs
-from tpkernels.bench.roofline import Rates, Work, measure_rates
+from tpkernels.bench.roofline import Rates
+from tpkernels.bench.session import own_device, synchronizer
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort
 from tpkernels.bench.timing import Samples, Variant, measure
 from tpkernels.bench.verification import Verdict, verify
 
-_FEWEST = 3  # repetitions, whatever they take: see `timing.measure`
+_FEWEST = 3  # repetitions, however long they take: see `timing.measure`
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one requested algorithm came to on a case."""
+    """The plan and the verdict of one requested algorithm."""
 
     algorithm: str
     reason: str
@@ -33,9 +33,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What one rank found. ``samples`` has the baselines that the op has, and the algorithms that
-    were right by the name asked for; ``left_out``: the baselines that were not run, and why;
-    ``inputs_over_cache``: `Inputs.over_cache`."""
+    """One rank's report on a case.
+
+    Attributes:
+        choices: by the algorithm's requested name.
+        samples: of the baselines and, by requested name, of the algorithms whose result is right.
+        left_out: the baselines that were not run, with the reasons.
+        inputs_over_cache: `Inputs.over_cache`.
+    """
 
     choices: dict[str, Choice]
     samples: dict[str, Samples]
@@ -43,16 +48,11 @@ class CaseReport:
     inputs_over_cache: float
 
 
-def probe(dtype: torch.dtype, device: str) -> Rates:
-    """The roofline's rates on this rank. Collective."""
-    return measure_rates(dtype, own_device(device).type, synchronizer(device))
-
-
 def run_case(
     spec: Spec, algorithms: Sequence[str], effort: Effort, rates: Rates, device: str
 ) -> CaseReport:
-    """Checks one case, and times by turns what was right and what it replaces. `unfused` is always
-    among them. Collective.
+    """Verifies a case, then times whatever is right, interleaved with the baselines. `unfused` is
+    always included. Collective.
 
     Args:
         rates: the same on all ranks.
@@ -60,9 +60,9 @@ def run_case(
     case = random_case(spec, own_device(device))
     names = list(dict.fromkeys([*algorithms, "unfused"]))
     seconds = math.inf if effort.seconds is None else effort.seconds
-    expected = Work.of(spec, dist.get_world_size()).flops / rates.torch_flops
+    expected = spec.cost(dist.get_world_size()).flops / rates.torch_flops
     affordable = expected * _FEWEST <= seconds
-    choices = _checked(case, names, affordable and effort.baselines)
+    choices = _verified(case, names, with_torch=affordable and effort.baselines)
     inputs = Inputs(case, cold=effort.cold)
     with baselines(
         case,
@@ -74,7 +74,7 @@ def run_case(
         for name in names:
             if choices[name].verdict.right:
                 runs[name] = functools.partial(run_next, inputs, name)
-        # An all_reduce works in place: each region starts from the same values.
+        # all_reduce works in place: each timed region starts from the same values.
         undo = inputs.restore if case.op == "all_reduce" else None
         variants = {name: Variant(run, undo) for name, run in runs.items()}
         samples = measure(
@@ -88,11 +88,11 @@ def run_next(inputs: Inputs, algorithm: str) -> object:
     return run_tpkernels(inputs.sharded(), algorithm)
 
 
-def _checked(case: Case, algorithms: list[str], with_torch: bool) -> dict[str, Choice]:
-    """Each algorithm's result against float64; without torch's result nothing is allowed for the
-    error that it would have."""
+def _verified(case: Case, algorithms: list[str], *, with_torch: bool) -> dict[str, Choice]:
+    """Each algorithm's result compared with float64. Without torch's result the bound makes no
+    allowance for the error of torch's result."""
     runs = {name: planned(case.copy(), name) for name in algorithms}
-    outputs = {name: found for name, (found, _) in runs.items()}
+    outputs = {name: output for name, (output, _) in runs.items()}
     verdicts = verify(case, run_torch(case.copy()) if with_torch else None, outputs)
     return {
         name: Choice(plan.algorithm, plan.reason, verdicts[name])

@@ -1,17 +1,17 @@
-"""Models by name, and the matrix products that their layers split over ranks."""
+"""Models by name, and the matmuls that their layers split over the ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PROJECTIONS = ("qkv", "out", "gate_up", "down", "lm_head")
-LAYER = PROJECTIONS[:4]  # what a layer has; lm_head comes once
+LAYER = PROJECTIONS[:4]  # those of a layer; a model has one lm_head
 
 
 @dataclass(frozen=True)
 class Model:
-    """Widths of a transformer. ``ffn`` is the inner width of the MLP, before the split and of one
-    matrix; ``gated``: the MLP has two of them, gate and up."""
+    """Widths of a transformer, before the split. ``ffn`` is the inner width of the MLP; a ``gated``
+    MLP has two matrices of that width, gate and up."""
 
     hidden: int
     ffn: int
@@ -22,7 +22,7 @@ class Model:
     gated: bool = True
 
 
-# From the models' own configuration files.
+# From the models' configuration files.
 MODELS = {
     "gemma2-9b": Model(3584, 14336, heads=16, kv_heads=8, vocab=256000, head_dim=256),
     "gemma2-27b": Model(4608, 36864, heads=32, kv_heads=16, vocab=256000),
@@ -39,8 +39,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Projection:
-    """A product over all ranks: x [M, K] with a weight [K, N]. ``column``: its ranks hold columns
-    of the weight (all_gather_matmul), otherwise rows (a reduction behind the matmul)."""
+    """A matmul over all ranks: x [M, K] by a weight [K, N]. ``column``: column-parallel
+    (all_gather_matmul); otherwise row-parallel (a matmul and a reduction)."""
 
     column: bool
     n: int
@@ -48,8 +48,8 @@ class Projection:
 
 
 def projection(model: Model, name: str, world: int) -> Projection:
-    """One of `PROJECTIONS`. Q, K and V are one weight, gate and up as well. Where ranks outnumber
-    the KV heads, each holds a copy of one, so that N depends on ``world``."""
+    """One of `PROJECTIONS`. Q, K and V form one weight, and so do gate and up. If there are more
+    ranks than KV heads, each rank holds a copy of one, so N depends on ``world``."""
     hidden, queries = model.hidden, model.heads * model.head_dim
     match name:
         case "qkv":
@@ -63,4 +63,4 @@ def projection(model: Model, name: str, world: int) -> Projection:
             return Projection(False, hidden, model.ffn)
         case "lm_head":
             return Projection(True, model.vocab, hidden)
-    raise ValueError(f"no projection '{name}'; there are {', '.join(PROJECTIONS)}")
+    raise ValueError(f"unknown projection '{name}'; choose from {', '.join(PROJECTIONS)}")

@@ -1,4 +1,4 @@
-"""How the commands print."""
+"""Printing: the console, an empty table, numbers with units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH = 180  # where there is no terminal: a log, a pipe
+_WIDTH = 190  # without a terminal: a log or a pipe
 
 
 def console() -> Console:
@@ -17,7 +17,7 @@ def console() -> Console:
 
 
 def table(first: str, numbers: tuple[str, ...], last: str) -> Table:
-    """An empty table: a column of names, columns of numbers, and one of text that may fold."""
+    """An empty table: a column of names, columns of numbers, and a text column that wraps."""
     result = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     result.add_column(first, no_wrap=True)
     for name in numbers:
@@ -27,12 +27,12 @@ def table(first: str, numbers: tuple[str, ...], last: str) -> Table:
 
 
 def milliseconds(value: float) -> str:
-    """Three digits that matter."""
+    """Three significant digits."""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def byte_size(value: int) -> str:
-    """Bytes in the largest unit that gives 1 or more."""
+    """Bytes in the largest unit that gives at least 1."""
     size, unit = float(value), "bytes"
     for larger in ("KiB", "MiB", "GiB"):
         if size >= 1024:

@@ -1,5 +1,8 @@
-"""Plots of a report: speed-up and overlap over M, and what the time consists of. Needs matplotlib,
-which the extra `plots` brings."""
+"""Pictures, with matplotlib (the extra `plots`).
+
+A report: speed-up and overlap over M, and compute and communication time. A profile: a timeline
+with a lane for each rank and thread or stream.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,27 @@ import importlib.util
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.bench.output import byte_size
 from tpkernels.bench.results import Interval, Report, Result, gemm
 from tpkernels.bench.table import size_of
+from tpkernels.bench.trace import COMPUTE, COPY, MOVE, WAIT, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLUMNS, _WIDTH, _HEIGHT = 2, 5.6, 3.2  # of a grid of panels; inches of one
+_COLUMNS, _WIDTH, _HEIGHT = 2, 5.6, 3.2  # panels side by side; inches of one panel
 _DPI = 110
 _COMPUTE, _EXPOSED = "#4878a8", "#d8743c"
 
-# The panels of a figure: cases that differ in nothing but M, or the bytes of a collective.
+# Kinds of time in a timeline. Drawn in this order: a wait covers the copy that contains it.
+COLOURS = {COMPUTE: "tab:blue", COPY: "tab:orange", WAIT: "tab:red", MOVE: "tab:green"}
+_SPANS = {COMPUTE: (-0.4, 0.8), COPY: (-0.4, 0.3), WAIT: (-0.4, 0.8), MOVE: (0.1, 0.3)}
+_MOST_INCHES = 30.0
+
+# The panels of a figure: the cases of a panel differ only in M, or the bytes of a collective.
 Panels = dict[str, list[Result]]
 
 
@@ -34,33 +44,68 @@ class Figure:
     svg: bytes
 
 
-def available() -> bool:
-    """Whether there is matplotlib."""
-    return importlib.util.find_spec("matplotlib") is not None
+def unsupported() -> str | None:
+    """Why nothing can be drawn; None: it can."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "matplotlib is missing (pip install 'tpkernels[plots]')"
+    return None
 
 
 def figures(report: Report) -> list[Figure]:
-    """The pictures that the results suffice for."""
+    """The pictures for which there are results."""
     panels = _panels(report)
     names = report["sweep"]["algorithms"]
-    matmuls = {title: found for title, found in panels.items() if found[0]["shape"]}
+    matmuls = {title: cases for title, cases in panels.items() if cases[0]["shape"]}
     drawn = [
-        _figure("speedup", "Speed-up over the unfused way", panels, _speedup, names),
+        _figure("speedup", "Speed-up over the baselines", panels, _speedup, names),
         _figure("overlap", "Overlap efficiency, E_overlap", matmuls, _overlap, names),
         _figure("split", "Compute and exposed communication", matmuls, _split, names),
     ]
     return [figure for figure in drawn if figure is not None]
 
 
+def timeline(trace: dict[str, Any], path: Path, title: str) -> None:
+    """Draws a merged trace in the format given by the suffix of ``path``.
+
+    Compute fills the lane. Copies use its upper part, and concurrent transfers its lower part.
+    Waits cover compute and copies. Time counts from the first thing drawn.
+    """
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.patches import Patch
+
+    rows = lanes(trace)
+    drawn = [span for lane in rows.values() for spans in lane.values() for span in spans]
+    start = min((begin for begin, _ in drawn), default=0.0)
+    canvas = Canvas(figsize=(10, min(1.5 + 0.5 * len(rows), _MOST_INCHES)), layout="constrained")
+    axes = canvas.subplots()
+    for row, lane in enumerate(rows.values()):
+        for kind, colour in COLOURS.items():
+            bottom, height = _SPANS[kind]
+            spans = [
+                ((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in lane.get(kind, [])
+            ]
+            axes.broken_barh(spans, (row + bottom, height), color=colour, linewidth=0)
+    axes.set_yticks(range(len(rows)), [label for _, label in rows], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title, fontsize="medium", parse_math=False)
+    axes.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+    )
+    canvas.savefig(path, dpi=150)
+
+
 def _panels(report: Report) -> Panels:
-    found: Panels = {}
+    panels: Panels = {}
     for result in sorted(report["results"], key=_x):
         shape = result["shape"]
         size = f" N={shape[1]} K={shape[2]}" if shape else ""
         labels = f"\n{', '.join(result['labels'])}" if result["labels"] else ""
         title = f"{result['op']}{size}, {result['dtype']}, {result['tp']} ranks{labels}"
-        found.setdefault(title, []).append(result)
-    return found
+        panels.setdefault(title, []).append(result)
+    return panels
 
 
 def _x(result: Result) -> int:
@@ -74,10 +119,10 @@ def _figure(
     draw: Callable[[Axes, list[Result], list[str]], bool],
     names: list[str],
 ) -> Figure | None:
-    """None where no panel has anything to show."""
+    """None if no panel has anything to show."""
     from matplotlib.figure import Figure as Canvas  # without pyplot: no display, no global state
 
-    drawn = {panel: found for panel, found in panels.items() if found}
+    drawn = {panel: cases for panel, cases in panels.items() if cases}
     if not drawn:
         return None
     columns = min(_COLUMNS, len(drawn))
@@ -86,9 +131,9 @@ def _figure(
     canvas.suptitle(title)
     grid = canvas.subplots(lines, columns, squeeze=False).flatten()
     shown = False
-    for axes, (panel, found) in zip(grid, drawn.items(), strict=False):
+    for axes, (panel, cases) in zip(grid, drawn.items(), strict=False):
         axes.set_title(panel, fontsize=8, parse_math=False)
-        has = draw(axes, found, names)
+        has = draw(axes, cases, names)
         shown = shown or has
         if not has:
             axes.text(0.5, 0.5, "no values", ha="center", transform=axes.transAxes)
@@ -108,7 +153,7 @@ def _save(canvas: Any, kind: str) -> bytes:
 def _intervals(
     axes: Axes, points: Sequence[tuple[int, Interval]], name: str, scale: float = 1.0
 ) -> None:
-    """A line, and a bar at each point that has an interval."""
+    """A line with a vertical bar for each interval."""
     xs = [x for x, _ in points]
     axes.plot(xs, [scale * each["value"] for _, each in points], marker="o", ms=4, label=name)
     color = axes.lines[-1].get_color()
@@ -117,30 +162,30 @@ def _intervals(
             axes.vlines(x, scale * each["low"], scale * each["high"], color=color, lw=1)
 
 
-def _over_m(axes: Axes, found: list[Result], ylabel: str, neutral: float) -> None:
+def _over_m(axes: Axes, cases: list[Result], ylabel: str, neutral: float) -> None:
     axes.axhline(neutral, color="grey", lw=0.8, ls="--")
     axes.set_xscale("log", base=2)
-    xs = sorted({_x(each) for each in found})
-    labels = [str(x) if found[0]["shape"] else byte_size(x) for x in xs]
+    xs = sorted({_x(each) for each in cases})
+    labels = [str(x) if cases[0]["shape"] else byte_size(x) for x in xs]
     axes.set_xticks(xs, labels=labels, fontsize=8)
-    axes.set_xlabel("M" if found[0]["shape"] else "bytes", fontsize=8)
+    axes.set_xlabel("M" if cases[0]["shape"] else "bytes", fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.legend(fontsize=7)
 
 
-def _speedup(axes: Axes, found: list[Result], names: list[str]) -> bool:
+def _speedup(axes: Axes, cases: list[Result], names: list[str]) -> bool:
     for name, other in _pairs(names):
         points = [
             (_x(each), each["algorithms"][name]["speedup"][other])
-            for each in found
+            for each in cases
             if other in each["algorithms"][name]["speedup"]
         ]
         if points:
-            _intervals(axes, points, f"{name} over {other}")
+            _intervals(axes, points, f"{name} vs. {other}")
     if not axes.lines:
         return False
-    _over_m(axes, found, "times as fast", 1.0)
+    _over_m(axes, cases, "speed-up", 1.0)
     return True
 
 
@@ -151,22 +196,22 @@ def _pairs(names: list[str]) -> Iterator[tuple[str, str]]:
                 yield name, other
 
 
-def _overlap(axes: Axes, found: list[Result], names: list[str]) -> bool:
+def _overlap(axes: Axes, cases: list[Result], names: list[str]) -> bool:
     for name in names:
-        hidden = [(_x(each), each["algorithms"][name]["e_overlap"]) for each in found]
+        hidden = [(_x(each), each["algorithms"][name]["e_overlap"]) for each in cases]
         points = [(x, each) for x, each in hidden if each is not None]
         if points:
             _intervals(axes, points, name, 100.0)
     if not axes.lines:
         return False
-    _over_m(axes, found, "E_overlap, %", 0.0)
+    _over_m(axes, cases, "E_overlap, %", 0.0)
     return True
 
 
-def _split(axes: Axes, found: list[Result], names: list[str]) -> bool:
-    """Bars relative to the local product alone, so that all M are seen."""
+def _split(axes: Axes, cases: list[Result], names: list[str]) -> bool:
+    """Bars relative to the local matmul, so that every M is visible."""
     labels, exposed = [], []
-    for each in found:
+    for each in cases:
         local = gemm(each["times"])
         for name in dict.fromkeys([*names, "unfused"]):
             time = each["times"].get(name)
@@ -183,7 +228,7 @@ def _split(axes: Axes, found: list[Result], names: list[str]) -> bool:
     axes.axvline(100, color="grey", lw=0.8, ls="--")
     axes.set_yticks(at, labels=labels, fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel("% of the local product's time; M and algorithm to the left", fontsize=8)
+    axes.set_xlabel("% of the local matmul's time; left: M and algorithm", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.legend(fontsize=7, loc="lower left")
     return True

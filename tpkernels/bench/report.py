@@ -1,81 +1,101 @@
-"""What a run leaves behind: the table, and a folder with CSV, pictures and a page."""
+"""The folder that `tpkernels bench --out` writes: CSV, plots, and one self-contained HTML page."""
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from tpkernels.bench import page, plots, table
+from tpkernels.bench import plots
 from tpkernels.bench.options import writing
-from tpkernels.bench.results import Report
-
-_NO_PLOTS = "No plots: matplotlib is missing (pip install 'tpkernels[plots]')."
-
-
-def show(report: Report, console: Console) -> None:
-    """Prints what has been measured, if anything has."""
-    if report["results"]:
-        table.show(report, console)
+from tpkernels.bench.output import milliseconds
+from tpkernels.bench.results import Interval, Report, Result
+from tpkernels.bench.table import COLUMNS, LEGEND, notes, rows, size_of
 
 
-def write(report: Report, folder: Path, console: Console) -> None:
-    """bench.csv, report.html and, where there is matplotlib, the plots as PNG. ``UsageError`` where
-    they cannot be written."""
-    figures = plots.figures(report) if plots.available() else []
+def write(report: Report, folder: Path) -> None:
+    """Writes bench.csv, report.html and, with matplotlib, the plots as PNG. ``UsageError`` if that
+    fails."""
+    figures = plots.figures(report) if plots.unsupported() is None else []
     with writing(folder):
         (folder / "bench.csv").write_text(as_csv(report), encoding="utf-8")
         for figure in figures:
             (folder / f"{figure.name}.png").write_bytes(figure.png)
-        (folder / "report.html").write_text(page.render(report, figures), encoding="utf-8")
-    if not plots.available():
-        console.print(_NO_PLOTS, markup=False)
-    console.print(f"Written: {folder}/report.html", markup=False, soft_wrap=True)
+        (folder / "report.html").write_text(as_html(report, figures), encoding="utf-8")
 
 
 def as_csv(report: Report) -> str:
-    """A line for every variant of every case; the environment is repeated on each."""
-    rows = [row for found in report["results"] for row in _rows(found)]
-    around = {f"environment.{name}": value for name, value in report["environment"].items()}
-    around |= {f"sweep.{name}": value for name, value in report["sweep"].items()}
-    last = report["runs"][-1]
-    around |= {f"run.{name}": value for name, value in last.items()}
+    """One line per variant of every case, each with the environment."""
+    lines = [line for result in report["results"] for line in _lines(result)]
+    constants = {f"environment.{name}": value for name, value in report["environment"].items()}
+    constants |= {f"sweep.{name}": value for name, value in report["sweep"].items()}
+    constants |= {f"run.{name}": value for name, value in report["runs"][-1].items()}
     file = io.StringIO()
-    writer = csv.DictWriter(file, [*(rows[0] if rows else []), *around], lineterminator="\n")
+    writer = csv.DictWriter(file, [*(lines[0] if lines else []), *constants], lineterminator="\n")
     writer.writeheader()
-    for row in rows:
-        writer.writerow(row | around)
+    for line in lines:
+        writer.writerow(line | constants)
     return file.getvalue()
 
 
-def _rows(found: Any) -> list[dict[str, Any]]:
-    """The variants of a case, wrong and left out ones too."""
-    names = dict.fromkeys([*found["algorithms"], *found["times"], *found["left_out"]])
-    shape = found["shape"] or [None, None, None]
-    result = []
-    for name in names:
-        time, own = found["times"].get(name), found["algorithms"].get(name)
-        row = {"op": found["op"], **dict(zip("MNK", shape, strict=True))}
-        row |= {each: found[each] for each in ("bytes", "dtype", "tp", "inputs_over_cache")}
-        row |= {"labels": "; ".join(found["labels"]), "variant": name}
-        row["algorithm"] = own and own["algorithm"]
-        row["right"] = own and own["right"]
-        row["left_out"] = found["left_out"].get(name)
+def as_html(report: Report, figures: Sequence[plots.Figure]) -> str:
+    """The page, with the plots embedded; it loads nothing."""
+    templates = Environment(
+        loader=PackageLoader("tpkernels.bench", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {"milliseconds": milliseconds, "size": size_of, "svg": _svg}
+    return templates.get_template("report.html.j2").render(
+        report=report,
+        rows=rows(report),
+        baselines=COLUMNS,
+        notes=notes(report),
+        legend=LEGEND,
+        figures=figures,
+    )
+
+
+def _svg(figure: plots.Figure) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(figure.svg).decode()}"
+
+
+def _lines(result: Result) -> list[dict[str, Any]]:
+    """All variants of a case, including wrong ones and those that were left out."""
+    variants = dict.fromkeys([*result["algorithms"], *result["times"], *result["left_out"]])
+    shape: Sequence[int | None] = result["shape"] or [None] * 3
+    lines: list[dict[str, Any]] = []
+    for name in variants:
+        time: Any = result["times"].get(name)
+        own = result["algorithms"].get(name)
+        line: dict[str, Any] = {"op": result["op"], **dict(zip("MNK", shape, strict=True))}
+        line |= {each: result[each] for each in ("bytes", "dtype", "tp", "inputs_over_cache")}
+        line |= {"labels": "; ".join(result["labels"]), "variant": name}
+        line["algorithm"] = own and own["algorithm"]
+        line["right"] = own and own["right"]
+        line["left_out"] = result["left_out"].get(name)
         for field in ("median", "p95", "min", "max", "mean", "stdev", "skew", "iterations"):
-            row[field] = time and time[field]
+            line[field] = time and time[field]
         for field in ("calls", "tflops", "gb_per_s", "roofline"):
-            row[field] = time and time[field]
-        row["ect"] = own and own["ect"]
-        row |= _interval("e_overlap", own and own["e_overlap"])
+            line[field] = time and time[field]
+        line["ect"] = own and own["ect"]
+        line |= _interval("e_overlap", own and own["e_overlap"])
         for other in ("unfused", "torch", "local_matmul"):
-            row |= _interval(f"over_{other}", own and own["speedup"].get(other))
-        result.append(row)
-    return result
+            line |= _interval(f"over_{other}", own and own["speedup"].get(other))
+        lines.append(line)
+    return lines
 
 
-def _interval(name: str, found: Any) -> dict[str, Any]:
-    values = {name: "value", f"{name}_low": "low", f"{name}_high": "high"}
-    return {column: found and found[field] for column, field in values.items()}
+def _interval(name: str, interval: Interval | None) -> dict[str, float | None]:
+    return {
+        name: interval and interval["value"],
+        f"{name}_low": interval and interval["low"],
+        f"{name}_high": interval and interval["high"],
+    }

@@ -1,6 +1,6 @@
-"""Results as they stand in a file, computed from what the ranks report. schema.json describes them.
+"""The results in a file, computed from the ranks' reports. schema.json describes them.
 
-Times are milliseconds: of each repetition the slowest rank's.
+Times are milliseconds, each repetition counting with its slowest rank's time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, TypedDict, cast
 
 from tpkernels import dtypes
 from tpkernels.bench.baselines import LOCAL
-from tpkernels.bench.cases import MATMUL_OPS
 from tpkernels.bench.measuring import CaseReport, Choice
-from tpkernels.bench.roofline import Rates, Work
+from tpkernels.bench.roofline import Rates
 from tpkernels.bench.statistics import Estimate, difference, overlap, paired, ratio
 from tpkernels.bench.sweep import Item
 from tpkernels.bench.timing import Samples, summary
+from tpkernels.planning.cost import Cost
 
 
 class Interval(TypedDict):
-    """95 %; None where there were too few repetitions."""
+    """A 95 % interval; None if there were too few repetitions."""
 
     value: float
     low: float | None
@@ -30,16 +30,18 @@ class Interval(TypedDict):
 
 
 class Speedup(Interval):
-    """How many times as fast as something else; ``verdict`` in words."""
+    """How many times as fast as a baseline; ``verdict`` says it in words."""
 
     verdict: str
 
 
 class Time(TypedDict):
-    """One variant: the fields of `bench.benchmark.Timing`, each repetition, and what follows from
-    the median. ``skew``: the median difference between the slowest rank and the fastest.
-    ``gb_per_s``: of what must come from the peers; None without communication. ``roofline``: the
-    roofline's time over the median."""
+    """The times of one variant: the fields of `benchmark.Timing`, all samples, and derived values.
+
+    ``skew``: median difference between the slowest and the fastest rank. ``tflops`` and
+    ``gb_per_s`` (of the bytes from peers): at the median, None without a matmul or without
+    communication. ``roofline``: the roofline's time over the median.
+    """
 
     mean: float
     median: float
@@ -59,10 +61,10 @@ class Time(TypedDict):
 
 
 class Algorithm(TypedDict):
-    """One algorithm by the name asked for, and, where it was right, what its time says.
+    """One requested algorithm and, if its result was right, what its times say.
 
-    ``ect``: effective communication time, ms: the median over that of the faster local product.
-    ``e_overlap``: see `statistics.overlap`; None where there is nothing to hide. ``speedup``: over
+    ``ect``: effective communication time in ms, the median minus that of the faster local matmul.
+    ``e_overlap``: see `statistics.overlap`; None if there is nothing to hide. ``speedup``: over
     each baseline.
     """
 
@@ -76,11 +78,14 @@ class Algorithm(TypedDict):
 
 
 class Result(TypedDict):
-    """One case. ``shape`` is M, N, K before the split, None for a collective alone; ``bytes`` the
-    size of the whole tensor that travels; ``flops`` and ``traffic`` (bytes from the peers) are a
-    rank's. ``inputs_over_cache``: all copies of the inputs over the last-level cache, in bytes, on
-    the rank with the fewest; below `inputs.COLD` they may have been in it. ``roofline``:
-    milliseconds by the probes' rates, or of the fastest local product of the case, if that is less.
+    """One case.
+
+    ``shape``: M, N, K before the split, None for a collective. ``bytes``: size of the whole tensor
+    that travels. ``flops`` and ``traffic`` (bytes from peers): of the busiest rank.
+    ``inputs_over_cache``: bytes of all input copies over the last-level cache, on the rank with the
+    least; below `inputs.COLD` inputs may have been cached. ``roofline``: milliseconds at the
+    probes' rates, or of the case's fastest local matmul if that is less. ``left_out``: variants
+    that were not run, with the reasons.
     """
 
     case: str
@@ -100,8 +105,7 @@ class Result(TypedDict):
 
 
 class Roofline(TypedDict):
-    """What a local matmul and a copy reach on each rank while all run them: see `Rates`.
-    ``copy_over_cache``: what the copy reads and writes, over the last-level cache, in bytes."""
+    """The rates that every rank reaches while all ranks run the probes: see `roofline.Rates`."""
 
     tp: int
     dtype: str
@@ -112,8 +116,8 @@ class Roofline(TypedDict):
 
 
 class Report(TypedDict):
-    """All of a file. ``runs``: when, with which command and at which load it was measured;
-    ``cases``: what the sweep consists of, measured or not."""
+    """The content of a file. ``runs``: date, command and system load of each run that contributed;
+    ``cases``: all cases of the sweep, measured or not."""
 
     format: str
     complete: bool
@@ -126,33 +130,32 @@ class Report(TypedDict):
 
 
 def key(item: Item) -> str:
-    """A case by name, the same in every run."""
+    """The name of a case, the same in every run."""
     spec = item.spec
     size = "x".join(map(str, spec.shape))
     return f"{spec.op} {size} {dtypes.name(spec.dtype)} tp{item.world}"
 
 
 def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
-    """What the ranks found about a case."""
-    spec, work = item.spec, Work.of(item.spec, item.world)
+    """The result of a case from the reports of all ranks."""
+    spec = item.spec
+    cost = spec.cost(item.world)
     first = reports[0]
     ranks = {name: [report.samples[name] for report in reports] for name in first.samples}
-    # The probe may have met a slower moment of the machine than the case did.
-    fastest = (
-        [min(summary(ranks[name]).min for name in LOCAL if name in ranks)] if work.flops else []
-    )
-    least = min(1e3 * work.least_seconds(rates), *fastest, math.inf)
-    times = {name: _time(name, work, least, each) for name, each in ranks.items()}
+    # The machine may have been slower during the probe than during the case.
+    fastest = [summary(ranks[name]).min for name in LOCAL if name in ranks]
+    least = min([1e3 * rates.least_seconds(cost), *fastest])
+    times = {name: _time(name, cost, least, each) for name, each in ranks.items()}
     return {
         "case": key(item),
         "op": spec.op,
-        "shape": list(spec.shape) if spec.op in MATMUL_OPS else None,
+        "shape": list(spec.shape) if spec.has_matmul else None,
         "bytes": spec.problem(item.world).nbytes,
         "dtype": dtypes.name(spec.dtype),
         "tp": item.world,
         "labels": list(item.labels),
-        "flops": work.flops,
-        "traffic": work.traffic,
+        "flops": cost.flops,
+        "traffic": cost.traffic,
         "inputs_over_cache": min(report.inputs_over_cache for report in reports),
         "roofline": least,
         "algorithms": {
@@ -163,31 +166,53 @@ def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
     }
 
 
+def roofline(world: int, dtype: str, rates: Rates) -> Roofline:
+    """The entry for the rates of ``world`` ranks."""
+    return {
+        "tp": world,
+        "dtype": dtype,
+        "tflops": rates.flops / 1e12,
+        "torch_tflops": rates.torch_flops / 1e12,
+        "copy_gb_per_s": rates.copy_bytes / 1e9,
+        "copy_over_cache": rates.copy_over_cache,
+    }
+
+
+def rates_of(entry: Roofline) -> Rates:
+    """The rates in an entry."""
+    return Rates(
+        flops=entry["tflops"] * 1e12,
+        torch_flops=entry["torch_tflops"] * 1e12,
+        copy_bytes=entry["copy_gb_per_s"] * 1e9,
+        copy_over_cache=entry["copy_over_cache"],
+    )
+
+
 def gemm(times: Mapping[str, Time]) -> Time | None:
-    """The best unsplit local product, which no fused op can beat."""
+    """The faster local matmul, which no fused op can beat."""
     return min((times[name] for name in LOCAL if name in times), key=_median, default=None)
 
 
-def is_right(found: Result) -> bool:
-    return all(algorithm["right"] for algorithm in found["algorithms"].values())
+def is_right(case: Result) -> bool:
+    return all(algorithm["right"] for algorithm in case["algorithms"].values())
 
 
 def _median(time: Time) -> float:
     return time["median"]
 
 
-def _time(name: str, work: Work, least: float, ranks: Sequence[Samples]) -> Time:
-    """``least``: the roofline's milliseconds."""
+def _time(name: str, cost: Cost, least: float, ranks: Sequence[Samples]) -> Time:
+    """``least``: milliseconds of the roofline."""
     timing = summary(ranks)
     repetitions = list(zip(*(rank.seconds for rank in ranks), strict=True))
     seconds = timing.median / 1e3
-    moves = name not in LOCAL and work.traffic > 0
+    moves = name not in LOCAL and cost.traffic > 0
     values: dict[str, Any] = {
         **asdict(timing),
         "skew": 1e3 * plain.median(max(each) - min(each) for each in repetitions),
         "samples": [1e3 * max(each) for each in repetitions],
-        "tflops": work.flops / seconds / 1e12 if work.flops else None,
-        "gb_per_s": work.traffic / seconds / 1e9 if moves else None,
+        "tflops": cost.flops / seconds / 1e12 if cost.flops else None,
+        "gb_per_s": cost.traffic / seconds / 1e9 if moves else None,
         "roofline": least / timing.median,
     }
     return cast(Time, values)
@@ -195,7 +220,7 @@ def _time(name: str, work: Work, least: float, ranks: Sequence[Samples]) -> Time
 
 def _algorithm(name: str, choice: Choice, times: Mapping[str, Time]) -> Algorithm:
     error = choice.verdict.ratio
-    found: Algorithm = {
+    entry: Algorithm = {
         "algorithm": choice.algorithm,
         "reason": choice.reason,
         "right": choice.verdict.right,
@@ -205,19 +230,19 @@ def _algorithm(name: str, choice: Choice, times: Mapping[str, Time]) -> Algorith
         "speedup": {},
     }
     if name not in times:
-        return found
+        return entry
     own, local = times[name]["samples"], gemm(times)
-    found["speedup"] = {
+    entry["speedup"] = {
         other: _speedup(paired(ratio, time["samples"], own))
         for other, time in times.items()
         if other != name
     }
     if local is not None:
-        found["ect"] = paired(difference, own, local["samples"]).value
+        entry["ect"] = paired(difference, own, local["samples"]).value
         if "unfused" in times:
             hidden = overlap(own, times["unfused"]["samples"], local["samples"])
-            found["e_overlap"] = None if hidden is None else _interval(hidden)
-    return found
+            entry["e_overlap"] = None if hidden is None else _interval(hidden)
+    return entry
 
 
 def _interval(estimate: Estimate) -> Interval:

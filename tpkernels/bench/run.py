@@ -1,4 +1,4 @@
-"""The loop over the cases of a sweep."""
+"""`tpkernels bench`: measures the cases of a sweep one by one."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from rich.progress import (
 )
 
 from tpkernels import dtypes
-from tpkernels.bench.file import roofline, save
+from tpkernels.bench.file import save
 from tpkernels.bench.inputs import COLD
-from tpkernels.bench.measuring import probe, run_case
-from tpkernels.bench.results import Report, key, result
-from tpkernels.bench.roofline import Rates, Work, slowest_rates
+from tpkernels.bench.measuring import run_case
+from tpkernels.bench.results import Report, key, rates_of, result, roofline
+from tpkernels.bench.roofline import Rates, measure_rates, slowest_rates
 from tpkernels.bench.session import Session, is_leader, launched_ranks, open_session
 from tpkernels.bench.sweep import Item, Sweep
 
-_START_SECONDS = 0.3  # of a case, whatever its size: inputs, set-up, barriers
-# Weighs cases, measures nothing.
+_START_SECONDS = 0.3  # per case of any size: inputs, set-up, barriers
+# Only estimates how long cases take, for the progress bar.
 _NOMINAL = Rates(flops=5e10, torch_flops=5e10, copy_bytes=1e10, copy_over_cache=COLD)
 
 
 def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) -> None:
-    """Measures what ``report`` lacks and adds it, saving to ``path`` after every case. Under a
-    launcher rank 0's report is what counts.
+    """Measures the cases that ``report`` lacks and adds them, saving to ``path`` after every case.
+    Under a launcher, rank 0's report decides.
 
     Raises:
-        RankError: ranks failed. Like an interrupt, this loses the case that was being measured.
+        RankError: ranks failed. Like an interrupt, this loses the case being measured.
     """
     with _progress(Console(stderr=True)) as progress:
         bar = _Bar(sweep, progress)
         for world in dict.fromkeys(item.world for item in sweep.items):
             items = [item for item in sweep.items if item.world == world]
             if launched_ranks() is None and {key(item) for item in items} <= _done(report):
-                continue  # no ranks need start
+                continue  # no need to start ranks
             with open_session(
                 world, threads=sweep.threads, timeout=timeout, device=sweep.device
             ) as session:
@@ -58,25 +58,18 @@ def _run_world(
     bar: _Bar,
 ) -> None:
     """All cases of one world size."""
-    known = {(each["tp"], each["dtype"]): each for each in report["rooflines"]}
-    done, known = session.run(_same, (_done(report), known))[0]
-    rates = {
-        dtype: Rates(
-            flops=each["tflops"] * 1e12,
-            torch_flops=each["torch_tflops"] * 1e12,
-            copy_bytes=each["copy_gb_per_s"] * 1e9,
-            copy_over_cache=each["copy_over_cache"],
-        )
-        for (tp, dtype), each in known.items()
-        if tp == items[0].world
-    }
+    world = items[0].world
+    done, rooflines = session.run(_identity, (_done(report), report["rooflines"]))[0]
+    rates = {entry["dtype"]: rates_of(entry) for entry in rooflines if entry["tp"] == world}
     for item in items:
         bar.begin(item)
         if key(item) not in done:
             dtype = dtypes.name(item.spec.dtype)
             if dtype not in rates:
-                rates[dtype] = slowest_rates(session.run(probe, item.spec.dtype, sweep.device))
-                report["rooflines"].append(roofline(item.world, dtype, rates[dtype]))
+                rates[dtype] = slowest_rates(
+                    session.run(measure_rates, item.spec.dtype, sweep.device)
+                )
+                report["rooflines"].append(roofline(world, dtype, rates[dtype]))
             reports = session.run(
                 run_case, item.spec, sweep.algorithms, sweep.effort, rates[dtype], sweep.device
             )
@@ -87,16 +80,16 @@ def _run_world(
 
 
 def _done(report: Report) -> set[str]:
-    return {found["case"] for found in report["results"]}
+    return {each["case"] for each in report["results"]}
 
 
-def _same(value: object) -> object:
-    """Lets ranks hear what rank 0 has."""
+def _identity(value: object) -> object:
+    """Run on every rank, this broadcasts rank 0's value."""
     return value
 
 
 class _Bar:
-    """Progress: cases count by the time they are expected to take."""
+    """Progress bar: each case counts with its estimated time."""
 
     def __init__(self, sweep: Sweep, progress: Progress) -> None:
         self._progress, self._done = progress, 0
@@ -112,11 +105,11 @@ class _Bar:
 
 
 def _weight(item: Item) -> float:
-    return _START_SECONDS + Work.of(item.spec, item.world).least_seconds(_NOMINAL)
+    return _START_SECONDS + _NOMINAL.least_seconds(item.spec.cost(item.world))
 
 
 def _progress(console: Console) -> Progress:
-    """Shown on a terminal only."""
+    """Only shown on a terminal."""
     return Progress(
         TextColumn("{task.fields[done]}/{task.fields[cases]}"),
         BarColumn(bar_width=30),
@@ -126,6 +119,6 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description}"),
         console=console,
         transient=True,
-        speed_estimate_period=1e9,  # of all cases so far: one may take minutes
+        speed_estimate_period=1e9,  # estimated from all cases so far: one may take minutes
         disable=not (console.is_terminal and is_leader()),
     )

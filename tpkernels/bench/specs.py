@@ -1,67 +1,142 @@
-"""The cases that a command's options name."""
+"""`Spec`: an op on global shapes; and the specs that a command's options name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from tpkernels import dtypes
-from tpkernels.bench.cases import MATMUL_OPS, Spec
-from tpkernels.bench.device import unsupported_kernels
-from tpkernels.bench.options import UsageError, shape_of, sizes_of
+from tpkernels.bench.options import UsageError, ops_named, shape_of, sizes_of
+from tpkernels.bench.output import byte_size
+from tpkernels.bench.session import unsupported_kernels
+from tpkernels.ops._reduction import describe
 from tpkernels.planning.choose import Means, choose
+from tpkernels.planning.cost import Cost
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.table import has_matmul
+from tpkernels.shards import shard_sizes
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An op on global data: ``shape`` is (M, N, K) of a matmul op, (elements,) of a collective."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def has_matmul(self) -> bool:
+        """Whether the op multiplies or only communicates."""
+        return has_matmul(self.op)
+
+    @property
+    def other(self) -> int:
+        """The extent of the matmul that is not part of the problem, split over the ranks: N of an
+        all-gather, K of a reduction; 0 without a matmul."""
+        if not self.has_matmul:
+            return 0
+        _, n, k = self.shape
+        return n if self.op == "all_gather_matmul" else k
+
+    def problem(self, world: int, device: str = "cpu") -> Problem:
+        """The problem that is planned. Dim 0 is gathered or scattered, evenly if possible."""
+        shape = self.shape
+        if self.has_matmul:
+            m, n, k = self.shape
+            shape = (m, k) if self.op == "all_gather_matmul" else (m, n)
+        split = not self.op.endswith("all_reduce")
+        return Problem(
+            op=self.op,
+            device=device,
+            world=world,
+            shape=shape,
+            dim=0 if split else None,
+            sizes=tuple(shard_sizes(shape[0], world)) if split else (),
+            dtype=self.dtype,
+            options=describe(self.dtype, self.dtype) if "reduce" in self.op else (),
+        )
+
+    def cost(self, world: int) -> Cost:
+        """Flops and bytes of the op on the busiest of ``world`` ranks."""
+        return Cost.of(self.problem(world), self.other)
+
+    def __str__(self) -> str:
+        if self.has_matmul:
+            size = ", ".join(map(str, self.shape))
+        else:
+            size = byte_size(self.shape[0] * self.dtype.itemsize)
+        return f"{size} {dtypes.name(self.dtype)}"
 
 
 def specs_of(op: str, shapes: Iterable[str], sizes: str, dtype: torch.dtype) -> list[Spec]:
-    """A matmul op with each "M,N,K" of ``shapes``, a collective alone with each of ``sizes``, as in
-    "64K,1M". ``UsageError`` where one of them cannot be."""
-    if op in MATMUL_OPS:
+    """A matmul op with each "M,N,K" in ``shapes``, or a collective with each size in ``sizes``
+    ("64K,1M"). ``UsageError`` if one is invalid."""
+    if has_matmul(op):
         return [Spec(op, shape_of(text), dtype) for text in dict.fromkeys(shapes)]
     specs = []
     for nbytes in dict.fromkeys(sizes_of(sizes)):
         if nbytes % dtype.itemsize:
-            raise UsageError(f"{nbytes} bytes are no whole number of {dtypes.name(dtype)}")
+            raise UsageError(
+                f"{nbytes} bytes are not a whole number of {dtypes.name(dtype)} elements"
+            )
         specs.append(Spec(op, (nbytes // dtype.itemsize,), dtype))
     return specs
 
 
-def spec_of(op: str, shape: str, size: str, dtype: torch.dtype) -> Spec:
-    """The one case of ``specs_of``. ``UsageError`` where there are several."""
-    specs = specs_of(op, [shape], size, dtype)
+def spec_of(op: str, shape: str, sizes: str, dtype: torch.dtype) -> Spec:
+    """The only spec of `specs_of`. ``UsageError`` if there are several."""
+    specs = specs_of(op, [shape], sizes, dtype)
     if len(specs) > 1:
-        raise UsageError(f"--bytes {size} are {len(specs)} sizes; give one")
+        raise UsageError(f"--bytes {sizes} gives {len(specs)} sizes; give one")
     return specs[0]
 
 
+def spec_of_extents(
+    op: str, extents: tuple[int | None, ...], sizes: str | None, dtype: torch.dtype
+) -> Spec:
+    """The spec given by either --m, --n, --k (``extents``) or --bytes, whichever ``op`` needs."""
+    ops_named([op])
+    needed, unused = "--m, --n and --k", "--bytes"
+    given, excluded = None not in extents, sizes is not None
+    if not has_matmul(op):
+        needed, unused = unused, needed
+        given, excluded = excluded, any(extent is not None for extent in extents)
+    if excluded or not given:
+        raise UsageError(f"{op} takes {needed}, not {unused}")
+    return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
+
+
 def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu") -> None:
-    """``UsageError`` where an algorithm cannot run a case, as far as this process can tell."""
-    problem, missing = spec.problem(world, device), unsupported_kernels(device)
+    """``UsageError`` if an algorithm cannot run a spec, as far as this process can tell."""
+    means = Means(shared_memory=True, unsupported=unsupported_kernels(device))
     try:
-        choose(problem, Means(shared_memory=True, unsupported=missing), requested=algorithm)
+        choose(spec.problem(world, device), means, requested=algorithm)
     except NotImplementedError as error:
         raise UsageError(str(error)) from error
 
 
 def check_split(spec: Spec, world: int, *, label: str = "", uneven: bool = True) -> None:
-    """``UsageError`` where the ranks could not split a case.
+    """``UsageError`` if the ranks cannot split a spec.
 
     Args:
-        label: what the user calls its shape, beside the shape.
-        uneven: whether some ranks may have a row more.
+        label: the user's name for the shape, added to the message.
+        uneven: whether some ranks may have one row more.
     """
-    if spec.op not in MATMUL_OPS:
+    if not spec.has_matmul:
         return
     m = spec.shape[0]
     name = " ".join(filter(None, [",".join(map(str, spec.shape)), label]))
     if spec.other % world:
-        split = "N" if spec.op == "all_gather_matmul" else "K"
+        extent = "N" if spec.op == "all_gather_matmul" else "K"
         raise UsageError(
-            f"{split} of {name} is {spec.other}: {spec.op} splits it over {world} ranks, which do "
-            "not divide it"
+            f"{extent} of {name} is {spec.other}, which is not divisible by the {world} ranks that "
+            f"{spec.op} splits it over"
         )
-    if m % world and "all_reduce" not in spec.op and not uneven:
+    if m % world and spec.problem(world).dim is not None and not uneven:
         raise UsageError(
-            f"M of {name} is {m}: {spec.op} splits it over {world} ranks, which do not divide it; "
-            "--uneven gives some a row more"
+            f"M of {name} is {m}, which is not divisible by the {world} ranks that {spec.op} "
+            "splits it over; --uneven gives some ranks one row more"
         )

@@ -1,6 +1,6 @@
-"""What samples say, and what they do not: intervals by the bootstrap.
+"""Confidence intervals by the bootstrap.
 
-Variants that ran by turns are resampled together, repetition by repetition, so that what slowed
+Interleaved variants are resampled together, repetition by repetition, so a disturbance that slowed
 both (another program, a lower clock) does not count as a difference. Percentile intervals, 95 %.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# The smallest number of samples of which the least and the greatest hold the median between them
-# with more than 95 %: 1 - 2 / 2^6. Fewer have no such interval.
+# The smallest number of samples whose range contains the median with a probability above 95 %:
+# 1 - 2 / 2^6. Fewer samples get no interval.
 FEWEST = 6
 _RESAMPLES = 2000
 _SEED = 5
@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its interval; None where there were too few samples for one."""
+    """A number and its interval, which is None if there were too few samples."""
 
     value: float
     low: float | None
@@ -32,7 +32,7 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """What a speed-up says: "faster", "slower", or why neither."""
+        """A speed-up in words: "faster", "slower", or why neither."""
         if self.low is None or self.high is None:
             return "too few repetitions"
         if self.low <= 1 <= self.high:
@@ -41,8 +41,8 @@ class Estimate:
 
 
 def paired(function: Callable[..., Array], *series: Samples) -> Estimate:
-    """``function`` of the medians of series that were measured by turns: equally many samples, in
-    the order of the repetitions."""
+    """``function`` of the medians of interleaved series: equally many samples, in the order of the
+    repetitions."""
     samples = np.array(series, dtype=np.float64)
     count = samples.shape[1]
     picks = np.random.default_rng(_SEED).integers(count, size=(_RESAMPLES, count))
@@ -51,8 +51,8 @@ def paired(function: Callable[..., Array], *series: Samples) -> Estimate:
 
 
 def independent(function: Callable[..., Array], *runs: Sequence[Samples]) -> Estimate:
-    """``function`` of the medians of all series of all runs. A run's series were measured by
-    turns, the runs one after the other."""
+    """``function`` of the medians of all series of all runs. The series of a run were interleaved,
+    the runs were not."""
     generator = np.random.default_rng(_SEED)
     medians, resampled, fewest = [], [], FEWEST
     for run in runs:
@@ -74,11 +74,12 @@ def difference(a: Array, b: Array) -> Array:
 
 
 def overlap(op: Samples, unfused: Samples, gemm: Samples) -> Estimate | None:
-    """E_overlap (Flux, arXiv:2406.06858): the share of the unfused way's exposed communication
+    """E_overlap (Flux, arXiv:2406.06858): the fraction of the unfused op's exposed communication
     that the op hides. ``1 - (op - gemm) / (unfused - gemm)``: 1 hides all, 0 none, and below 0 the
-    op is slower than the unfused way.
+    op is slower than unfused.
 
-    None where the unfused way is not told apart from the gemm alone: there is nothing to hide.
+    None if the unfused op is not significantly slower than the gemm alone: there is nothing to
+    hide.
     """
     exposed = paired(difference, unfused, gemm)
     if exposed.low is None:

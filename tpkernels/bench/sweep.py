@@ -1,7 +1,8 @@
-"""What a run measures: options and a file become cases, all of them checked before any rank starts.
+"""The cases that `tpkernels bench` measures, from options and a YAML file, checked before any rank
+starts.
 
-Options mean the same on the command line and in a YAML file, where a list may stand for values with
-commas between them; those of the command line count.
+Options mean the same on the command line, which takes precedence, and in a YAML file, where a list
+may replace comma-separated values.
 """
 
 from __future__ import annotations
@@ -17,39 +18,40 @@ import torch
 import yaml
 
 from tpkernels.backends import OPS
-from tpkernels.bench.cases import MATMUL_OPS, Spec
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS, projection
 from tpkernels.bench.options import (
     UsageError,
     algorithms_named,
     at_least,
+    check_known,
     check_workers,
     dtype_named,
     number_in,
     ops_named,
     read_input,
 )
-from tpkernels.bench.specs import check_algorithm, check_split, specs_of
+from tpkernels.bench.specs import Spec, check_algorithm, check_split, specs_of
+from tpkernels.planning.table import has_matmul
 from tpkernels.text import shown
 
-ROWS = ("16", "256", "2048")  # of a model, where --m says nothing
+ROWS = ("16", "256", "2048")  # of a model, without --m
 SHAPES = ("16,2048,2048", "1024,2048,2048")
 BYTES = ("64K", "1M", "32M")
 _LAYER_OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
 QUICK_REPEAT, QUICK_SECONDS = 10, 2.0
 REPEAT = 20
 _MOST_BYTES = 1 << 20  # of a YAML file
-_IN_WORDS = {  # the types of settings
-    "tuple[str, ...]": "list of values",
-    "int | None": "whole number",
-    "float | None": "number",
+_KINDS = {  # names for the types of settings
+    "tuple[str, ...]": "a list of values",
+    "int | None": "a whole number",
+    "float | None": "a number",
     "bool | None": "true or false",
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a sweep by their names; empty and None: not given."""
+    """The options of a sweep by name; empty or None: not given."""
 
     op: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
@@ -69,25 +71,25 @@ class Settings:
     baselines: bool | None = None
 
     def over(self, file: Mapping[str, Any], path: Path) -> Settings:
-        """These settings, and those of a file where nothing is said here."""
+        """These settings, completed by those of a file."""
         fields = {field.name: field for field in dataclasses.fields(self)}
         merged = {}
         for name, value in file.items():
             if name not in fields:
                 raise UsageError(
-                    f"'{path}': unknown key {shown(name)}; there are {', '.join(fields)}"
+                    f"'{path}': unknown key {shown(name)}; choose from {', '.join(fields)}"
                 )
             kind = str(fields[name].type)
-            found = _converted(value, kind)
-            if found is None:
-                raise UsageError(f"'{path}': {name}: {shown(value)} is no {_IN_WORDS[kind]}")
+            converted = _converted(value, kind)
+            if converted is None:
+                raise UsageError(f"'{path}': {name}: {shown(value)} is not {_KINDS[kind]}")
             if getattr(self, name) in ((), None):
-                merged[name] = found
+                merged[name] = converted
         return dataclasses.replace(self, **merged)
 
 
 def _converted(value: object, kind: str) -> Any:
-    """A value of a YAML file as a field of that type has it; None if it cannot be."""
+    """A value of a YAML file, converted to the type of a field; None if that is impossible."""
     if kind.startswith("tuple"):
         lists = [one if isinstance(one, list) else [one] for one in _list(value)]
         plain = all(_is_number(one) or isinstance(one, str) for each in lists for one in each)
@@ -106,12 +108,12 @@ def _list(value: object) -> list[Any]:
 
 
 def _is_number(value: object) -> TypeGuard[int]:
-    """A whole number, and no larger than Python writes out."""
+    """A whole number that Python can print."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
 class _Loader(yaml.SafeLoader):
-    """Without aliases, of which a few lines can stand for more than fits into memory."""
+    """Refuses aliases: a few lines of them can expand beyond memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -123,23 +125,25 @@ def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     content = read_input(path, most=_MOST_BYTES)
     try:
-        found = yaml.load(content, _Loader)
-    except Exception as error:  # of any class where the text for a tag, or the nesting, is odd
+        options = yaml.load(content, _Loader)
+    except Exception as error:  # malformed tags and deep nesting raise errors of any class
         text = " ".join(str(error).split())
-        raise UsageError(f"'{path}' is no YAML: {text}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"'{path}' holds no mapping of options to values, as in 'tp: [2, 4]'")
-    return found
+        raise UsageError(f"'{path}' is not YAML: {text}") from error
+    if not isinstance(options, dict):
+        raise UsageError(f"'{path}' has no mapping from options to values, such as 'tp: [2, 4]'")
+    return options
 
 
 @dataclass(frozen=True)
 class Effort:
     """How a case is measured.
 
-    ``repeat`` repetitions of all variants by turns, fewer (three at the least) once they have taken
-    ``seconds``; baselines by torch.matmul that would take longer than these seconds for three
-    are left out. ``cold``: inputs are not in the cache, if memory allows. ``baselines``: there are
-    some that use torch.matmul.
+    Attributes:
+        repeat: interleaved repetitions of all variants.
+        seconds: after which no further repetition starts, once there are three. Baselines that
+            use torch.matmul and need longer for three repetitions are left out.
+        cold: inputs are not in the cache, memory permitting.
+        baselines: whether to run baselines that use torch.matmul.
     """
 
     repeat: int
@@ -150,7 +154,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Item:
-    """A case: an op on global data over ``world`` ranks, and which models have it."""
+    """A case: a spec on ``world`` ranks, and the models that contain it as labels."""
 
     spec: Spec
     world: int
@@ -159,7 +163,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All that a run measures."""
+    """Everything that a run measures, and how."""
 
     items: tuple[Item, ...]
     algorithms: tuple[str, ...]
@@ -168,7 +172,7 @@ class Sweep:
     device: str
 
     def facts(self) -> dict[str, Any]:
-        """What two runs must share to be one, as JSON has it; the cases aside."""
+        """What two runs must have in common, besides the cases, to share a file; JSON values."""
         return {
             "algorithms": list(self.algorithms),
             "threads": self.threads,
@@ -178,32 +182,32 @@ class Sweep:
 
 
 def plan_sweep(given: Settings, *, ranks: int | None, device: str) -> Sweep:
-    """The cases and how to measure them.
+    """The sweep for the given options.
 
     Args:
-        ranks: that a launcher has started; None: as many as are asked for are started.
+        ranks: the number of ranks that a launcher started; None without a launcher.
 
     Raises:
-        UsageError: something of it cannot be measured.
+        UsageError: some of it cannot be measured.
     """
     effort = _effort(given)
     threads = 1 if given.threads is None else given.threads
     at_least(1, repeat=effort.repeat)
     check_workers(threads=threads)
     if effort.seconds is not None and not 0 < effort.seconds < math.inf:
-        raise UsageError(f"--seconds is {effort.seconds:g}; it must be more than 0, and finite")
+        raise UsageError(f"--seconds is {effort.seconds:g}; it must be positive and finite")
     types = [dtype_named(name) for name in _split(given.dtype) or ["bf16"]]
     algorithms = algorithms_named(_split(given.algorithm) or ["auto"])
-    found: dict[tuple[Spec, int], Item] = {}
+    items: dict[tuple[Spec, int], Item] = {}
     for world in _worlds(given, ranks):
         for dtype in dict.fromkeys(types):
             for item in _items(given, world, dtype):
-                same = found.setdefault((item.spec, world), item)
+                same = items.setdefault((item.spec, world), item)
                 labels = tuple(dict.fromkeys((*same.labels, *item.labels)))
-                found[item.spec, world] = dataclasses.replace(item, labels=labels)
-    for item in found.values():
+                items[item.spec, world] = dataclasses.replace(item, labels=labels)
+    for item in items.values():
         _check(item, algorithms, device, uneven=bool(given.uneven))
-    return Sweep(tuple(found.values()), tuple(algorithms), effort, threads, device)
+    return Sweep(tuple(items.values()), tuple(algorithms), effort, threads, device)
 
 
 def _effort(given: Settings) -> Effort:
@@ -228,7 +232,7 @@ def _numbers(name: str, values: Sequence[str]) -> list[int]:
     parts = _split(values)
     for part in parts:
         if not number_in(part):
-            raise UsageError(f"--{name}: '{part}' is not a number of 1 or more")
+            raise UsageError(f"--{name}: '{part}' is not a positive number")
     return list(dict.fromkeys(map(number_in, parts)))
 
 
@@ -238,34 +242,27 @@ def _worlds(given: Settings, ranks: int | None) -> list[int]:
         check_workers(tp=world)
         if ranks is not None and world != ranks:
             raise UsageError(
-                f"--tp is {world} but torchrun started {ranks} ranks (WORLD_SIZE); leave it out"
+                f"--tp is {world} but torchrun started {ranks} ranks (WORLD_SIZE); leave --tp out"
             )
     return worlds
 
 
-def _named(what: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
-    for name in names:
-        if name not in known:
-            raise UsageError(f"unknown {what} '{name}'; there are {', '.join(known)}")
-    return list(dict.fromkeys(names))
-
-
 def _items(given: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
-    models = _named("model", _split(given.model), tuple(MODELS))
+    models = check_known("model", _split(given.model), MODELS)
     rows = _numbers("m", given.m)
     if not models and (rows or given.projection):
         option = "m" if rows else "projection"
-        raise UsageError(f"--{option} goes with --model; a --shape is M,N,K")
+        raise UsageError(f"--{option} needs --model; a --shape already contains M")
     shapes = given.shape or (() if models else SHAPES)
     ops = ops_named(_split(given.op) or (_LAYER_OPS if models else list(OPS)))
-    names = _named("projection", _split(given.projection) or LAYER, PROJECTIONS)
+    names = check_known("projection", _split(given.projection) or LAYER, PROJECTIONS)
     for model in models:
         for name in names:
-            product = projection(MODELS[model], name, world)
+            matmul = projection(MODELS[model], name, world)
             for m in rows or map(int, ROWS):
-                spec_shape = (m, product.n, product.k)
+                spec_shape = (m, matmul.n, matmul.k)
                 for op in ops:
-                    if op in MATMUL_OPS and (op == "all_gather_matmul") == product.column:
+                    if has_matmul(op) and (op == "all_gather_matmul") == matmul.column:
                         yield Item(Spec(op, spec_shape, dtype), world, (f"{model} {name}",))
     for op in ops:
         for spec in specs_of(op, shapes, ",".join(given.bytes or BYTES), dtype):
@@ -273,7 +270,7 @@ def _items(given: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
 
 
 def _check(item: Item, algorithms: list[str], device: str, *, uneven: bool) -> None:
-    """A case that the ranks could not run."""
+    """``UsageError`` if the ranks cannot run a case."""
     spec, world = item.spec, item.world
     check_split(spec, world, label=" ".join(item.labels[:1]), uneven=uneven)
     for name in algorithms:

@@ -1,4 +1,4 @@
-"""Times of several ways to do the same thing, measured by turns in one run on all ranks."""
+"""Interleaved times of several variants of the same computation, in one run on all ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from tpkernels.bench.benchmark import Timing, slowest
 
-# A timed region is at least this long (as far as _MOST_CALLS allows): ranks leave a barrier some
-# 0.1 ms apart, which counts in full on the first of them.
+# Minimum length of a timed region, as far as _MOST_CALLS allows: ranks leave a barrier about 0.1 ms
+# apart, which is charged to the first.
 _REGION_SECONDS = 4e-3
 _MOST_CALLS = 100
-_WARM_SECONDS = 0.25  # what takes longer needs no second run to be warm
-_LONG_SECONDS = 0.5  # and what takes longer than this, none before it is measured
+_WARM_SECONDS = 0.25  # a variant that takes longer is warm after one call
+_LONG_SECONDS = 0.5  # a variant that takes longer needs no warm-up at all
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way. ``reset`` runs before each timed region, outside of it."""
+    """One variant. ``reset`` runs before each timed region, untimed."""
 
     run: Callable[[], object]
     reset: Callable[[], object] | None = None
@@ -30,8 +30,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds of one call in each repetition, on one rank; a repetition is ``calls`` calls, and
-    ``warmup`` calls came before."""
+    """Seconds of one call in each repetition on one rank. A repetition consists of ``calls`` calls;
+    ``warmup`` untimed calls came first."""
 
     seconds: tuple[float, ...]
     calls: int
@@ -45,12 +45,12 @@ def measure(
     budget: float = math.inf,
     synchronize: Callable[[], object] | None = None,
 ) -> dict[str, Samples]:
-    """Times each variant ``repeat`` times, by turns. Collective.
+    """Times each variant ``repeat`` times, interleaved. Collective.
 
     Args:
-        budget: seconds after which no further repetition starts, if there have been three. With
-            a budget, the warm-up counts as a repetition where every variant takes long.
-        synchronize: waits for what a variant has only queued, as calls on CUDA tensors do.
+        budget: seconds after which no further repetition starts, once there are three. With a
+            budget, the warm-up counts as a repetition if every variant takes long.
+        synchronize: waits for the work that a variant queues, as calls on CUDA tensors do.
     """
     if not variants:
         return {}
@@ -66,8 +66,8 @@ def measure(
     names = list(variants)
     begin = len(seconds[names[0]])
     for repetition in range(begin, repeat):
-        # In a new order, the same on all ranks: what runs before a variant leaves caches, and gloo
-        # threads at work, to it.
+        # In a new order each time, the same on all ranks: a variant is affected by the caches and
+        # the busy gloo threads that its predecessor leaves behind.
         for name in random.Random(repetition).sample(names, len(names)):
             seconds[name].append(_region(variants[name], warmed[name].per_region, finish))
         (elapsed,) = slowest([time.perf_counter() - started])
@@ -80,17 +80,17 @@ def measure(
 
 
 def summary(ranks: Sequence[Samples]) -> Timing:
-    """The times of all ranks as one: of each repetition the slowest rank's."""
+    """The statistics over all ranks: each repetition counts with its slowest rank's time."""
     samples = [1e3 * max(each) for each in zip(*(s.seconds for s in ranks), strict=True)]
     return Timing.of(samples, warmup=ranks[0].warmup, calls=ranks[0].calls)
 
 
 def _nothing() -> None:
-    """What there is to wait for on a CPU."""
+    """Synchronises a CPU, which queues nothing."""
 
 
 def _region(variant: Variant, calls: int, finish: Callable[[], object]) -> float:
-    """Seconds of one call, over ``calls`` calls in a row."""
+    """Seconds of one call, the mean of ``calls`` consecutive calls."""
     if variant.reset is not None:
         variant.reset()
     finish()
@@ -104,8 +104,8 @@ def _region(variant: Variant, calls: int, finish: Callable[[], object]) -> float
 
 @dataclass(frozen=True)
 class _Warmed:
-    """What a variant's warm-up found: seconds of its last call here and on the slowest rank, and
-    how many calls it took."""
+    """The result of a variant's warm-up: seconds of its last call here and on the slowest rank, and
+    the number of calls."""
 
     seconds: float
     slowest: float
@@ -113,7 +113,7 @@ class _Warmed:
 
     @property
     def per_region(self) -> int:
-        """Calls that make a region long enough; the same on all ranks."""
+        """Calls that make a timed region long enough; the same on all ranks."""
         return min(max(1, math.ceil(_REGION_SECONDS / self.slowest)), _MOST_CALLS)
 
 

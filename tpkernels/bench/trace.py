@@ -1,8 +1,8 @@
-"""Traces of torch's profiler, one of each rank, as one; and what the ranks did, by kinds of time.
+"""Merges torch profiler traces, one per rank, and classifies what the ranks spent their time on.
 
-The clock: a trace counts microseconds from its ``baseTimeNanoseconds``, a time of the host's
-CLOCK_REALTIME, and torch converts all its time stamps to that. So the ranks of one host have one
-clock. Nothing is done about the clocks of several hosts.
+Clock: a trace counts microseconds from its ``baseTimeNanoseconds``, a CLOCK_REALTIME of the host to
+which torch converts all time stamps. So the ranks of one host share a clock. Clocks of different
+hosts are not aligned.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tpkernels.local import ranges
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
-Lane = tuple[int, str]  # rank, and which of its threads or streams
+Lane = tuple[int, str]  # rank, and the name of its thread or stream
 
-CALL = "tpkernels profile: call"  # the ranges that `tpkernels profile --op` looks into
-# COPY is what the rank itself does, and not while it waits within; MOVE goes on by itself.
+CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
+# COPY: the rank itself copies, excluding waits within the copy. MOVE: data moves without the rank.
 COMPUTE, COPY, MOVE, WAIT = "compute", "copy", "transfer", "wait"
-_PIDS = 100  # of each rank in the merged trace
+_PIDS = 100  # process ids reserved for each rank in the merged trace
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
-# What of ATen makes, moves or looks at tensors, and computes nothing.
+# ATen ops that create, move or view tensors and compute nothing.
 _MAKES = "empty empty_strided empty_like resize_"
 _MOVES = "copy_ to _to_copy clone contiguous item _local_scalar_dense is_nonzero"
 _LOOKS = (
@@ -34,8 +34,8 @@ _NO_COMPUTE = frozenset(f"{_MAKES} {_MOVES} {_LOOKS}".split(" "))
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One Chrome trace of the traces by rank. Time counts from the first event; each rank has
-    processes of its own, "rank 0" and "rank 0, GPU 0", and flows within itself only."""
+    """Merges traces, given by rank, into one Chrome trace that starts at its first event. Each rank
+    has its own processes, such as "rank 0" and "rank 0, GPU 0"; flows stay within a rank."""
     base = min(trace["baseTimeNanoseconds"] for trace in traces)
     events: list[Event] = []
     for rank, trace in enumerate(traces):
@@ -51,7 +51,7 @@ def _of_rank(rank: int, events: Iterable[Event], shift: float) -> Iterable[Event
     pids: dict[int, int] = {}
     labels = {e["pid"]: e["args"]["labels"] for e in events if e["name"] == "process_labels"}
     for event in events:
-        if not isinstance(event.get("pid"), int):  # the profiler's own bookkeeping
+        if not isinstance(event.get("pid"), int):  # bookkeeping of the profiler
             continue
         old = event["pid"]
         new = dict(event, ts=event["ts"] + shift)
@@ -67,12 +67,12 @@ def _of_rank(rank: int, events: Iterable[Event], shift: float) -> Iterable[Event
 
 
 def rank_of(event: Event) -> int:
-    """Whose event of a merged trace it is."""
+    """The rank of an event in a merged trace."""
     return int(event["pid"] // _PIDS)
 
 
 def kinds(event: Event) -> tuple[str, ...]:
-    """Which kinds of time an event is; none, or several at once."""
+    """The kinds of time an event counts as; possibly none or several."""
     name, category = event["name"], event.get("cat", "")
     if name == ranges.WAIT or (category == "cuda_runtime" and "Synchronize" in name):
         return (WAIT,)
@@ -92,9 +92,16 @@ def kinds(event: Event) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RankTime:
-    """What one rank did, in milliseconds: ``total``, of which at least one lane computed; data
-    moved and nothing was computed; it waited and neither was so. ``moved`` is all time in which
-    data moved, ``overlapped`` that part of it in which something was computed."""
+    """What one rank spent its time on, in milliseconds.
+
+    Attributes:
+        total: all time considered.
+        compute: at least one lane computes.
+        copy: data moves and nothing is computed.
+        wait: the rank waits, without computing or moving data.
+        moved: data moves.
+        overlapped: the part of ``moved`` during which something is computed.
+    """
 
     total: float
     compute: float
@@ -105,13 +112,13 @@ class RankTime:
 
 
 def times(trace: dict[str, Any], ranks: int) -> list[RankTime]:
-    """What the ranks of a merged trace did, within calls if it has such. Where a GPU computes, the
-    host does not: it queues."""
-    found: list[dict[str, list[Interval]]] = [defaultdict(list) for _ in range(ranks)]
+    """The times of all ranks in a merged trace, within calls if there are any. If a rank runs GPU
+    kernels, its host only queues work: the host's ops do not count as compute."""
+    by_rank: list[dict[str, list[Interval]]] = [defaultdict(list) for _ in range(ranks)]
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     on_gpu = {rank_of(event) for event in spans if event.get("cat") == "kernel"}
     for event in spans:
-        mine = found[rank_of(event)]
+        mine = by_rank[rank_of(event)]
         span = (event["ts"], event["ts"] + event["dur"])
         mine["all"].append(span)
         if event["name"].startswith(CALL):
@@ -120,59 +127,54 @@ def times(trace: dict[str, Any], ranks: int) -> list[RankTime]:
         for kind in kinds(event):
             if not (queues and kind == COMPUTE):
                 mine[kind].append(span)
-    return [_times(one) for one in found]
+    return [_times(own) for own in by_rank]
 
 
-def _times(found: dict[str, list[Interval]]) -> RankTime:
-    whole = found["all"]
+def _times(spans: dict[str, list[Interval]]) -> RankTime:
+    whole = spans["all"]
     if not whole:
         return RankTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    window = union(found["calls"] or [(min(a for a, _ in whole), max(b for _, b in whole))])
-    wait = both(union(found[WAIT]), window)
-    compute = both(union(found[COMPUTE]), window)
-    copied = without(union(found[COPY]), without(wait, compute))
-    moved = both(union([*copied, *found[MOVE]]), window)
+    window = union(spans["calls"] or [(min(a for a, _ in whole), max(b for _, b in whole))])
+    wait = both(union(spans[WAIT]), window)
+    compute = both(union(spans[COMPUTE]), window)
+    copied = without(union(spans[COPY]), without(wait, compute))
+    moved = both(union([*copied, *spans[MOVE]]), window)
     exposed = without(moved, compute)
     return RankTime(
-        *(
-            length(one) / 1e3
-            for one in (
-                window,
-                compute,
-                exposed,
-                without(without(wait, compute), exposed),
-                moved,
-                both(moved, compute),
-            )
-        )
+        total=_milliseconds(window),
+        compute=_milliseconds(compute),
+        copy=_milliseconds(exposed),
+        wait=_milliseconds(without(without(wait, compute), exposed)),
+        moved=_milliseconds(moved),
+        overlapped=_milliseconds(both(moved, compute)),
     )
 
 
 def lanes(trace: dict[str, Any]) -> dict[Lane, dict[str, list[Interval]]]:
-    """For each thread and stream with something to show, by rank: when it did what, in
-    microseconds."""
+    """The intervals, in microseconds, of each kind of time in every thread and stream that has
+    any."""
     names = {
         event["pid"]: event["args"]["name"]
         for event in trace["traceEvents"]
         if event["name"] == "process_name"
     }
-    found: dict[tuple[int, Any], dict[str, list[Interval]]] = {}
+    spans: dict[tuple[int, Any], dict[str, list[Interval]]] = {}
     for event in trace["traceEvents"]:
         for kind in kinds(event) if event["ph"] == "X" else ():
-            of_lane = found.setdefault((event["pid"], event["tid"]), defaultdict(list))
+            of_lane = spans.setdefault((event["pid"], event["tid"]), defaultdict(list))
             of_lane[kind].append((event["ts"], event["ts"] + event["dur"]))
     result: dict[Lane, dict[str, list[Interval]]] = {}
-    for i, (pid, tid) in enumerate(sorted(found, key=str)):
-        first = sorted(each for each in found if each[0] == pid)[0] == (pid, tid)
+    for i, (pid, tid) in enumerate(sorted(spans, key=str)):
+        first = sorted(each for each in spans if each[0] == pid)[0] == (pid, tid)
         label = names.get(pid, "") if first else f"{names.get(pid, '')}, {tid}"
         result[pid // _PIDS, label or str(i)] = {
-            kind: union(spans) for kind, spans in found[pid, tid].items()
+            kind: union(intervals) for kind, intervals in spans[pid, tid].items()
         }
     return result
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorted intervals that do not touch, over the same time."""
+    """Sorted, disjoint intervals that cover the same time."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -183,7 +185,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def both(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """The time in two unions."""
+    """The time in both of two unions."""
     result, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -197,11 +199,11 @@ def both(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """The time in union ``a`` and not in union ``b``."""
+    """The time in union ``a`` but not in union ``b``."""
     edges = [edge for interval in b for edge in interval]
     outside = zip([-float("inf"), *edges[1::2]], [*edges[::2], float("inf")], strict=True)
     return both(a, list(outside))
 
 
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+def _milliseconds(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals) / 1e3

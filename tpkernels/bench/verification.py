@@ -1,15 +1,14 @@
-"""Whether a result is right: against float64, within a bound that follows from the op's contract.
+"""Verifies results against float64, within a bound derived from the op's contract.
 
-An error may be as large as that of the unfused way on the same inputs, in the same element, plus
-the smaller of
+The error of an element may be as large as torch's own on the same inputs, plus the smaller of
 
     sqrt(K) * eps * (|A| @ |B|)                           the contract of all ops
     eps/2 * (|y| + sum_r |p_r|) + K * 2^-24 * |A| @ |B|   products and sums in fp32, one rounding of
                                                           the result y and of each partial p_r
 
 The first alone is too weak for 16-bit dtypes: on random data in bf16 it exceeds the result itself
-from K = 256 or so. A residual is one more term of the sum. Each rank checks rows of its own; all
-ranks get the verdict.
+from about K = 256. A residual is one more term of the sum. Each rank checks its own rows; all ranks
+get the same verdict.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ import torch.distributed as dist
 from tpkernels.bench.cases import Case, Outputs
 from tpkernels.bench.session import gather_objects, tensors_of_all
 
-_PANEL_ELEMENTS = 1 << 21  # of the result are compared at a time
-_SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
+_PANEL_ELEMENTS = 1 << 21  # of the result, compared at a time
+_SECOND_ORDER = 1.01  # allows for products of roundings, which the second bound ignores
 
 
 @dataclass(frozen=True, order=True)
 class Verdict:
-    """The largest ``error / bound``, and both in that element."""
+    """The largest ``error / bound`` over all elements, and both values of that element."""
 
     ratio: float = 0.0
     error: float = 0.0
@@ -43,17 +42,18 @@ class Verdict:
 
 WRONG = Verdict(math.inf, math.inf, 0.0)
 
-# One summand of the result: rows of A with B, or a summand itself and no B.
+# One summand of the result: rows of A and B, or the summand itself and None.
 Term = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def verify(
     case: Case, baseline: Outputs | None, candidates: Mapping[str, Outputs]
 ) -> dict[str, Verdict]:
-    """Compares the results that ``candidates`` got for ``case`` with float64. Collective.
+    """Compares results for ``case`` with float64. Collective.
 
     Args:
-        baseline: what the unfused way got; None: nothing is allowed for its error.
+        baseline: torch's result, whose error is added to the bound; None: the bound stays as it is.
+        candidates: results by name.
     """
     verdicts = {name: _same_everywhere(case, outputs) for name, outputs in candidates.items()}
     for i, terms in enumerate(_terms(case)):
@@ -69,13 +69,13 @@ def verify(
                 allowed = bound + (_mine(case, baseline[i])[:, columns] - exact).abs()
             for name, result in results.items():
                 if verdicts[name] != WRONG:
-                    found = _worst(result[:, columns], exact, allowed)
-                    verdicts[name] = max(verdicts[name], found)
+                    worst = _worst(result[:, columns], exact, allowed)
+                    verdicts[name] = max(verdicts[name], worst)
     return {name: max(everyone[name] for everyone in gather_objects(verdicts)) for name in verdicts}
 
 
 def _shape(case: Case, i: int) -> torch.Size:
-    """Of this rank's result ``i``."""
+    """The shape of this rank's result ``i``."""
     rows, rest = case.x.shape[0], case.x.shape[1:]
     if case.op.startswith("all_gather"):
         rows = sum(case.sizes)
@@ -85,7 +85,7 @@ def _shape(case: Case, i: int) -> torch.Size:
 
 
 def _terms(case: Case) -> list[list[Term]]:
-    """For each output the summands of the rows that this rank checks."""
+    """For each output, the summands of the rows that this rank checks."""
     rank = dist.get_rank()
     everyone = tensors_of_all(case.x)
     if case.op == "all_gather":
@@ -100,8 +100,8 @@ def _terms(case: Case) -> list[list[Term]]:
 
 
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
-    """The rows that this rank checks, as a matrix: those it has, or its part of an all-reduce."""
-    if "all_reduce" in case.op:
+    """The rows that this rank checks, as a matrix: all its rows, or its part of an all-reduce."""
+    if case.op.endswith("all_reduce"):
         whole = whole.split(list(case.sizes))[dist.get_rank()]
     return _matrix(whole)
 
@@ -113,11 +113,11 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 def _panels(
     case: Case, terms: list[Term], residual: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Columns, the exact result there and the bound without the unfused way's error."""
+    """Panels of columns: the columns, the exact result, and the bound without torch's error."""
     first, factor = terms[0]
     rows, width = first.shape[0], (first if factor is None else factor).shape[1]
     step = max(1, _PANEL_ELEMENTS // max(rows, 1))
-    partials = factor is not None and case.op != "all_gather_matmul"  # these travel, rounded
+    partials = factor is not None and case.op != "all_gather_matmul"  # rounded before they travel
     depth = sum(1 if b is None else a.shape[1] for a, b in terms)
     for begin in range(0, width if rows else 0, step):
         columns = slice(begin, min(begin + step, width))
@@ -156,8 +156,8 @@ def _worst(result: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> 
 
 
 def _same_everywhere(case: Case, outputs: Outputs) -> Verdict:
-    """An all-reduce must leave the same bits on every rank."""
-    if "all_reduce" not in case.op:
+    """Wrong if an all-reduce does not produce the same bits on every rank."""
+    if not case.op.endswith("all_reduce"):
         return Verdict()
     bits = outputs[0].contiguous().view(torch.uint8)
     first = bits.clone()

@@ -1,4 +1,4 @@
-"""The command line: what is here, a demonstration that checks itself, and measurements."""
+"""The command line: one file per command, with its options and output; `bench` does the work."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 app.command()(info.info)
 app.command()(demo.demo)
@@ -21,12 +22,12 @@ app.command()(bench.bench)
 app.command()(compare.compare)
 app.command()(tune.tune)
 app.command()(explain.explain)
-# What follows the script is the script's, options too.
+# Everything after the script belongs to the script, including options.
 app.command(context_settings={"allow_interspersed_args": False})(profile.profile)
 
 
 def main() -> None:
     """The console script ``tpkernels``."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr
     app(prog_name="tpkernels")

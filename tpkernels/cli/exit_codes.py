@@ -1,4 +1,4 @@
-"""Exit codes of the commands: 0 fine, 1 regression or wrong result, 2 unusable input."""
+"""Exit codes of the commands: 0 success, 1 wrong result or regression, 2 unusable input."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_MESSAGE = 1000  # characters of an error
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turns errors that need no traceback into a message and an exit code: 2 for input that cannot
-    be used, 1 for ranks that failed, as for a wrong result."""
+    """Turns errors that need no traceback into a message and an exit code: 2 for unusable input, 1
+    for ranks that failed."""
     try:
         yield
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks find the same
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank raises the same error
             typer.echo(f"Error: {short(printable(str(error)), _MOST_MESSAGE)}", err=True)
         raise typer.Exit(2) from error
     except RankError as error:

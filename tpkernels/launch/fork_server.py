@@ -1,7 +1,7 @@
-"""Imported by the fork server of `tpkernels.launch` only: has it clean up after a killed parent.
+"""Imported only by the fork server of `tpkernels.launch`: cleans up after a killed parent.
 
-The server listens on a socket in a temporary folder, which the parent removes when it exits. When
-the parent is killed, nobody would; but the server lives on until it and all ranks are gone.
+The server listens on a socket in a temporary folder, which the parent removes on exit. A killed
+parent cannot, but the server outlives it until all ranks are gone, and removes the folder then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What runs in a rank process that `tpkernels.launch` started.
+"""The main function of a rank process started by `tpkernels.launch`.
 
-A rank joins the group, then takes one job after the other from its pipe and answers each with
-an `Outcome`. Errors travel back as text, nothing is printed. It leaves when told to, and dies
-with its parent: see `die_with_parent`.
+A rank joins the group, then runs jobs from its pipe one by one and answers each with an `Outcome`.
+Errors are returned as text; nothing is printed. It leaves on request, and dies with its parent: see
+`die_with_parent`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ STACK_FILE = "tpkernels-stack"  # the memory file that SIGUSR1 dumps the Python 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one job on one rank."""
+    """The outcome of one job on one rank."""
 
     rank: int
     value: Any = None
     error: str | None = None  #: the traceback, as text
     error_type: str | None = None  #: the exception's class name
     exitcode: int | None = None  #: of a rank that died; negative: the signal
-    timed_out: bool = False  #: no word from the rank by the deadline
-    seconds: float = 0.0  #: how long the function ran; if it died or timed out, since `submit`
-    ended: float = 0.0  #: time.monotonic() at the end; one clock for all processes
+    timed_out: bool = False  #: no answer by the deadline
+    seconds: float = 0.0  #: run time of the function; after a death or timeout, since `submit`
+    ended: float = 0.0  #: time.monotonic() at the end, one clock for all processes
 
     @property
     def ok(self) -> bool:
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank needs to know to join the group."""
+    """Everything a rank needs to join the group."""
 
     world: int
     backend: str
@@ -68,7 +68,7 @@ class Setup:
 
 
 def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
-    """The life of a rank process; does not return."""
+    """Runs a rank process; does not return."""
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=_C.host.open_memfd(STACK_FILE))
     if answer(pipe, rank, partial(join_group, rank, setup)):
@@ -79,21 +79,22 @@ def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process and its children when the parent is gone.
+    """Makes the kernel kill this process and its children when the parent dies.
 
-    The pipe that tells a child of its parent's end sends a signal when its last writer goes:
-    SIGKILL, to the process group led from here. This reaches a rank that is stopped, or stuck
-    in C++ with the GIL held. PR_SET_PDEATHSIG would follow the fork server instead.
+    The pipe by which multiprocessing detects the parent's death is set to send a signal when its
+    last writer exits: SIGKILL, to the process group of this rank. This also reaches a rank that is
+    stopped, or stuck in C++ while holding the GIL. PR_SET_PDEATHSIG would follow the fork server
+    instead of the parent.
     """
     os.setpgid(0, 0)
     parent = parent_process()
     if parent is None:
-        raise RuntimeError("only a process that multiprocessing started can be a rank")
+        raise RuntimeError("a rank must be a process started by multiprocessing")
     alive = parent.sentinel
     fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
-    if connection.wait([alive], 0):  # it went before the signal was armed
+    if connection.wait([alive], 0):  # it died before the signal was armed
         os._exit(1)
 
 
@@ -112,17 +113,17 @@ def join_group(rank: int, setup: Setup) -> None:
 
 def run_job(job: bytes) -> Any:
     stream = io.BytesIO(job)
-    sys.path[:] = pickle.load(stream)  # before the function, whose module it may take to find
+    sys.path[:] = pickle.load(stream)  # first: importing the function may need it
     fn, args, kwargs = pickle.load(stream)
     return fn(*args, **kwargs)
 
 
 def answer(pipe: connection.Connection, rank: int, work: Callable[[], Any]) -> bool:
-    """Runs ``work``, sends what became of it, and says whether it went well."""
+    """Runs ``work``, sends the outcome, and returns whether it succeeded."""
     begin = time.monotonic()
     try:
         outcome = Outcome(rank, value=work())
-    except BaseException as error:  # also SystemExit: a job must not end the rank by accident
+    except BaseException as error:  # even SystemExit: a job must not end the rank
         outcome = failure(rank, error)
     end = time.monotonic()
     outcome = replace(outcome, seconds=end - begin, ended=end)
@@ -144,7 +145,7 @@ def failure(rank: int, error: BaseException) -> Outcome:
 
 
 def shut_down() -> None:
-    """Leaves the group, or gives up on that, and ends the process without exit handlers."""
+    """Leaves the group, within a time limit, and exits without running exit handlers."""
 
     def leave_group() -> None:
         with contextlib.suppress(Exception):

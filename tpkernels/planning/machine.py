@@ -1,4 +1,4 @@
-"""What a measured time is valid for: the device, how the ranks are laid out, and the versions."""
+"""What a measured time is valid for: the device, the layout of the ranks, and the versions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tpkernels.version import VERSION
 class Machine:
     """A device and a topology, as rank 0 of a group sees them.
 
-    ``cores`` are those that rank 0 may use, ``threads`` its intra-op threads, ``hosts`` is the
-    number of host names among the ranks.
+    ``cores`` is the number of cores rank 0 may use, ``threads`` its intra-op threads, ``hosts`` the
+    number of distinct host names.
     """
 
     kind: str  #: "cpu" or "cuda"
@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def file_name(self) -> str:
-        """A name that no other machine's file has, nor that of other versions here."""
+        """Unique to this machine and these versions."""
         identity = repr((sorted(asdict(self).items()), sorted(versions().items())))
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         return f"tuning-{self.kind}-{self.ranks}-ranks-{digest}.json"
@@ -44,7 +44,7 @@ class Machine:
 def this_machine(
     kind: str, ranks: int, hosts: int, shared_memory: bool, *, threads: int | None = None
 ) -> Machine:
-    """This process's machine. ``threads``: those of torch in this process by default."""
+    """This process's machine. ``threads`` defaults to torch's in this process."""
     return Machine(
         kind=kind,
         device=processor() if kind == "cpu" else torch.cuda.get_device_name(),
@@ -69,7 +69,7 @@ def processor() -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of all whose change may change times."""
+    """Versions of the packages that times depend on."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

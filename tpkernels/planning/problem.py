@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from tpkernels import dtypes
-from tpkernels.planning.table import Series
+from tpkernels.planning.table import Series, has_matmul
 from tpkernels.shards import shard_sizes
 
 
@@ -38,7 +38,7 @@ class Problem:
     @property
     def has_matmul(self) -> bool:
         """Whether the op multiplies as well as communicates."""
-        return "matmul" in self.op
+        return has_matmul(self.op)
 
     @property
     def outer(self) -> int:

@@ -1,9 +1,9 @@
-"""The file that keeps a `Table`: one for each machine and topology, in the cache folder.
+"""The file that holds a `Table`: one per machine and topology, in the cache folder.
 
-It is JSON, it is replaced as a whole, and nothing in it is taken on trust: who can have written it
-(`cache.read_trusted`), the format's version, the machine, the versions of the software and every
-value are checked, and a file in which anything is wrong is not used at all. The worst that a
-well-formed file can do is to have a slower algorithm chosen.
+The file is JSON and is replaced as a whole. Nothing in it is trusted: its owner and permissions
+(`cache.read_trusted`), the format version, the machine, the software versions and every value are
+checked, and a file with any error is ignored entirely. The worst a well-formed file can do is to
+select a slower algorithm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tpkernels.planning.table import Measurement, Series, Table
 from tpkernels.text import shown
 
 FORMAT = "tpkernels tuning 2"
-_MOST_BYTES = 1 << 20  # a case takes some 300
+_MOST_BYTES = 1 << 20  # a case takes about 300
 _MOST_MS = 1e9
 _MOST_COUNT = 1 << 63
 _LOCK_SECONDS = 10.0  # an update takes milliseconds
@@ -31,13 +31,13 @@ _DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
 
 
 def path_for(machine: Machine) -> Path:
-    """Where the table of a machine is kept. ``RuntimeError`` for a user without a home."""
+    """The file for a machine. ``RuntimeError`` if the user has no home."""
     return cache_folder() / machine.file_name
 
 
 def load(machine: Machine) -> tuple[Table, str]:
-    """The table of a machine, empty where there is none, and why a file that is there is ignored:
-    a warning for the user, "" for none."""
+    """A machine's table, empty if there is none, and a warning for the user if a file was ignored
+    ("" if not)."""
     try:
         path = path_for(machine)
     except RuntimeError:
@@ -55,7 +55,7 @@ def load(machine: Machine) -> tuple[Table, str]:
 
 
 def load_or_warn(machine: Machine) -> Table:
-    """The table of a machine; a ``RuntimeWarning`` where a file is ignored."""
+    """A machine's table, with a ``RuntimeWarning`` if a file was ignored."""
     table, ignored = load(machine)
     if ignored:
         warnings.warn(ignored, RuntimeWarning, stacklevel=2)
@@ -63,11 +63,11 @@ def load_or_warn(machine: Machine) -> Table:
 
 
 def update(machine: Machine, *new: Measurement) -> tuple[Path, Table]:
-    """Adds measurements to the table of a machine, in place of what it had of the same cases.
-    Returns where the table is and what it holds now. Processes that update at once take turns.
+    """Adds measurements to a machine's table, replacing those of the same cases. Returns the file
+    and the new table. Concurrent updates are serialised by a lock.
 
     Raises:
-        OSError: the file cannot be written, or another process kept it locked.
+        OSError: the file cannot be written, or another process held its lock.
     """
     path = path_for(machine)
     make_folder(path.parent)
@@ -86,39 +86,39 @@ def update(machine: Machine, *new: Measurement) -> tuple[Path, Table]:
 
 
 def to_json(table: Table) -> list[dict[str, Any]]:
-    """The measurements as JSON has them."""
+    """The measurements as JSON values."""
     return [asdict(one) for one in table.measurements]
 
 
 def parse(content: bytes, machine: Machine) -> Table:
-    """The table in a file's content. ``ValueError`` or ``RecursionError`` where it is not one of
-    ``machine`` with today's versions."""
+    """The table in a file's content. ``ValueError`` or ``RecursionError`` if it is not a table for
+    ``machine`` and the current versions."""
     try:
-        found = json.loads(content)
+        data = json.loads(content)
     except UnicodeDecodeError as error:
-        raise ValueError("it is no text") from error
+        raise ValueError("it is not text") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: {error}") from error
-    _same(found, "format", FORMAT)
+        raise ValueError(f"it is not JSON: {error}") from error
+    _same(data, "format", FORMAT)
     for name, value in asdict(machine).items():
-        _same(_member(found, "machine", dict), name, value)
+        _same(_member(data, "machine", dict), name, value)
     for name, value in versions().items():
-        _same(_member(found, "versions", dict), name, value)
-    return from_json(_member(found, "measurements", list))
+        _same(_member(data, "versions", dict), name, value)
+    return from_json(_member(data, "measurements", list))
 
 
-def from_json(found: Iterable[Any]) -> Table:
-    """The table of checked measurements. ``ValueError`` where one is none."""
-    return Table(tuple(_measurement(one) for one in found))
+def from_json(values: Iterable[Any]) -> Table:
+    """The table of these measurements. ``ValueError`` if one is malformed."""
+    return Table(tuple(_measurement(one) for one in values))
 
 
-def _measurement(found: Any) -> Measurement:
-    series = _member(found, "series", dict)
-    times = _member(found, "ms", dict)
+def _measurement(value: Any) -> Measurement:
+    series = _member(value, "series", dict)
+    times = _member(value, "ms", dict)
     for name, ms in times.items():
         if type(ms) not in (int, float) or not 0 < ms < _MOST_MS:
             raise ValueError(f"the time of {shown(name)} is {shown(ms)}")
-    day = _member(found, "date", str)
+    day = _member(value, "date", str)
     try:
         date.fromisoformat(day)
     except ValueError as error:
@@ -138,35 +138,35 @@ def _measurement(found: Any) -> Measurement:
             dtype=dtype,
             options=tuple(options),
         ),
-        extent=_count(found, "extent", 1),
-        other=_count(found, "other", 0),
+        extent=_count(value, "extent", 1),
+        other=_count(value, "other", 0),
         ms=times,
         date=day,
-        config=tuple(map(_field, _member(found, "config", list))),
+        config=tuple(map(_field, _member(value, "config", list))),
     )
 
 
-def _field(found: Any) -> tuple[str, int]:
-    """A field of a kernel's config. Whether there is such a config is for the kernels to know."""
-    if not isinstance(found, list) or [type(each) for each in found] != [str, int]:
-        raise ValueError(f"a field of a config is {shown(found)}")
-    return found[0], found[1]
+def _field(value: Any) -> tuple[str, int]:
+    """A field of a kernel's config. Whether that config exists is up to the kernels."""
+    if not isinstance(value, list) or [type(each) for each in value] != [str, int]:
+        raise ValueError(f"a field of a config is {shown(value)}")
+    return value[0], value[1]
 
 
-def _member(found: Any, name: str, kind: type) -> Any:
-    if not isinstance(found, dict) or type(found.get(name)) is not kind:
-        raise ValueError(f"'{name}' is missing, or no {kind.__name__}")
-    return found[name]
+def _member(parent: Any, name: str, kind: type) -> Any:
+    if not isinstance(parent, dict) or type(parent.get(name)) is not kind:
+        raise ValueError(f"'{name}' is missing or not a {kind.__name__}")
+    return parent[name]
 
 
-def _count(found: dict[str, Any], name: str, least: int) -> int:
-    value: int = _member(found, name, int)
+def _count(parent: dict[str, Any], name: str, least: int) -> int:
+    value: int = _member(parent, name, int)
     if not least <= value < _MOST_COUNT:
         raise ValueError(f"'{name}' is {shown(value)}")
     return value
 
 
-def _same(found: Any, name: str, expected: object) -> None:
-    value = _member(found, name, type(expected))
+def _same(parent: Any, name: str, expected: object) -> None:
+    value = _member(parent, name, type(expected))
     if value != expected:
         raise ValueError(f"{name} is {shown(value)}, here it is {expected!r}")

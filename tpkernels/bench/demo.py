@@ -1,11 +1,11 @@
-"""A transformer layer, tensor-parallel with sequence parallelism, as each rank of the demo runs it.
+"""`tpkernels demo`: a transformer layer, tensor-parallel with sequence parallelism, on each rank.
 
     x [M/W, hidden] -> norm -> QKV (all_gather_matmul, one gather) -> attention over local heads
       -> out (matmul_reduce_scatter, + x) -> norm -> gate, up (all_gather_matmul, one gather)
       -> SiLU(gate) * up -> down (matmul_reduce_scatter, + x)
 
-and one step of decoding through `down` (matmul_all_reduce). The layer is written once; who runs its
-ops is a parameter: tpkernels, torch.distributed, or float64 on one rank.
+and one decoding step through `down` (matmul_all_reduce). The layer is written once and takes the
+implementation of its ops as a parameter: tpkernels, torch.distributed, or float64 on one rank.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tpkernels.bench.cases import (
     run_torch,
     run_tpkernels,
 )
+from tpkernels.bench.options import UsageError
 from tpkernels.bench.session import gather_objects, tensors_of_all
 from tpkernels.bench.timing import Samples, Variant, measure
 from tpkernels.bench.verification import Verdict, verify
@@ -36,30 +37,36 @@ from tpkernels.bench.verification import Verdict, verify
 _LARGEST_HEAD = 128
 _DECODE_TOKENS = 8
 _OPS = 4  # in the layer
-_SECONDS_PER_OP = 3.0  # of timing
+_SECONDS_PER_OP = 3.0  # spent on timing
 
-# Runs one op of the layer, which has a name there.
+# Runs one op of the layer, given its name there.
 Runner = Callable[[str, Case], Outputs]
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Global sizes; none need divide by the number of ranks."""
+    """Global sizes, which need not be divisible by the number of ranks."""
 
     m: int
     hidden: int
     ffn: int
     dtype: torch.dtype
 
+    def check(self, world: int) -> None:
+        """``UsageError`` if a rank would have no columns of a weight."""
+        for name, width in {"hidden": self.hidden, "ffn": self.ffn}.items():
+            if width < world:
+                raise UsageError(f"--{name} is {width}: {world} ranks need at least {world}")
+
     def heads(self, world: int) -> int:
-        """As few as keep all ranks at work and a head at 128 columns or fewer."""
+        """The fewest that give every rank a head of at most 128 columns."""
         fewest = max(world, -(-self.hidden // _LARGEST_HEAD))
         return next(n for n in range(fewest, self.hidden + 1) if self.hidden % n == 0)
 
 
 @dataclass(frozen=True)
 class TimedOp:
-    """One op of the layer on one rank: what it was, whether it was right, how long it took.
+    """One op of the layer on one rank: its plan, verdict and times.
 
     ``shape`` is global: (M, N of each weight, K). ``unfused`` is the verdict on the same op with
     algorithm "unfused".
@@ -77,15 +84,22 @@ class TimedOp:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one rank found; ``layer`` is rank 0's verdict on the layer as a whole."""
+    """One rank's report. ``layer`` is rank 0's verdict on the layer as a whole."""
 
     calls: list[TimedOp]
     layer: Verdict
 
+    @property
+    def wrong(self) -> list[str]:
+        """Names of all results that are out of their bounds."""
+        names = [call.name for call in self.calls if not call.verdict.right]
+        names += [f"{call.name} (unfused)" for call in self.calls if not call.unfused.right]
+        return [*names, *([] if self.layer.right else ["the layer as a whole"])]
+
 
 @dataclass(frozen=True)
 class Weights:
-    """[K, N] each, in the layout of ``linear.weight.t()``, and how many heads they hold."""
+    """Weights [K, N] in the layout of ``linear.weight.t()``, and the number of heads they hold."""
 
     qkv: tuple[torch.Tensor, ...]
     out: torch.Tensor
@@ -95,7 +109,7 @@ class Weights:
 
     @classmethod
     def random(cls, shape: LayerShape, heads: int) -> Weights:
-        """The whole ones; the same on every rank."""
+        """The whole weights, the same on every rank."""
         generator = torch.Generator().manual_seed(1)
 
         def linear(k: int, n: int) -> torch.Tensor:
@@ -112,7 +126,7 @@ class Weights:
         )
 
     def shard(self, rank: int, world: int) -> Weights:
-        """A rank's part: whole heads, and columns of the MLP."""
+        """One rank's shard: whole heads, and columns of the MLP."""
         heads = tpkernels.shard_sizes(self.heads, world)
         width = self.out.shape[0] // self.heads
         attention = [count * width for count in heads]
@@ -144,7 +158,7 @@ class Weights:
 
 
 def layer(x: torch.Tensor, w: Weights, sizes: tuple[int, ...], run: Runner) -> torch.Tensor:
-    """The layer on this rank's tokens. x [sizes[rank], hidden]; so is the result."""
+    """The layer on this rank's tokens. x and the result are [sizes[rank], hidden]."""
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
     q, k, v = run("QKV", Case(gather, _norm(x), sizes, w.qkv))
     attended = _attention(q, k, v, w.heads)
@@ -155,7 +169,7 @@ def layer(x: torch.Tensor, w: Weights, sizes: tuple[int, ...], run: Runner) -> t
 
 
 def run_layer(shape: LayerShape, repeat: int) -> LayerReport:
-    """Runs the layer every way, checks it and times its ops. Collective."""
+    """Runs the layer, verifies it and times its ops. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = Weights.random(shape, shape.heads(world))
     weights = whole.shard(rank, world)
@@ -183,9 +197,9 @@ def run_layer(shape: LayerShape, repeat: int) -> LayerReport:
 def _examine(
     name: str, case: Case, outputs: Outputs, algorithm: str, reason: str, repeat: int
 ) -> TimedOp:
-    """Checks what the op returned in the layer, and times it on the same inputs."""
-    same_product = run_tpkernels(case, "unfused")
-    found = verify(case, run_torch(case), {"tpkernels": outputs, "unfused": same_product})
+    """Verifies the op's result in the layer, and times the op on the same inputs."""
+    unfused = run_tpkernels(case, "unfused")
+    verdicts = verify(case, run_torch(case), {"tpkernels": outputs, "unfused": unfused})
     local = gathered(case)
     variants = {
         "torch": Variant(lambda: run_torch(case)),
@@ -196,7 +210,7 @@ def _examine(
     samples = measure(variants, repeat=repeat, budget=_SECONDS_PER_OP)
     shape = _global_shape(case)
     return TimedOp(
-        name, case.op, shape, algorithm, reason, found["tpkernels"], found["unfused"], samples
+        name, case.op, shape, algorithm, reason, verdicts["tpkernels"], verdicts["unfused"], samples
     )
 
 
@@ -214,7 +228,7 @@ def _global_shape(case: Case) -> str:
 
 
 def _decoding(weights: Weights, rank: int, world: int) -> Case:
-    """A few tokens, all of them on every rank, on their way through `down`."""
+    """A few tokens through `down`, all of them on every rank."""
     w = weights.down
     tokens = torch.Generator().manual_seed(3)
     residual = torch.randn(_DECODE_TOKENS, w.shape[1], generator=tokens).to(w.dtype)
@@ -227,17 +241,17 @@ def _decoding(weights: Weights, rank: int, world: int) -> Case:
 def _verdict_on_layer(
     whole: Weights, tokens: torch.Tensor, y: torch.Tensor, expected: torch.Tensor
 ) -> Verdict:
-    """Rank 0's: the error against the whole layer in float64, relative in the Frobenius norm.
-    Allowed are that of the unfused way and one unit in the last place for each op."""
+    """Rank 0's verdict: the relative error, in the Frobenius norm, against the whole layer in
+    float64. The bound is torch's own error plus one unit in the last place per op."""
     parts, expected_parts = tensors_of_all(y), tensors_of_all(expected)
     if dist.get_rank() != 0:
         return Verdict()
 
-    def alone(_: str, case: Case) -> Outputs:
+    def on_one_rank(_: str, case: Case) -> Outputs:
         residual = 0 if case.residual is None else case.residual
         return [case.x @ w + residual for w in case.weights]
 
-    exact = layer(tokens.double(), whole.double(), (tokens.shape[0],), alone)
+    exact = layer(tokens.double(), whole.double(), (tokens.shape[0],), on_one_rank)
 
     def error(shards: list[torch.Tensor]) -> float:
         return float((torch.cat(shards) - exact).norm() / exact.norm())

@@ -1,0 +1,236 @@
+"""`tpkernels tune` and `explain`: the measured times that `auto` chooses by, and what it chooses.
+
+The first part runs on the ranks, the second in the process that starts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tpkernels import groups
+from tpkernels.bench.benchmark import slowest
+from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpkernels
+from tpkernels.bench.inputs import Inputs
+from tpkernels.bench.measuring import run_next
+from tpkernels.bench.options import UsageError, writable, writing
+from tpkernels.bench.session import (
+    gather_objects,
+    own_device,
+    ranks_share_gpus,
+    synchronizer,
+    unsupported_kernels,
+)
+from tpkernels.bench.specs import Spec
+from tpkernels.bench.timing import Samples, Variant, measure, summary
+from tpkernels.bench.verification import Verdict, verify
+from tpkernels.cache import cache_folder, check_folder, make_folder
+from tpkernels.groups.group import Group
+from tpkernels.planning import store
+from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
+from tpkernels.planning.machine import Machine, this_machine
+from tpkernels.planning.table import Config, Measurement, Table
+
+_CONFIG_REPEAT = 5
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """One rank's report on a case.
+
+    Attributes:
+        before: the plan of ``auto`` with the times known so far.
+        verdicts: of all algorithms that can run.
+        samples: of the algorithms whose result is right.
+        config: block sizes of the `fused` kernels in these samples.
+        inputs_over_cache: `Inputs.over_cache`.
+    """
+
+    machine: Machine
+    before: Plan
+    verdicts: dict[str, Verdict]
+    samples: dict[str, Samples]
+    config: Config
+    inputs_over_cache: float
+
+    @property
+    def right(self) -> bool:
+        """Whether every algorithm's result is right."""
+        return all(verdict.right for verdict in self.verdicts.values())
+
+
+def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> TuneReport:
+    """Verifies all algorithms on one case and times the right ones, interleaved. On GPUs the best
+    block sizes for the `fused` kernels are found first. Collective."""
+    case = random_case(spec, own_device(device))
+    assert dist.group.WORLD is not None  # cases only run on ranks
+    group = groups.get(dist.group.WORLD.group_name).ready()
+    means = Means(shared_memory=group.shared_memory, workspace_bytes=group.workspace_bytes)
+    problem = spec.problem(group.world, device)
+    _, before = planned(case.copy(), "auto")
+    verdicts = verify(case, None, _results(case, candidates(problem, means)))
+    inputs = Inputs(case, cold=True)
+    undo = inputs.restore if spec.op == "all_reduce" else None  # works in place
+    variants = {
+        name: Variant(functools.partial(run_next, inputs, name), undo)
+        for name, verdict in verdicts.items()
+        if verdict.right
+    }
+    known, finish = group.tuned(device), synchronizer(device)
+    config: Config = ()
+    try:
+        if device == "cuda" and "fused" in variants:
+            config = best_config(spec, case, group, variants["fused"], finish)
+        samples = measure(variants, repeat=repeat, budget=budget, synchronize=finish)
+    finally:
+        group.use_times(device, known)
+    machine = this_machine(device, group.world, group.hosts, group.shared_memory)
+    return TuneReport(machine, before, verdicts, samples, config, inputs.over_cache)
+
+
+def measurement(
+    spec: Spec, world: int, ms: dict[str, float], device: str = "cpu", config: Config = ()
+) -> Measurement:
+    """Today's measurement of a case."""
+    tuning_key = spec.problem(world, device).tuning_key
+    assert tuning_key is not None  # a spec is split evenly
+    today = date.today().isoformat()
+    return Measurement(*tuning_key, other=spec.other, ms=ms, date=today, config=config)
+
+
+def _results(case: Case, algorithms: list[str]) -> dict[str, Outputs]:
+    """The results of the algorithms that can run here, which are the same on all ranks."""
+    outputs = {}
+    for name in algorithms:
+        with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
+            outputs[name] = run_tpkernels(case.copy(), name)
+    return outputs
+
+
+def best_config(
+    spec: Spec,
+    case: Case,
+    group: Group,
+    fused: Variant,
+    finish: Callable[[], object] | None,
+) -> Config:
+    """The fastest of the default config and the candidates, which calls use from here on; the same
+    on all ranks. Not interleaved, because a new config requires a new plan."""
+    from tpkernels.kernels import configs
+
+    kind, times = case.x.device.type, {}
+    for config in ((), *configs.candidates(spec.dtype, spec.shape[0])):
+        if not _compiles(case, config, finish):
+            continue
+        _use(spec, group, kind, config)
+        samples = measure({"fused": fused}, repeat=_CONFIG_REPEAT, synchronize=finish)["fused"]
+        (times[config],) = slowest([statistics.median(samples.seconds)])
+    best = min(times, key=times.__getitem__)
+    _use(spec, group, kind, best)
+    return best
+
+
+def _use(spec: Spec, group: Group, device: str, config: Config) -> None:
+    one = measurement(spec, group.world, {"fused": 1.0}, device, config)
+    group.use_times(device, Table((one,)))
+
+
+def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -> bool:
+    """Whether the kernel with these block sizes fits the GPUs of all ranks. Tried outside the op,
+    where a failure would break the group."""
+    from tpkernels.kernels import configs, matmul
+
+    (w,) = case.weights
+    x = case.x if case.x.shape[0] else w.new_zeros(1, w.shape[0])
+    try:
+        chosen = configs.choose(x.device, x.dtype, sum(case.sizes), config)
+        matmul.matmul(x, w, config=chosen)
+        if finish is not None:
+            finish()
+    except Exception:  # Triton's own classes: out of shared memory or registers
+        return all(gather_objects(False))
+    return all(gather_objects(True))
+
+
+def check_gpus(world: int, device: str) -> None:
+    """``UsageError`` if ranks would share a GPU, which makes their times meaningless."""
+    if device == "cuda" and ranks_share_gpus(world):
+        raise UsageError(
+            f"{world} ranks on {torch.cuda.device_count()} GPUs: times of ranks that share a GPU "
+            "do not apply elsewhere; use fewer ranks (--tp) or --device cpu"
+        )
+
+
+def check_cache() -> None:
+    """``UsageError`` if the cache could not be written after measuring, or would not be read."""
+    try:
+        folder = cache_folder()
+        make_folder(folder)
+        check_folder(folder)
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"no cache folder: {error}; set XDG_CACHE_HOME to one") from error
+    except ValueError as error:
+        raise UsageError(f"the cache folder '{folder}' is not used: {error}") from error
+    writable(folder / "tuning")
+
+
+def medians(reports: list[TuneReport]) -> dict[str, float]:
+    """Milliseconds of the slowest rank, by algorithm."""
+    names = reports[0].samples
+    return {name: summary([each.samples[name] for each in reports]).median for name in names}
+
+
+def keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
+    """Adds the times to the machine's table; returns its file and the plan of ``auto`` with it."""
+    machine = reports[0].machine
+    new = measurement(spec, machine.ranks, medians(reports), machine.kind, reports[0].config)
+    with writing(store.path_for(machine)):
+        path, tuned = store.update(machine, new)
+    problem = spec.problem(machine.ranks, machine.kind)
+    return path, choose(problem, Means(shared_memory=machine.shared_memory), tuned=tuned)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why ``auto`` chooses its algorithm for a case.
+
+    Attributes:
+        plan: the choice.
+        unsupported: for each algorithm, why it cannot run; None: it can.
+        cases: the measurements of this very problem.
+        machine: None if this machine does not have the device.
+        table: everything measured for the machine.
+    """
+
+    plan: Plan
+    unsupported: dict[str, str | None]
+    cases: list[Measurement]
+    machine: Machine | None
+    table: Table
+
+
+def explain(spec: Spec, world: int, device: str, *, hosts: int, threads: int) -> Explanation:
+    """Plans a case for ranks on this machine, without starting any."""
+    shared_memory = hosts == 1
+    problem = spec.problem(world, device)
+    means = Means(shared_memory=shared_memory, unsupported=unsupported_kernels(device))
+    machine, table = None, Table()
+    if device == "cpu" or torch.cuda.is_available():
+        machine = this_machine(device, world, hosts, shared_memory, threads=threads)
+        table = store.load_or_warn(machine)
+    key = problem.tuning_key
+    return Explanation(
+        plan=choose(problem, means, tuned=table),
+        unsupported=unsupported_algorithms(problem, means),
+        cases=[] if key is None else table.at(*key),
+        machine=machine,
+        table=table,
+    )

@@ -1,0 +1,23 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tpkernels.bench.options import DTYPES
+
+Ranks = Annotated[
+    int | None,
+    typer.Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's."),
+]
+Dtype = Annotated[str, typer.Option(help=" | ".join(DTYPES))]
+Device = Annotated[str | None, typer.Option(help="cpu | cuda; by default cuda if there is a GPU.")]
+Threads = Annotated[int, typer.Option(help="Threads per rank.")]
+Sizes = Annotated[
+    str, typer.Option("--bytes", help="Size(s) of a collective's tensor, over all ranks.")
+]
+Timeout = Annotated[
+    int, typer.Option(help="Abort a case that takes longer than this many seconds.")
+]
