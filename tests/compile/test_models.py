@@ -146,7 +146,7 @@ def sequence_job() -> list[str]:
 def replicated_job() -> list[str]:
     """The backward's all-reduce sums the gradients of what gate and up read."""
     told, failures = _on(Parallel(REPLICATED), [(2, 8)])
-    if [each.products for each in told.rewritten] != [1, 2] or set(told.counts) != {
+    if [each.matmuls for each in told.rewritten] != [1, 2] or set(told.counts) != {
         "matmul_all_reduce"
     }:
         failures.append(str(told))

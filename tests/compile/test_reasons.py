@@ -76,7 +76,7 @@ LEFT_ALONE = {
     "contraction": Graph(
         lambda x, g, *rest: gather(x, 0, *rest).t() @ g,
         ((4, 6), ("4W", 5)),
-        reasons=("aten.mm sums over the gathered dim, and needs all shards before it can begin",),
+        reasons=("aten.mm sums over the gathered dim, so it needs all shards before it can start",),
     ),
     "right factor": Graph(
         lambda x, a, *g: a @ gather(x, 0, *g), ((2, 6), (3, "2W")),
@@ -84,80 +84,80 @@ LEFT_ALONE = {
     ),
     "no matmul": Graph(
         lambda x, *g: gather(x, 0, *g).relu(), ((4, 6),),
-        reasons=("aten.relu reads it, and is no plain matmul",),
+        reasons=("aten.relu reads it and is not a plain matmul",),
     ),
     "a bias of one element": Graph(
         lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), ((4, 6), (6, 5), (1,)),
-        reasons=("aten.addmm reads it, and is no plain matmul",),
+        reasons=("aten.addmm reads it and is not a plain matmul",),
     ),
     "a bias for each row": Graph(
         lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), ((4, 6), (6, 5), ("4W", 5)),
-        reasons=("aten.addmm reads it, and is no plain matmul",),
+        reasons=("aten.addmm reads it and is not a plain matmul",),
     ),
     "a product with a factor": Graph(
         lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w, alpha=2),
         ((4, 6), (6, 5), (5,)),
-        reasons=("aten.addmm reads it, and is no plain matmul",),
+        reasons=("aten.addmm reads it and is not a plain matmul",),
     ),
     "a batch of matmuls": Graph(
         lambda x, w, *g: gather(x, 0, *g).bmm(w), ((2, 3, 6), ("2W", 6, 5)),
-        reasons=("aten.bmm reads it, and is no plain matmul",),
+        reasons=("aten.bmm reads it and is not a plain matmul",),
     ),
     "returned": Graph(
         lambda x, *g: gather(x, 0, *g), ((4, 6),),
-        reasons=("the graph's output reads it, and is no plain matmul",),
+        reasons=("the graph's output reads it and is not a plain matmul",),
     ),
     "own weight": Graph(
         _own_weight, ((4, 6),),
         reasons=(
-            "what aten.mm multiplies it with, or adds, is made of it too; "
-            "aten.abs reads it, and is no plain matmul",
+            "the other factor of aten.mm, or its bias, depends on it too; "
+            "aten.abs reads it and is not a plain matmul",
         ),
     ),
     "own bias": Graph(
         lambda x, w, *g: _own_bias(gather(x, 0, *g), w), ((4, 6), (6, 5)),
         reasons=(
-            "aten.sum.dim_IntList reads it, and is no plain matmul; "
-            "what aten.addmm multiplies it with, or adds, is made of it too",
+            "aten.sum.dim_IntList reads it and is not a plain matmul; "
+            "the other factor of aten.addmm, or its bias, depends on it too",
         ),
     ),
     "no product": Graph(
         lambda x, *g: scatter(x.relu(), 0, *g), (("3W", 6),),
-        reasons=("what it reduces is made by aten.relu, and no plain matmul",),
+        reasons=("its input is made by aten.relu, which is not a plain matmul",),
     ),
     "an input": Graph(
         lambda x, _, g: reduce(x, g), ((4, 6),),
-        reasons=("what it reduces is made by an input of the graph, and no plain matmul",),
+        reasons=("its input is made by an input of the graph, which is not a plain matmul",),
     ),
     "a sum that broadcasts": Graph(
         lambda x, w, _, g: reduce(x @ w + w.sum(0), g), ((4, 6), (6, 5)),
-        reasons=("what it reduces is a sum that broadcasts",),
+        reasons=("its input is a sum that broadcasts",),
     ),
     "a difference": Graph(
         lambda x, w, _, g: reduce(torch.add(x @ w, x @ w, alpha=-2), g), ((4, 6), (6, 5)),
-        reasons=("what it reduces is a sum with a factor",),
+        reasons=("its input is a sum with a factor",),
     ),
     "a sum of unlike layouts": Graph(
         lambda x, a, y, b, _, g: reduce((x @ a).t() + y @ b, g),
         ((4, 6), (6, 5), (5, 6), (6, 4)),
-        reasons=("what it reduces is a sum of products in different layouts",),
+        reasons=("its input is a sum of matmuls in different layouts",),
     ),
     "a sum of unlike shapes": Graph(
         lambda x, a, y, b, _, g: reduce((x @ a).view(-1) + (y @ b).view(-1), g),
         ((4, 6), (6, 6), (6, 5), (5, 4)),
-        reasons=("what it reduces is a sum of products in different layouts",),
+        reasons=("its input is a sum of matmuls in different layouts",),
     ),
     "columns times columns": Graph(
         lambda x, y, _, g: reduce(x * y, g), ((4, 1), (4, 5)),
-        reasons=("what it reduces is made by aten.mul.Tensor, and no plain matmul",),
+        reasons=("its input is made by aten.mul.Tensor, which is not a plain matmul",),
     ),
     "a view across rows": Graph(
         lambda x, w, _, g: reduce((x @ w).view(15, 4), g), ((6, 6), (6, 10)),
-        reasons=("it is not known how the product is laid out in what it reduces",),
+        reasons=("how the matmul is laid out in its input is unknown",),
     ),
     "shards that end within a batch": Graph(
         lambda x, w, *g: scatter((x @ w).flatten(0, 1), 0, *g), ((3, "2W", 6), (6, 5)),
-        reasons=("the shards of [12, 5] are not blocks of the product's rows",),
+        reasons=("the shards of [12, 5] are not blocks of the matmul's rows",),
     ),
     "columns in several blocks": Graph(
         lambda x, w, *g: scatter((x @ w).unflatten(1, (2, -1)), 2, *g), ((4, 6), (6, "2W")),
@@ -165,15 +165,15 @@ LEFT_ALONE = {
     ),
     "maximum": Graph(
         lambda x, w, _, g: reduce(x @ w, g, "max"), ((4, 6), (6, 5)),
-        reasons=("it takes the max, and the ops sum",),
+        reasons=("its reduction is max, and the ops only sum",),
     ),
     "bias": Graph(
         lambda x, w, b, *g: scatter(torch.addmm(b, x, w), 0, *g), (("3W", 6), (6, 5), (5,)),
-        reasons=("aten.addmm adds a bias before the sum, and each rank may have another",),
+        reasons=("aten.addmm adds a bias before the sum, and biases may differ by rank",),
     ),
     "read twice": Graph(
         _read_twice, (("3W", 6), (6, 5)),
-        reasons=("aten.mm, which it reduces, is also read by aten.relu",),
+        reasons=("aten.mm in its input is also read by aten.relu",),
     ),
     "several tensors": Graph(
         _coalesced, ((4, 6), (6, 5)), reasons=("it moves several tensors at once",),
@@ -181,29 +181,30 @@ LEFT_ALONE = {
     "in place": Graph(
         lambda x, w, _, g: _c10d.wait_tensor(_c10d.all_reduce_(x @ w, "sum", g)),
         ((4, 6), (6, 5)),
-        reasons=("it writes into a tensor that it is given",),
+        reasons=("it writes into one of its arguments",),
     ),
     "integers": Graph(
-        lambda x, _, g: reduce(x.long(), g), ((4, 6),), reasons=("the ops take no int64",),
+        lambda x, _, g: reduce(x.long(), g), ((4, 6),), reasons=("the ops do not take int64",),
     ),
     "a scalar": Graph(
-        lambda x, _, g: reduce(x.sum(), g), ((4, 6),), reasons=("it moves [], and no matrix",),
+        lambda x, _, g: reduce(x.sum(), g), ((4, 6),),
+        reasons=("its input has shape [], which is not a matrix",),
     ),
     "its shard is overwritten": Graph(
         _shard_written, ((4, 6), (6, 5)),
-        reasons=("aten.add_.Tensor writes in place between it and the products",),
+        reasons=("aten.add_.Tensor writes in place between it and the matmuls",),
     ),
     "what it gathers is overwritten": Graph(
         _written_behind, ((2, 3, 6), (6, 5)),
-        reasons=("aten.mul_.Tensor writes into what it gathers",),
+        reasons=("aten.mul_.Tensor writes into the gathered tensor",),
     ),
     "a factor is overwritten": Graph(
         _factor_written, ((4, 6), (6, 5)),
-        reasons=("aten.add_.Tensor writes in place between it and the products",),
+        reasons=("aten.add_.Tensor writes in place between it and the matmuls",),
     ),
     "no rows": Graph(
         lambda x, w, *g: gather(x, 0, *g) @ w, ((0, 6), (6, 5)),
-        reasons=("it moves [0, 6], and no matrix",),
+        reasons=("its input has shape [0, 6], which is not a matrix",),
     ),
 }  # fmt: skip
 
@@ -219,7 +220,7 @@ def test_the_reason(ranks: RanksFixture, name: str) -> None:
 
 
 def cut_job() -> list[str]:
-    reasons = ("aten.mm reads rows whose shards a view has cut up",)
+    reasons = ("aten.mm reads rows in which a view has cut up the shards",)
     with fresh_group() as group:
         return check(Graph(_cut, ((2, 6), (6, 5)), reasons=reasons), group)
 
@@ -234,7 +235,11 @@ def unknown_size_job() -> list[str]:
         where = (group.size(), group.group_name)
         inputs = [torch.ones(3, 6), torch.ones(2, 5)]
         traced, said = rewritten(lambda *x: _size_of_data(*x, *where), inputs, symbolic=True)
-        failures = [] if "cannot be had from the graph's inputs" in str(said) else [str(said)]
+        failures = (
+            []
+            if "cannot be computed from the sizes of the graph's inputs" in str(said)
+            else [str(said)]
+        )
         failures += [f"{name} is left" for name in called(traced) if "tpkernels" in str(name)]
         for got, want in zip(traced(*inputs), _size_of_data(*inputs, *where), strict=True):
             failures += [] if torch.equal(got, want) else [f"{got}, not {want}"]
@@ -256,7 +261,7 @@ def groups_job() -> list[str]:
             return first, gather(first, 0, 2, other.group_name) @ w.t()
 
         traced, said = rewritten(function, [x, w], only=[mine])
-        why = f"group '{other.group_name}' is none of those asked for: ['{mine.group_name}']"
+        why = f"group '{other.group_name}' is not one of those given: ['{mine.group_name}']"
         told = [(each.site.group, each.reason) for each in said.left_alone]
         if said.counts != {AR: 1} or told != [(other.group_name, why)]:
             failures.append(str(said))

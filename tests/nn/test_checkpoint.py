@@ -131,14 +131,14 @@ def refusals_job() -> list[str]:
 
 def test_refusals(ranks: RanksFixture) -> None:
     expected = [
-        "TypeError: a ShardTensor is one rank's shard and is not pickled",
+        "TypeError: a ShardTensor is one rank's shard and cannot be pickled",
         "take .local, or .full_tensor() on all ranks",
         "has shape [3, 5], the unsharded parameter [6, 5]",
         "load it through torch.distributed.checkpoint, or unsharded",
         "Missing key(s) in state_dict",
         "take .local, or .full_tensor() on all ranks",
-        "which is not split alike",
-        "NotImplementedError: weight is a DTensor: a layer that is split once more",
+        "which is split differently",
+        "NotImplementedError: weight is a DTensor: a layer that is sharded a second time",
     ]
     for told in ranks(2).run(refusals_job):
         for said, part in zip(told, expected, strict=True):

@@ -82,8 +82,8 @@ def test_refusals(ranks: RanksFixture) -> None:
         "ValueError: give attn_mask or is_causal=True",
         "ValueError: the split [2, 2] of dim 0 does not add up to 5",
         "ValueError: dim is -1; x has 1 dims",
-        "ValueError: rank ",
-        "ValueError: q_proj has 6 features: no whole number of heads of 4",
+        "has a shard of size 2 in dim 0, but sizes are (3, 3)",
+        "ValueError: q_proj has 6 output features, which is not a whole number of heads of 4",
         "ValueError: up: Linear(in_features=7",
     ]
     for told in ranks(2).run(refusals_job):

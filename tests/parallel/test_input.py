@@ -111,19 +111,19 @@ def test_refusals_name_the_module(ranks: RanksFixture) -> None:
     expected = [
         "ValueError: mesh has 2 dims ('dp', 'tp'); parallelize takes one: pass mesh[\"tp\"]",
         "TypeError: mesh must be a DeviceMesh, not str",
-        "NotImplementedError: GPT2LMHeadModel (model_type 'gpt2') is not in the table, which has "
-        "llama, mistral, qwen2, qwen3; pass plan=",
-        "NotImplementedError: MLP (model_type None) is not in the table",
+        "NotImplementedError: GPT2LMHeadModel (model_type 'gpt2') is not supported without a plan; "
+        "these are: llama, mistral, qwen2, qwen3; pass plan=",
+        "NotImplementedError: MLP (model_type None) is not supported without a plan",
         f"NotImplementedError: {quantised}",
         "TypeError: model.layers.0.self_attn.k_proj is a torch.nn.modules.container.Sequential",
         "TypeError: model.layers.1.input_layernorm is a LayerNorm",
         "TypeError: model.embed_tokens is a tpkernels.nn.embedding.VocabParallelEmbedding",
-        "ValueError: plan names 'blocks.*.upp', which is no module of MLP; did you mean blocks",
+        "ValueError: plan names 'blocks.*.upp', which is not a module of MLP; did you mean blocks",
         "TypeError: plan['blocks.*.up'] is a str, not a torch.distributed.tensor.parallel.Parall",
         "TypeError: blocks is a ModuleList; ColwiseParallel takes an nn.Linear or an nn.Embedding",
         "ValueError: plan is empty",
         "TypeError: blocks.1.down: FusedColwiseParallel of Linear(",
-        "ValueError: model.layers.1.self_attn.v_proj has 16 features beside queries of 36",
+        "ValueError: model.layers.1.self_attn.v_proj has 16 features, expected ",
         f"NotImplementedError: {quantised}",
     ]
     told, _ = ranks(2).run(refusals_job)
@@ -143,7 +143,7 @@ def outside_job() -> str:
 
 def test_a_projection_by_itself(ranks: RanksFixture) -> None:
     for said in ranks(2).run(outside_job):
-        assert "is computed where the module around it is called" in said
+        assert "is computed when its parent module is called" in said
 
 
 def plan_job() -> float:

@@ -177,9 +177,9 @@ def test_what_is_refused(ranks: RanksFixture, tmp_path: Path) -> None:
         "ValueError: the model is on the meta device",
         "NotImplementedError: push_to_hub would upload from every rank; call save_pretrained(",
         "TypeError: missing a required argument: 'save_directory'",
-        "TypeError: a ShardTensor is one rank's shard and has no memory of the whole: save with",
-        "TypeError: a ShardTensor is one rank's shard and has no memory of the whole: save with",
-        "TypeError: a ShardTensor is one rank's shard and is not pickled: save with",
+        "TypeError: a ShardTensor is one rank's shard and has no storage of the unsharded tensor",
+        "TypeError: a ShardTensor is one rank's shard and has no storage of the unsharded tensor",
+        "TypeError: a ShardTensor is one rank's shard and cannot be pickled: save with",
     ]
     for told in ranks(2).run(refusals_job, str(tmp_path)):
         for said, part in zip(told, expected, strict=True):

@@ -1,10 +1,9 @@
-"""``torch.compile`` puts the ops into models that were written without them.
+"""A compiler pass that puts the ops into models written without them::
 
     model = torch.compile(model, options=tpkernels.compile.fuse_collectives().options)
 
-The pass looks in inductor's graphs, forward and backward, for functional collectives beside
-matmuls, such as those that DTensor's tensor parallelism makes, and puts the fused ops in their
-place.
+The pass looks in inductor's graphs, forward and backward, for functional collectives next to
+matmuls, such as those from DTensor's tensor parallelism, and replaces them by fused ops.
 """
 
 from __future__ import annotations
@@ -22,37 +21,39 @@ __all__ = ["LeftAlone", "Report", "Rewritten", "Site", "fuse_collectives"]
 
 
 def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
-    """A compiler pass that has all-gather -> matmul, matmul -> reduce-scatter and matmul ->
-    all-reduce run as one op each.
+    """A compiler pass that fuses all-gather -> matmul, matmul -> reduce-scatter and matmul ->
+    all-reduce into one op each.
+
+    To compile one model with the pass, use ``torch.compile(model, options=fusion.options)``. To
+    compile everything with it, also with ``mode=``, use ``with fusion as report:``; the block must
+    cover the first run of the compiled function, which is when it is compiled. ``print(report)``
+    shows what was rewritten, and why the rest was left alone.
+
+    - An all-gather is fused with all matmuls whose left factor is the gathered tensor, as long as
+      the gathered dim is among its rows. If other ops read the gathered tensor, the fused op
+      returns it too.
+    - A reduce-scatter or all-reduce ("sum" or "avg") is fused with the matmul that it reduces, or
+      with the sum of matmuls, if nothing else reads that. Sums are those of the ops: in fp32, in
+      rank order.
+    - Views, transpositions and chunks in between are supported, with static and symbolic sizes.
+    - Each rank rewrites its own graph, and all make the same decisions, even if some ranks have
+      smaller or empty shards of a weight.
+    - The ops of a graph run in the graph's order, including those that the model calls itself.
+      Without the pass, inductor may reorder them differently on ranks with uneven shards. The
+      result is a ``CollectiveMismatchError``, or a wrong sum if two calls have the same shapes.
+      Nested graphs (``torch.compiler.nested_compile_region``, ``torch.cond``) keep the order of
+      their own ops, but may be moved as a whole.
 
     Args:
-        only: the groups whose collectives it may rewrite; none given: all. Name the
-            tensor-parallel group where collectives of others, such as FSDP's, are to stay.
+        only: the groups whose collectives the pass may rewrite; by default all. Name the
+            tensor-parallel group to leave other collectives, such as FSDP's, as they are.
 
     Returns:
-        The pass, with its ``report``. It is on for one model with
-        ``torch.compile(model, options=fusion.options)``, and for all that is compiled within
-        ``with fusion as report:`` (when the compiled function runs, not when ``torch.compile``
-        returns), which goes with ``mode=`` too. ``print(report)`` tells what it rewrote, and why it
-        left the rest alone.
-
-    - An all-gather is fused with all products that have the gathered tensor as their left factor
-      and the ranks among its rows, along any dim. Where other ops read the gathered tensor, the op
-      returns it too.
-    - A reduce-scatter or all-reduce ("sum", "avg") is fused with the product that it reduces, or
-      with the sum of products, if nothing else reads that. Sums are those of the ops: in fp32, in
-      the order of the ranks.
-    - Views, transpositions and chunks between the two are understood, also with symbolic sizes.
-    - Each rank rewrites its own graph, and all do so alike, also where some have less of a weight
-      than others, or none.
-    - The ops of a graph, also those that the model calls itself, run in the graph's order. Without
-      the pass inductor may move them, on ranks with uneven shards each in its own way, which is a
-      ``CollectiveMismatchError``, or a wrong sum where two calls have one shape. Graphs within a
-      graph (``torch.compiler.nested_compile_region``, ``torch.cond``) keep the order of their own
-      ops, but may be moved as a whole.
+        The pass; its ``report`` is a `Report`.
 
     Raises:
-        ValueError, TypeError: ``only`` names no group.
+        ValueError: this rank has no group of that name.
+        TypeError: an argument is not a group.
     """
     from tpkernels.compile.fusion import CollectiveFusion
 

@@ -1,4 +1,4 @@
-"""The pass over inductor's graphs, and how it is switched on."""
+"""The pass over inductor's graphs, and how it is enabled."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tpkernels.compile.report import LeftAlone, Report, Rewritten, Site
 
 _c10d = torch.ops._c10d_functional
 
-# Before inductor's own patterns, which would make an addmm of a sum of products.
+# Before inductor's own patterns, which would turn a sum of matmuls into an addmm.
 _SLOT = "post_grad_custom_pre_pass"
 
-# Inductor pads a GPU's matmuls where that is faster in a measurement of this rank's own. The pass
-# would find a product on some ranks, and on others one that is cut out of a larger one.
+# Inductor pads matmuls on a GPU if that is faster in a measurement of this rank alone. The pass
+# would then find a matmul on some ranks, and a slice of a larger one on others.
 _ALIKE = {"shape_padding": False}
 
 _FUSE: dict[Any, Callable[[Collective], Change]] = {
@@ -55,7 +55,7 @@ _COALESCED = {
 
 
 class CollectiveFusion(CustomGraphPass):
-    """See ``tpkernels.compile.fuse_collectives``, which makes it."""
+    """Created by ``tpkernels.compile.fuse_collectives``, which documents it."""
 
     def __init__(self, only: Iterable[str] | None = None) -> None:
         self.report = Report()
@@ -63,17 +63,17 @@ class CollectiveFusion(CustomGraphPass):
         self._entered: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveFusion:
-        """Itself: ``torch.compile`` copies inductor's config, and the report is to stay one."""
+        """Returns itself: ``torch.compile`` copies inductor's config, but there is one report."""
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """For ``torch.compile(model, options=...)``."""
+        """Pass these to ``torch.compile(model, options=...)``."""
         return {_SLOT: self, **_ALIKE}
 
     def __enter__(self) -> Report:
-        behind = self._behind(getattr(inductor_config, _SLOT))
-        patch = inductor_config.patch({_SLOT: behind, **_ALIKE})
+        passes = self._after(getattr(inductor_config, _SLOT))
+        patch = inductor_config.patch({_SLOT: passes, **_ALIKE})
         patch.__enter__()
         self._entered.append(patch)
         return self.report
@@ -87,12 +87,12 @@ class CollectiveFusion(CustomGraphPass):
         self._entered.pop().__exit__(kind, error, trace)
 
     def uuid(self) -> bytes:
-        """What inductor's cache has to know of the pass: its code and that of the ops, which other
-        versions may call otherwise; its groups, and their sizes, which graphs do not tell, and by
-        which a mean is divided."""
+        """The pass's part of inductor's cache key: the code of the pass and of the ops, whose
+        schemas may change between versions; its groups; and the sizes of all groups, by which means
+        are divided and which the graph of an all-reduce does not show."""
         package = Path(__file__).parents[1]
         folders = package / "compile", package / "ops"
-        files = tuple(sorted(str(path) for each in folders for path in each.glob("*.py")))
+        files = tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
         only = None if self._only is None else sorted(self._only)
         sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
         return get_hash_for_files(files, repr((only, sizes)))
@@ -113,7 +113,7 @@ class CollectiveFusion(CustomGraphPass):
             graph.lint()
 
     def _visit(self, node: fx.Node, graph: str, writes: Writes) -> bool:
-        """Rewrites a collective or says why not; whether it did."""
+        """Rewrites a collective, or reports why not. Returns whether it did."""
         group: Any = node.kwargs["group_name"] if is_wrapped(node) else node.args[-1]
         site = Site(graph, node.name, str(group), _module_of(node))
         try:
@@ -122,38 +122,42 @@ class CollectiveFusion(CustomGraphPass):
         except Unsupported as reason:
             self.report.left_alone.append(LeftAlone(site, str(reason)))
             return False
-        self.report.rewritten.append(Rewritten(site, change.op, change.products, change.detail))
+        self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
         return True
 
     def _eligible(self, node: fx.Node, group: Any) -> int:
-        """The number of ranks."""
+        """Checks what holds for all kinds of collectives; returns the number of ranks.
+
+        Raises:
+            Unsupported: the collective cannot be rewritten.
+        """
         if _kind(node) in _COALESCED:
             raise Unsupported("it moves several tensors at once")
         if _kind(node) is not node.target:
-            raise Unsupported("it writes into a tensor that it is given")
+            raise Unsupported("it writes into one of its arguments")
         if not isinstance(group, str):
             raise Unsupported("its group has no name in the graph")
         if self._only is not None and group not in self._only:
-            raise Unsupported(f"group '{group}' is none of those asked for: {sorted(self._only)}")
+            raise Unsupported(f"group '{group}' is not one of those given: {sorted(self._only)}")
         world = groups.get(group).world
         if world == 1:
             raise Unsupported(f"group '{group}' has one rank")
-        given: torch.Tensor = value(node.args[0])
-        if given.dtype not in dtypes.CODES:
-            raise Unsupported(f"the ops take no {dtypes.name(given.dtype)}")
-        if given.device.type not in ("cpu", "cuda"):
-            raise Unsupported(f"the ops do not run on {given.device}")
-        if given.dim() == 0 or any(same(size, 0) for size in shape_of(node)):
-            raise Unsupported(f"it moves {list(given.shape)}, and no matrix")
+        x: torch.Tensor = value(node.args[0])
+        if x.dtype not in dtypes.CODES:
+            raise Unsupported(f"the ops do not take {dtypes.name(x.dtype)}")
+        if x.device.type not in ("cpu", "cuda"):
+            raise Unsupported(f"the ops do not run on {x.device}")
+        if x.dim() == 0 or any(same(size, 0) for size in shape_of(node)):
+            raise Unsupported(f"its input has shape {list(x.shape)}, which is not a matrix")
         return world
 
-    def _behind(self, present: Any) -> Any:
-        """The pass behind those that are set already."""
+    def _after(self, present: Any) -> Any:
+        """The passes that are set already, then this one."""
         if present is None:
             return self
         if not hasattr(custom_graph_pass, "get_custom_graph_passes"):
             raise RuntimeError(
-                f"inductor's {_SLOT} is {present} already, and this torch has room for one; call "
+                f"inductor's {_SLOT} is already {present}, and this torch has room for one; call "
                 "one from the other"
             )
         return (*custom_graph_pass.get_custom_graph_passes(present), self)
@@ -166,7 +170,7 @@ def _kind(node: fx.Node) -> torch._ops.OpOverload | None:
 
 
 def _module_of(node: fx.Node) -> str:
-    """The name of the module that a node was traced in, where the compiler has kept it."""
+    """The name of the module in which a node was traced; "" if the compiler has not kept it."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [path for path, _ in stack.values()][-1:]
     return re.sub(r"^L\['\w+'\]\.?", "", path[0]) if path else ""

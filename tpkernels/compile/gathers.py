@@ -1,4 +1,4 @@
-"""all-gather -> products: one ``all_gather_matmul`` for all products of one gathered tensor."""
+"""all-gather -> matmuls: one ``all_gather_matmul`` for all matmuls of one gathered tensor."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a gathered matrix: those ``before`` the ranks, each slower than the next, the
-    ranks, and those ``within`` a shard."""
+    """The axes of the rows of a gathered matrix, the slowest first."""
 
-    before: Axes
+    before: Axes  #: slower than the ranks
     ranks: Axis
-    within: Axes
+    within: Axes  #: within a shard
 
     @classmethod
     def of(cls, layout: Layout, ranks: Axis) -> _Rows | None:
-        """None where the ranks are not among the rows."""
+        """The rows of a matrix with this layout; None if the ranks are not among them."""
         rows = layout.dims[0]
         if ranks not in rows:
             return None
@@ -47,76 +46,78 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Use:
-    """Who reads a gathered tensor: the products that share one layout of it, and the rest."""
+    """The readers of a gathered tensor."""
 
-    products: list[Matmul]
+    matmuls: list[Matmul]  #: those that can be fused; they read it in one layout
     layout: Layout
     rows: _Rows
-    rest: dict[fx.Node, list[fx.Node]]
+    rest: dict[fx.Node, list[fx.Node]]  #: for each node that moves the tensor, its other readers
 
 
 def fuse(gather: Collective) -> Change:
-    """Rewrites an ``all_gather_into_tensor`` and the products of what it gathers.
+    """Rewrites an ``all_gather_into_tensor`` and the matmuls of the gathered tensor.
 
     Raises:
-        Unsupported: why not.
+        Unsupported: they cannot be rewritten.
     """
     shard: Any = gather.node.args[0]
     inner, ranks = Layout.of(shape_of(shard)), Axis(gather.world)
     moves = follow(gather.node, inner.with_leading(0, ranks))
     use = _use(gather.node, moves, ranks)
-    gather.joins(product.node for product in use.products)
+    gather.check_fusible(matmul.node for matmul in use.matmuls)
     for reader in itertools.chain(*use.rest.values()):
         if is_mutation_op(reader):
-            raise Unsupported(f"{describe(reader)} writes into what it gathers")
+            raise Unsupported(f"{describe(reader)} writes into the gathered tensor")
 
     lead = [size_of(use.rows.before)] if use.rows.before else []
-    shape = [*lead, size_of(use.rows.within), shape_of(use.products[0].left)[1]]
-    with Editor(use.products[0].node) as editor:
+    shape = [*lead, size_of(use.rows.within), shape_of(use.matmuls[0].left)[1]]
+    with Editor(use.matmuls[0].node) as editor:
         order = [axis for axis in use.layout.flat if axis is not ranks]
         x = editor.arrange(shard, inner.flat, order, shape)
         fused = editor.call(
             torch.ops.tpkernels.all_gather_matmul.default,
             x,
-            [_weight(editor, product.right) for product in use.products],
+            [_weight(editor, matmul.right) for matmul in use.matmuls],
             gather.group,
             len(lead),
-            _biases(editor, shard, use.products),
+            _biases(editor, shard, use.matmuls),
             return_gathered=bool(use.rest),
         )
-        _put_in(editor, fused, moves, use)
+        _replace(editor, fused, moves, use)
     erase_unread([*moves, *(carrier for move in moves for carrier in carriers(move))])
     kept = "; the gathered tensor is kept" if use.rest else ""
-    detail = f"x {shape} along dim {len(lead)}, {len(use.products)} products{kept}"
-    return Change("all_gather_matmul", len(use.products), detail)
+    detail = f"x {shape} along dim {len(lead)}, {len(use.matmuls)} matmuls{kept}"
+    return Change("all_gather_matmul", len(use.matmuls), detail)
 
 
 def _weight(editor: Editor, weight: fx.Node) -> fx.Node:
-    """The op's argument: a rank that has no columns sends its shard all the same."""
+    """The op's weight. It has a column even on a rank without columns, which must still send its
+    shard."""
     if not same(shape_of(weight)[1], 0):
         return weight
     padded: fx.Node = editor.call(aten.constant_pad_nd.default, weight, [0, 1])
     return padded
 
 
-def _result(editor: Editor, out: fx.Node, product: Matmul) -> fx.Node:
-    rows, columns = shape_of(product.node)
+def _result(editor: Editor, out: fx.Node, matmul: Matmul) -> fx.Node:
+    """What replaces a matmul, given the op's output."""
+    rows, columns = shape_of(matmul.node)
     if not same(columns, 0):
         return editor.reshape(out, [rows, columns])
     none: fx.Node = editor.call(aten.slice.Tensor, editor.reshape(out, [rows, 1]), 1, 0, 0)
     return none
 
 
-def _biases(editor: Editor, like: fx.Node, products: list[Matmul]) -> list[fx.Node] | None:
-    """The op's argument: a tensor with no elements stands for no bias."""
-    if all(product.bias is None for product in products):
+def _biases(editor: Editor, like: fx.Node, matmuls: list[Matmul]) -> list[fx.Node] | None:
+    """The op's biases; a tensor without elements stands for no bias."""
+    if all(matmul.bias is None for matmul in matmuls):
         return None
     none = editor.call(aten.new_empty.default, like, [0])
-    return [none if product.bias is None else product.bias for product in products]
+    return [none if matmul.bias is None else matmul.bias for matmul in matmuls]
 
 
-def _put_in(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: _Use) -> None:
-    """Has all readers read the op's results. All that can fail comes before the first change."""
+def _replace(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: _Use) -> None:
+    """Makes all readers read the op's results. What can fail comes before the first change."""
     kept = {}
     if use.rest:
         whole = editor.item(fused, 0)
@@ -125,56 +126,64 @@ def _put_in(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: _
             new = editor.arrange(whole, use.layout.flat, order, shape_of(node))
             kept[node] = editor.laid_out_like(node, new)
     outs = editor.item(fused, 1)
-    results = [_result(editor, editor.item(outs, i), p) for i, p in enumerate(use.products)]
+    results = [
+        _result(editor, editor.item(outs, i), matmul) for i, matmul in enumerate(use.matmuls)
+    ]
     for node, new in kept.items():
         for reader in use.rest[node]:
             reader.replace_input_with(node, new)
-    for product, new in zip(use.products, results, strict=True):
-        product.node.replace_all_uses_with(new)
-    erase_unread(product.node for product in use.products)
+    for matmul, new in zip(use.matmuls, results, strict=True):
+        matmul.node.replace_all_uses_with(new)
+    erase_unread(matmul.node for matmul in use.matmuls)
 
 
 def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
-    behind = descendants(gather)
-    products: list[Matmul] = []
+    dependent = descendants(gather)
+    matmuls: list[Matmul] = []
     rest: dict[fx.Node, list[fx.Node]] = {}
     for node, layout in moves.items():
         for reader in readers(node, moves):
-            product = Matmul.of(reader)
+            matmul = Matmul.of(reader)
             fits = (
-                product is not None
-                and product.left is node
+                matmul is not None
+                and matmul.left is node
                 and ranks in layout.dims[0]
-                and not {product.right, product.bias} & behind
-                and (not products or layout.dims == moves[products[0].left].dims)
+                and not {matmul.right, matmul.bias} & dependent
+                and (not matmuls or layout.dims == moves[matmuls[0].left].dims)
             )
             if fits:
-                products.append(cast(Matmul, product))
+                matmuls.append(cast(Matmul, matmul))
             else:
                 rest.setdefault(node, []).append(reader)
-    if not products:
-        told = dict.fromkeys(
-            _why(reader, node, ranks in moves[node].dims[-1], behind)
-            for node, all_ in rest.items()
-            for reader in all_
+    if not matmuls:
+        reasons = dict.fromkeys(
+            _reason(reader, node, ranks in moves[node].dims[-1], dependent)
+            for node, node_readers in rest.items()
+            for reader in node_readers
         )
-        raise Unsupported("; ".join(told) or "nothing reads it")
-    layout = moves[products[0].left]
+        raise Unsupported("; ".join(reasons) or "nothing reads it")
+    layout = moves[matmuls[0].left]
     rows = _Rows.of(layout, ranks)
-    assert rows is not None  # the products' rows have the ranks among them
-    return _Use(products, layout, rows, rest)
+    assert rows is not None  # the ranks are among the rows of every matmul here
+    return _Use(matmuls, layout, rows, rest)
 
 
-def _why(reader: fx.Node, node: fx.Node, in_columns: bool, behind: set[fx.Node]) -> str:
-    """Why a reader of the gathered tensor ``node`` is no product that can begin with one shard.
-    ``in_columns``: that tensor's columns are what was gathered."""
-    product, name = Matmul.of(reader), describe(reader)
-    if product is None:
-        return f"{name} reads it, and is no plain matmul"
-    if product.right is node:
+def _reason(reader: fx.Node, node: fx.Node, in_columns: bool, dependent: set[fx.Node]) -> str:
+    """Why a reader is not a matmul that can start with one shard.
+
+    Args:
+        reader: a reader of ``node``.
+        node: the gathered tensor, or one that moves its elements.
+        in_columns: whether the gathered dim is among the columns of ``node``.
+        dependent: all nodes that are computed from the gathered tensor.
+    """
+    matmul, name = Matmul.of(reader), describe(reader)
+    if matmul is None:
+        return f"{name} reads it and is not a plain matmul"
+    if matmul.right is node:
         return f"{name} has it as its right factor"
-    if {product.right, product.bias} & behind:
-        return f"what {name} multiplies it with, or adds, is made of it too"
+    if {matmul.right, matmul.bias} & dependent:
+        return f"the other factor of {name}, or its bias, depends on it too"
     if in_columns:
-        return f"{name} sums over the gathered dim, and needs all shards before it can begin"
-    return f"{name} reads rows whose shards a view has cut up"
+        return f"{name} sums over the gathered dim, so it needs all shards before it can start"
+    return f"{name} reads rows in which a view has cut up the shards"

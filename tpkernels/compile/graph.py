@@ -1,4 +1,4 @@
-"""Writing into an fx graph: new nodes with their fake values, also of symbolic sizes."""
+"""Editing an fx graph: new nodes with their fake values, also with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom")
 
 
 class Unsupported(Exception):
-    """Why a collective is left alone. Nothing has been replaced when it is raised."""
+    """The reason for which a collective is left alone. Raised before any node is replaced."""
 
 
 @dataclass(frozen=True)
 class Writes:
-    """The ops of a graph that write in place, and how many of them come before each node."""
+    """The ops of a graph that write in place."""
 
     ops: list[fx.Node]
-    before: dict[fx.Node, int]
+    before: dict[fx.Node, int]  #: for each node, how many of the ops come before it
 
     @classmethod
     def of(cls, graph: fx.Graph) -> Writes:
@@ -58,46 +58,47 @@ class Writes:
         return cls(ops, before)
 
     def among(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Those between the first and the last of the nodes."""
+        """The ops between the first and the last of the nodes."""
         places = [self.before[node] for node in nodes]
         return self.ops[min(places) : max(places)]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A functional collective of a graph, and the group that it runs on."""
+    """A functional collective of a graph, and its group."""
 
     node: fx.Node
     group: str
     world: int
     writes: Writes
 
-    def joins(self, products: Iterable[fx.Node]) -> None:
-        """Checks that it and the products can become one op, which reads all they read at once.
+    def check_fusible(self, matmuls: Iterable[fx.Node]) -> None:
+        """Checks that the collective and the matmuls can become one op, which reads all their
+        inputs at one place in the graph.
 
         Raises:
-            Unsupported: what they read may be written in between.
+            Unsupported: an op writes in place between them.
         """
-        between = self.writes.among([self.node, *products])
+        between = self.writes.among([self.node, *matmuls])
         if between:
             names = ", ".join(dict.fromkeys(map(describe, between)))
-            raise Unsupported(f"{names} writes in place between it and the products")
+            raise Unsupported(f"{names} writes in place between it and the matmuls")
 
 
 @dataclass(frozen=True)
 class Change:
-    """What took a collective's place: an op, with how many products, and the rest in words."""
+    """What replaced a collective. The fields are those of ``Rewritten``."""
 
     op: str
-    products: int
+    matmuls: int
     detail: str
 
 
 class Editor:
-    """``with Editor(at) as editor:`` adds nodes in front of one of a graph, in whose name they
-    stand there. Where an reason shows up within, they are taken out again.
+    """``with Editor(at) as editor:`` adds nodes before the node ``at``, with that node's metadata.
+    If the block raises `Unsupported`, they are removed again.
 
-    They may depend on nodes behind it: the graph is to be sorted afterwards.
+    The new nodes may depend on nodes after ``at``; the caller sorts the graph afterwards.
     """
 
     def __init__(self, at: fx.Node) -> None:
@@ -118,7 +119,7 @@ class Editor:
                 node.graph.erase_node(node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A new node, with what it gives for the fake values of its arguments."""
+        """Adds a node, and computes its fake value from those of its arguments."""
         with self._at.graph.inserting_before(self._at):
             node = self._at.graph.call_function(target, args, kwargs)
         self._made.append(node)
@@ -129,60 +130,66 @@ class Editor:
         return node
 
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        """``node`` in ``shape``; ``node`` itself if it has that shape."""
         if same_shape(shape_of(node), shape):
             return node
         result: fx.Node = self.call(aten.reshape.default, node, self._arguments(shape))
         return result
 
     def arrange(
-        self, node: fx.Node, have: Sequence[Axis], want: Sequence[Axis], shape: Sequence[Size]
+        self, node: fx.Node, source: Sequence[Axis], target: Sequence[Axis], shape: Sequence[Size]
     ) -> fx.Node:
-        """``node``, whose elements run over the axes ``have``, with those in the order ``want``,
-        in ``shape``."""
-        if list(have) != list(want):
-            node = self.reshape(node, [axis.size for axis in have])
-            node = self.call(aten.permute.default, node, [have.index(axis) for axis in want])
+        """Reorders the elements of ``node`` from the axes ``source`` to the axes ``target``, and
+        reshapes the result to ``shape``."""
+        if list(source) != list(target):
+            node = self.reshape(node, [axis.size for axis in source])
+            node = self.call(aten.permute.default, node, [source.index(axis) for axis in target])
         return self.reshape(node, shape)
 
     def laid_out_like(self, old: fx.Node, new: fx.Node) -> fx.Node:
-        """``new`` with the strides of ``old``: views of that may need them, or name elements by
-        them."""
-        have, want = value(new), value(old)
-        contiguous = is_contiguous_or_false(want)
-        if same_shape(have.stride(), want.stride()) or (
-            contiguous and is_contiguous_or_false(have)
+        """``new`` with the strides of ``old``, on which views of ``old`` may rely."""
+        actual, expected = value(new), value(old)
+        contiguous = is_contiguous_or_false(expected)
+        if same_shape(actual.stride(), expected.stride()) or (
+            contiguous and is_contiguous_or_false(actual)
         ):
             return new
         if contiguous:
-            whole = torch.contiguous_format
-            copied: fx.Node = self.call(aten.clone.default, new, memory_format=whole)
+            layout = torch.contiguous_format
+            copied: fx.Node = self.call(aten.clone.default, new, memory_format=layout)
             return copied
-        size, stride = ([self.size(each) for each in side] for side in (want.shape, want.stride()))
+        size = [self.size(length) for length in expected.shape]
+        stride = [self.size(step) for step in expected.stride()]
         laid_out = self.call(aten.new_empty_strided.default, new, size, stride)
         result: fx.Node = self.call(aten.copy.default, laid_out, new)
         return result
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
+        """One of the results of ``node``."""
         result: fx.Node = self.call(operator.getitem, node, index)
         return result
 
     def _arguments(self, shape: Sequence[Size]) -> list[int | fx.Node]:
-        """A shape as a view's argument: one symbolic size is -1, others are inputs' sizes."""
+        """A shape as a view's argument: the first symbolic size is -1, others are computed."""
         symbolic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
         return [-1 if i in symbolic[:1] else self.size(s) for i, s in enumerate(shape)]
 
     def size(self, size: Size) -> int | fx.Node:
-        """A size as an argument, computed from the sizes of the graph's inputs."""
+        """A size as a node's argument; a symbolic one is computed from sizes of the inputs.
+
+        Raises:
+            Unsupported: the size cannot be computed from them.
+        """
         return size if isinstance(size, int) else self._computed(size.node.expr)
 
     def _computed(self, expression: Any) -> int | fx.Node:
         if expression.is_Integer:
             return int(expression)
         for node in self._at.graph.find_nodes(op="placeholder"):
-            given = value(node)
-            if isinstance(given, torch.SymInt) and given.node.expr == expression:
+            known = value(node)
+            if isinstance(known, torch.SymInt) and known.node.expr == expression:
                 return node
-            sizes: Sequence[Any] = given.shape if isinstance(given, torch.Tensor) else ()
+            sizes: Sequence[Any] = known.shape if isinstance(known, torch.Tensor) else ()
             for dim, size in enumerate(sizes):
                 if isinstance(size, torch.SymInt) and size.node.expr == expression:
                     read: fx.Node = self.call(aten.sym_size.int, node, dim)
@@ -191,24 +198,26 @@ class Editor:
             if isinstance(expression, kind):
                 parts = [self._computed(part) for part in expression.args]
                 return functools.reduce(functools.partial(self.call, operation), parts)
-        raise Unsupported(f"the size {expression} cannot be had from the graph's inputs")
+        raise Unsupported(
+            f"the size {expression} cannot be computed from the sizes of the graph's inputs"
+        )
 
 
 def descendants(node: fx.Node) -> set[fx.Node]:
-    """What is computed from ``node``."""
-    found: set[fx.Node] = set()
+    """All nodes that are computed from ``node``."""
+    users: set[fx.Node] = set()
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            if user not in found:
-                found.add(user)
+            if user not in users:
+                users.add(user)
                 pending.append(user)
-    return found
+    return users
 
 
 def read_sizes_of_inputs(graph: fx.Graph) -> None:
-    """Has sizes of intermediate tensors computed from those of the inputs, where that can be: who
-    reads no more than the size of a product is no reader of it."""
+    """Computes the sizes of intermediate tensors from those of the inputs where possible. A node
+    that reads only the size of a tensor then no longer counts as its reader."""
     for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
         source: Any = node.args[0]
         if source.op == "placeholder":
@@ -231,16 +240,16 @@ def _substitute(user: fx.Node, old: fx.Node, new: int | fx.Node) -> None:
 
 
 def erase_unread(nodes: Iterable[fx.Node]) -> None:
-    """Erases those of the nodes that nobody reads any more."""
-    left = dict.fromkeys(nodes)
-    while unread := [node for node in left if not node.users]:
+    """Erases those of the nodes that no node reads any more."""
+    remaining = dict.fromkeys(nodes)
+    while unread := [node for node in remaining if not node.users]:
         for node in unread:
-            del left[node]
+            del remaining[node]
             node.graph.erase_node(node)
 
 
 def is_wrapped(node: fx.Node) -> bool:
-    """Whether it stands for an op that writes into an argument (see in_place.py)."""
+    """Whether a node wraps an op that writes into an argument (see in_place.py)."""
     return node.target in _WRAPPERS
 
 
@@ -251,7 +260,7 @@ def op_of(node: fx.Node) -> torch._ops.OpOverload | None:
 
 
 def describe(node: fx.Node) -> str:
-    """What a node is, for messages: "aten.mul.Tensor"."""
+    """The name of a node for messages, such as "aten.mul.Tensor"."""
     if node.op == "output":
         return "the graph's output"
     if node.op != "call_function":

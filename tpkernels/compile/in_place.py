@@ -1,8 +1,8 @@
 """Ops that write into an argument.
 
-The compiler wraps such an op into a node that writes into nothing (``auto_functionalized``) and
-takes it out again after its passes. Until then the op is an argument of that node, and the node
-cannot be put into another one.
+The compiler wraps such an op into a node that does not write (``auto_functionalized``), and unwraps
+it after its passes. Until then the op is an argument of that node, and the node cannot be wrapped
+again.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from tpkernels.compile.moves import value
 
 aten = torch.ops.aten
 
-# How a wrapper tells a view of a tensor; nothing: all of it.
+# The arguments by which a wrapper describes a view of a tensor; without any, the whole tensor.
 _SLICE, _STRIDED = ("slice_dim", "slice_start", "slice_end"), ("size", "stride", "storage_offset")
 _VIEW = {"alias", *_SLICE, *_STRIDED}
 
 
 def functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The op that returns what ``op`` writes: ``all_reduce`` for ``all_reduce_``, ``gather`` for
-    ``gather_out``. It is ``op`` itself if that writes into nothing, None if there is none."""
+    ``gather_out``; ``op`` itself if it does not write; None if there is no such op."""
     if not op._schema.is_mutable:
         return op
-    packet = getattr(torch.ops, op.namespace)
-    overloads = getattr(packet, re.sub("(_out|_)$", "", op._opname), None)
-    found = getattr(overloads, op._overloadname, None)
-    return None if found is None or found._schema.is_mutable else found
+    namespace = getattr(torch.ops, op.namespace)
+    packet = getattr(namespace, re.sub("(_out|_)$", "", op._opname), None)
+    overload = getattr(packet, op._overloadname, None)
+    return None if overload is None or overload._schema.is_mutable else overload
 
 
 def unwrap(node: fx.Node) -> fx.Node:
-    """Puts the functional op in the place of a wrapped one, and what it returns in the place of
-    what was written; returns its node.
+    """Replaces a wrapped op by the functional one, and what the op wrote by what that returns.
+
+    Returns:
+        The node of the functional op.
 
     Raises:
-        NotImplementedError: there is no such op, or it is not known what is written.
+        NotImplementedError: there is no functional op, or it is not known what is written.
     """
     op = op_of(node)
-    assert op is not None  # the caller has found one
+    assert op is not None  # a wrapper has an op
     try:
         call, result = _functional_call(node, op)
     except Unsupported as reason:
@@ -55,7 +57,7 @@ def unwrap(node: fx.Node) -> fx.Node:
         ) from None
     if isinstance(node.meta["val"], torch.Tensor):
         node.replace_all_uses_with(result)
-    for item in list(node.users):  # the tensor that was written, out of a tuple
+    for item in list(node.users):  # the written tensor, taken from a tuple
         item.replace_all_uses_with(result)
         node.graph.erase_node(item)
     node.graph.erase_node(node)
@@ -63,30 +65,31 @@ def unwrap(node: fx.Node) -> fx.Node:
 
 
 def _functional_call(node: fx.Node, op: torch._ops.OpOverload) -> tuple[fx.Node, fx.Node]:
-    """(the call of the functional op, the tensor with what it returns in the part written)."""
+    """The call of the functional op, and the tensor into which ``op`` would have written, with the
+    call's result in the written part."""
     new = functional(op)
-    written = [each.name for each in op._schema.arguments if each.is_write]
+    written = [argument.name for argument in op._schema.arguments if argument.is_write]
     if new is None or len(written) != 1:
         raise Unsupported(f"no op returns what it writes into {', '.join(written)}")
     if op._schema.returns and not isinstance(node.meta.get("val"), torch.Tensor):
         raise Unsupported("it also returns something else")
     with Editor(node) as editor:
         part = _Part.of(node, written[0], editor)
-        given = {**node.kwargs, written[0]: None if part is None else part.read()}
+        values = {**node.kwargs, written[0]: None if part is None else part.read()}
         positional: list[Any] = []
-        options: dict[str, Any] = {}
+        keywords: dict[str, Any] = {}
         for argument in new._schema.arguments:
             if not argument.kwarg_only:
-                positional.append(given[argument.name])
-            elif argument.name in given:
-                options[argument.name] = given[argument.name]
-        call: fx.Node = editor.call(new, *positional, **options)
+                positional.append(values[argument.name])
+            elif argument.name in values:
+                keywords[argument.name] = values[argument.name]
+        call: fx.Node = editor.call(new, *positional, **keywords)
         return call, call if part is None else part.write(call)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of ``base`` that an op writes, which a wrapper describes as a view."""
+    """The part of ``base`` that an op writes, as the wrapper describes it."""
 
     editor: Editor
     base: fx.Node
@@ -94,33 +97,39 @@ class _Part:
 
     @classmethod
     def of(cls, node: fx.Node, name: str, editor: Editor) -> _Part | None:
-        """None if the wrapper makes the tensor that is written."""
-        given: Any = node.kwargs
-        if name in given:  # as auto_functionalized has it
-            return cls(editor, given[name], {})
+        """The part that is written as the argument ``name``; None if the wrapper itself creates
+        that tensor."""
+        arguments: Any = node.kwargs
+        if name in arguments:  # the first version of auto_functionalized
+            return cls(editor, arguments[name], {})
         prefix = f"_{name}_"
-        view = {key.removeprefix(prefix): given[key] for key in given if key.startswith(prefix)}
+        view = {
+            key.removeprefix(prefix): argument
+            for key, argument in arguments.items()
+            if key.startswith(prefix)
+        }
         index = view.pop("base_index", None)
         if index is None:
             return None
         if view.keys() - _VIEW:
-            raise Unsupported(f"it writes into a view by {', '.join(view)}")
-        return cls(editor, given["_all_bases"][index], view)
+            raise Unsupported(f"it writes into a view described by {', '.join(view)}")
+        return cls(editor, arguments["_all_bases"][index], view)
 
     def read(self) -> fx.Node:
+        """The part, as the op reads it."""
         if "slice_dim" in self.view:
-            return self._call(aten.slice.Tensor, self.base, *self._told(_SLICE))
+            return self._call(aten.slice.Tensor, self.base, *self._arguments(_SLICE))
         if "stride" in self.view:
-            return self._call(aten.as_strided.default, self._memory(), *self._told(_STRIDED))
+            return self._call(aten.as_strided.default, self._memory(), *self._arguments(_STRIDED))
         return self.base
 
     def write(self, new: fx.Node) -> fx.Node:
         """``base`` with ``new`` in that part."""
         if "slice_dim" in self.view:
-            return self._call(aten.slice_scatter.default, self.base, new, *self._told(_SLICE))
+            return self._call(aten.slice_scatter.default, self.base, new, *self._arguments(_SLICE))
         if "stride" in self.view:
             memory = self._call(
-                aten.as_strided_scatter.default, self._memory(), new, *self._told(_STRIDED)
+                aten.as_strided_scatter.default, self._memory(), new, *self._arguments(_STRIDED)
             )
             return self._call(aten.as_strided.default, memory, *self._layout())
         if is_contiguous_or_false(value(self.base)):
@@ -128,7 +137,7 @@ class _Part:
         return self._call(aten.copy.default, self.base, new)  # which keeps the strides of base
 
     def _memory(self) -> fx.Node:
-        """All elements that ``base`` spans, in the order of memory."""
+        """All elements that ``base`` spans in memory, as one dim."""
         size, stride, offset = self._layout()
         if all(isinstance(each, int) for each in (*size, *stride, offset)):
             length: Any = compute_required_storage_length(size, stride, offset)
@@ -140,7 +149,7 @@ class _Part:
         return self._call(aten.as_strided.default, self.base, [length], [1], 0)
 
     def _layout(self) -> tuple[list[Any], list[Any], Any]:
-        """Size, stride and storage offset of ``base``, as arguments."""
+        """Size, stride and storage offset of ``base``, as arguments of a node."""
         tensor = value(self.base)
         size = [self._known(aten.sym_size.int, n, dim) for dim, n in enumerate(tensor.shape)]
         stride = [self._known(aten.sym_stride.int, n, dim) for dim, n in enumerate(tensor.stride())]
@@ -149,7 +158,7 @@ class _Part:
     def _known(self, read: Any, number: Any, *dim: int) -> Any:
         return number if isinstance(number, int) else self._call(read, self.base, *dim)
 
-    def _told(self, names: tuple[str, ...]) -> list[Any]:
+    def _arguments(self, names: tuple[str, ...]) -> list[Any]:
         return [self.view[name] for name in names]
 
     def _call(self, target: Any, *args: Any) -> fx.Node:

@@ -1,13 +1,12 @@
 """Where the elements of a tensor come from, through ops that only move them.
 
-A tensor is described by axes: each of its dims is a product of axes, the slowest first, as einops
-writes "(w b) s k". A view regroups axes, a permutation reorders dims, and what gathers along
-another dim than the first (chunk along one dim, concatenate along another) moves an axis. A view
-that cuts through an axis splits it, everywhere at once.
+A tensor is described by axes: each dim is a product of axes, the slowest first, as einops writes
+"(w b) s k". A view regroups axes and a permutation reorders dims. A gather along a dim other than
+the first, which is written as a chunk along one dim and a cat along another, moves an axis. A view
+that cuts through an axis splits it, in all layouts that contain it.
 
-So what a chain of views, copies, transpositions and chunk-cat pairs does (moves.py) can be read
-off, however it is written and with symbolic sizes too: the layout behind it is that of a gather
-along dim d, or it is not.
+So the effect of a chain of views, copies, transpositions and chunk-cat pairs (moves.py) can be read
+off its final layout, however the chain is written and also with symbolic sizes.
 """
 
 from __future__ import annotations
@@ -41,19 +40,20 @@ def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
 
 @dataclass(eq=False)
 class Axis:
-    """An axis, or the axes that a view has split it into."""
+    """An axis, or the axes into which a view has split it. Compared by identity."""
 
     size: Size
     parts: tuple[Axis, ...] = ()
 
     def split(self, first: Size) -> tuple[Axis, Axis]:
-        """Splits it for good, into the ``first`` slower steps and the rest."""
+        """Splits the axis permanently, into a slower axis of size ``first`` and the rest."""
         halves = Axis(first), Axis(self.size // first)
         self.parts = halves
         return halves
 
     @property
     def leaves(self) -> tuple[Axis, ...]:
+        """The axes that it consists of now; itself if it has not been split."""
         return tuple(leaf for part in self.parts for leaf in part.leaves) or (self,)
 
 
@@ -65,7 +65,7 @@ def _leaves(axes: Sequence[Axis]) -> Axes:
 
 
 def size_of(axes: Axes) -> Size:
-    """Elements that the axes number."""
+    """The product of the sizes of the axes."""
     return prod((axis.size for axis in axes), start=1)
 
 
@@ -77,16 +77,17 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[Size]) -> Layout:
-        """A tensor of which nothing is known but its shape."""
+        """The layout of a tensor of which only the shape is known."""
         return cls([() if same(size, 1) else (Axis(size),) for size in shape])
 
     @property
     def dims(self) -> tuple[Axes, ...]:
+        """The axes of each dim, the slowest first."""
         return tuple(_leaves(dim) for dim in self._dims)
 
     @property
     def flat(self) -> Axes:
-        """The axes in the order of the elements."""
+        """All axes, the slowest first."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     @property
@@ -94,7 +95,7 @@ class Layout:
         return tuple(size_of(dim) for dim in self.dims)
 
     def regrouped(self, shape: Sequence[Size]) -> Layout | None:
-        """The layout behind a view as ``shape``; None if that is not known."""
+        """The layout after a view as ``shape``; None if it is unknown."""
         left, dims = list(reversed(self.flat)), []
         for size in shape:
             dim: list[Axis] = []
@@ -120,7 +121,8 @@ class Layout:
         return Layout([self._dims[i] for i in order])
 
     def without_leading(self, dim: int, size: Size) -> tuple[Axis, Layout] | None:
-        """Takes an axis of ``size`` off the front of a dim; None if there is none."""
+        """The slowest axis of a dim, and the layout without it; None unless that axis has ``size``,
+        or can be split so that it has."""
         axes = list(self.dims[dim])
         if not axes:
             return None
@@ -132,4 +134,5 @@ class Layout:
         return axes[0], Layout(rest)
 
     def with_leading(self, dim: int, axis: Axis) -> Layout:
+        """The layout with ``axis`` as the slowest axis of a dim."""
         return Layout([(axis, *d) if i == dim else d for i, d in enumerate(self._dims)])

@@ -1,4 +1,4 @@
-"""The matrix products of a graph."""
+"""The matmuls of a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Matmul:
-    """``left @ right (+ bias)``, left [M, K], right [K, N]."""
+    """``left @ right (+ bias)``: left [M, K], right [K, N], bias [N]."""
 
     node: fx.Node
     left: fx.Node
@@ -25,7 +25,7 @@ class Matmul:
 
     @classmethod
     def of(cls, node: fx.Node) -> Matmul | None:
-        """None for a node that is none, or one that the ops have no counterpart for."""
+        """The matmul that a node computes; None if it is not one, or none that the ops support."""
         args: Any = node.args
         if node.target is aten.mm.default:
             return cls(node, args[0], args[1])
@@ -40,8 +40,8 @@ class Matmul:
 
 
 def _is_outer(left: Any, right: Any) -> bool:
-    """Whether a product by elements is that of a column and a row. Inductor makes some matmuls of
-    one column into that, perhaps on one rank, whose shard is the smallest, and not on others."""
+    """Whether an elementwise product is that of a column and a row. Inductor turns some matmuls
+    with K = 1 into this form, perhaps only on the rank with the smallest shard."""
     if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
         return False
     columns, rows = shape_of(left), shape_of(right)

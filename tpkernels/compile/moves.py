@@ -1,4 +1,4 @@
-"""The ops of an fx graph that only move elements, and what they do to a layout."""
+"""The nodes of an fx graph that only move elements, and what they do to a layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CARRIERS = {*_SPLITS, operator.getitem, aten.slice.Tensor}
 
 
 def value(argument: Any) -> Any:
-    """What an argument of a node is known to be: a fake tensor, a size."""
+    """The value of an argument of a node, such as a fake tensor or a size."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
@@ -43,7 +43,7 @@ def shape_of(node: fx.Node) -> Sequence[Size]:
 
 
 def moved_from(node: fx.Node) -> fx.Node | None:
-    """The tensor whose elements ``node`` moves, all of them; None if it does something else."""
+    """The tensor of which ``node`` moves all elements; None if it does something else."""
     target = node.target
     if target in _VIEWS or target in _COPIES or _permutation(node) is not None:
         source = node.args[0]
@@ -64,42 +64,42 @@ def through(node: fx.Node, before: Layout) -> Layout | None:
     if order is not None:
         return before.permuted(order)
     parts = _parts(node.args[0])
-    assert parts is not None  # what else moved_from knows is a cat
+    assert parts is not None  # the only other node that moved_from knows is a cat
     _, dim, count = parts
     taken = before.without_leading(dim, count)
     return None if taken is None else taken[1].with_leading(_cat_dim(node), taken[0])
 
 
 def follow(root: fx.Node, layout: Layout) -> dict[fx.Node, Layout]:
-    """The layouts of ``root`` and of all that its elements are moved to, step by step."""
-    found, pending = {root: layout}, list(root.users)
+    """The layouts of ``root`` and of all nodes that only move its elements."""
+    moves, pending = {root: layout}, list(root.users)
     while pending:
         node = pending.pop(0)
         source = moved_from(node)
-        if source in found and node not in found:
-            behind = through(node, found[source])
-            if behind is not None:
-                found[node] = behind
+        if source in moves and node not in moves:
+            moved = through(node, moves[source])
+            if moved is not None:
+                moves[node] = moved
                 pending += node.users
         elif node.target in _CARRIERS:
             pending += node.users
-    return found
+    return moves
 
 
-def readers(node: fx.Node, found: dict[fx.Node, Layout]) -> list[fx.Node]:
-    """Users of ``node`` other than the moves ``found``."""
-    return [user for user in node.users if not _only_moved(user, found)]
+def readers(node: fx.Node, moves: dict[fx.Node, Layout]) -> list[fx.Node]:
+    """Users of ``node`` that are not among the moves."""
+    return [user for user in node.users if not _only_moved(user, moves)]
 
 
-def _only_moved(node: fx.Node, found: dict[fx.Node, Layout]) -> bool:
+def _only_moved(node: fx.Node, moves: dict[fx.Node, Layout]) -> bool:
     """Whether ``node`` is one of the moves, or a chunk that only they read."""
-    if node in found or node.target not in _CARRIERS:
-        return node in found
-    return all(_only_moved(user, found) for user in node.users)
+    if node in moves or node.target not in _CARRIERS:
+        return node in moves
+    return all(_only_moved(user, moves) for user in node.users)
 
 
 def chain_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """(the node whose elements end up in ``node``, the moves between them, in order)."""
+    """The node whose elements end up in ``node``, and the moves between the two, in order."""
     moves: list[fx.Node] = []
     source = moved_from(node)
     while source is not None:
@@ -109,21 +109,22 @@ def chain_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def carriers(node: fx.Node) -> list[fx.Node]:
-    """The nodes between ``node`` and ``moved_from(node)``: the chunks that a cat is made of."""
+    """The nodes between ``node`` and ``moved_from(node)``: the chunks that a cat concatenates."""
     if node.target is not aten.cat.default:
         return []
-    given: Any = node.args[0]
-    splits = [part.args[0] for part in given if part.target is operator.getitem]
-    return list(dict.fromkeys([*given, *splits]))
+    parts: Any = node.args[0]
+    splits = [part.args[0] for part in parts if part.target is operator.getitem]
+    return list(dict.fromkeys([*parts, *splits]))
 
 
 def _permutation(node: fx.Node) -> list[int] | None:
+    """The order in which ``node`` puts dims; None if it is not a permutation."""
     if node.target not in (aten.permute.default, aten.transpose.int, aten.t.default):
         return None
     ndim = len(shape_of(node))
     if node.target is aten.permute.default:
-        given: Any = node.args[1]
-        return [dim % ndim for dim in given]
+        dims: Any = node.args[1]
+        return [dim % ndim for dim in dims]
     order = list(range(ndim))
     if ndim == 2 or node.target is aten.transpose.int:
         first, second = node.args[1:3] if node.target is aten.transpose.int else (0, 1)
@@ -137,9 +138,9 @@ def _cat_dim(node: fx.Node) -> int:
     return dim % len(shape_of(node))
 
 
-def _parts(given: Any) -> tuple[fx.Node, int, int] | None:
-    """(source, dim, count) if the nodes are equal parts of one tensor, all of them, in order."""
-    parts = list(given)
+def _parts(nodes: Any) -> tuple[fx.Node, int, int] | None:
+    """(source, dim, count) if the nodes are all equal parts of one tensor, in order."""
+    parts = list(nodes)
     if not all(isinstance(part, fx.Node) for part in parts):
         return None
     whole = _split_parts(parts) or _slice_parts(parts)

@@ -1,4 +1,4 @@
-"""The order in which inductor runs the ops: that of the graph, on all ranks."""
+"""Keeps the ops in the order of the graph, on all ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def keep_order(graph: fx.Graph) -> bool:
-    """Ties the ops and torch's collectives to the one before, but for two functional collectives
-    in a row; returns whether there are any.
+    """Ties each op and each collective to the one before it, except two functional collectives in a
+    row. Returns whether anything was tied.
 
-    Inductor moves what does not depend on each other, by the sizes of what is in memory. Those
-    differ between ranks that have uneven shards, and so would the order of the ops. It does not
-    move functional collectives past each other, but knows nothing of others.
+    Inductor reorders independent nodes to save memory, by the sizes of their tensors. Ranks with
+    uneven shards have different sizes, so their ops would run in different orders. Inductor keeps
+    functional collectives in order, but does not recognise others.
 
-    Ops that write into an argument become functional: wrapped as they are here, they could not be
-    tied.
+    Ops that write into an argument become functional, because a wrapped op cannot be tied.
     """
     calls = [node for node in graph.nodes if _is_functional_collective(node) or _is_other(node)]
     pairs = [pair for pair in pairwise(calls) if any(map(_is_other, pair))]
@@ -44,8 +43,8 @@ def _is_functional_collective(node: fx.Node) -> bool:
 
 
 def _is_other(node: fx.Node) -> bool:
-    """Whether it communicates and inductor does not know: our ops, of which private ones are local,
-    and DTensor's own."""
+    """Whether it communicates without inductor's knowledge: our ops, except private ones, which are
+    local, and DTensor's all-to-all."""
     op = op_of(node)
     if op is None:
         return False
@@ -54,7 +53,7 @@ def _is_other(node: fx.Node) -> bool:
 
 
 def _tensor_of(node: fx.Node) -> fx.Node:
-    """A tensor that an op makes, right behind it."""
+    """A tensor that an op returns; if it returns several, a new node for the first."""
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         return node

@@ -1,8 +1,9 @@
-"""products -> reduce-scatter or all-reduce: one ``matmul_reduce_scatter`` or ``matmul_all_reduce``.
+"""matmuls -> reduce-scatter or all-reduce: one ``matmul_reduce_scatter`` or ``matmul_all_reduce``.
 
-What is reduced may be one product or a sum of products, which is one product of concatenated
-factors: the gradient of what several column-parallel weights read. Between it and the collective
-may be views, transpositions and the chunks of a scatter along another dim than the first.
+The collective's input may be one matmul or a sum of matmuls, such as the gradient of the input of
+several column-parallel weights. A sum becomes one matmul of concatenated factors. Between matmul
+and collective there may be views, transpositions, and the chunks of a scatter along a dim other
+than the first.
 """
 
 from __future__ import annotations
@@ -31,103 +32,112 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class _Reduced:
-    """What a collective reduces: products with the moves behind them.
+    """The input of a collective: a sum of matmuls, and the moves after it.
 
-    ``total`` is their sum, ``made`` the nodes that the op makes needless, which nothing else reads.
+    Attributes:
+        total: the sum.
+        moves: the nodes between the sum and the collective that only move elements.
+        replaced: the nodes that the op replaces; nothing else reads them.
+        matmuls: the terms of the sum.
     """
 
     def __init__(self, collective: Collective) -> None:
-        given: Any = collective.node.args[0]
-        self.total, self.moves = chain_to(given)
-        self.made = [self.total, *_with_carriers(self.moves)]
-        self.products = self._terms(self.total)
-        shapes = [shape_of(product.node) for product in self.products]
+        source: Any = collective.node.args[0]
+        self.total, self.moves = chain_to(source)
+        self.replaced = [self.total, *_with_carriers(self.moves)]
+        self.matmuls = self._terms(self.total)
+        shapes = [shape_of(matmul.node) for matmul in self.matmuls]
         if not all(same_shape(shape, shapes[0]) for shape in shapes):
-            raise Unsupported("what it reduces is a sum of products in different layouts")
-        for node in self.made:
-            others = [user for user in node.users if user not in (collective.node, *self.made)]
+            raise Unsupported("its input is a sum of matmuls in different layouts")
+        inside = {collective.node, *self.replaced}
+        for node in self.replaced:
+            others = [user for user in node.users if user not in inside]
             if others:
                 names = ", ".join(dict.fromkeys(map(describe, others)))
-                raise Unsupported(f"{describe(node)}, which it reduces, is also read by {names}")
-        collective.joins(product.node for product in self.products)
+                raise Unsupported(f"{describe(node)} in its input is also read by {names}")
+        collective.check_fusible(matmul.node for matmul in self.matmuls)
 
     def _terms(self, node: fx.Node) -> list[Matmul]:
-        product = Matmul.of(node)
-        if product is not None:
-            if product.bias is not None:
+        """The matmuls of which ``node`` is the sum."""
+        matmul = Matmul.of(node)
+        if matmul is not None:
+            if matmul.bias is not None:
                 raise Unsupported(
-                    f"{describe(node)} adds a bias before the sum, and each rank may have another"
+                    f"{describe(node)} adds a bias before the sum, and biases may differ by rank"
                 )
-            return [product]
+            return [matmul]
         left, right = node.args[:2] if node.target is aten.add.Tensor else (None, None)
         if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
-            raise Unsupported(f"what it reduces is made by {describe(node)}, and no plain matmul")
+            raise Unsupported(f"its input is made by {describe(node)}, which is not a plain matmul")
         if node.kwargs.get("alpha", 1) != 1:
-            raise Unsupported("what it reduces is a sum with a factor")
+            raise Unsupported("its input is a sum with a factor")
         return [*self._term(left, node), *self._term(right, node)]
 
     def _term(self, node: fx.Node, total: fx.Node) -> list[Matmul]:
-        """The products that an addend of ``total`` consists of: moved, but in their order."""
+        """The matmuls of which ``node``, an addend of ``total``, is the sum. Moves in between must
+        keep the order of the elements."""
         if not same_shape(shape_of(node), shape_of(total)):
-            raise Unsupported("what it reduces is a sum that broadcasts")
+            raise Unsupported("its input is a sum that broadcasts")
         source, moves = chain_to(node)
         layout: Layout | None = Layout.of(shape_of(source))
         order = layout.flat if layout is not None else ()
         for move in moves:
             layout = layout and through(move, layout)
         if layout is None or layout.flat != tuple(leaf for axis in order for leaf in axis.leaves):
-            raise Unsupported("what it reduces is a sum of products in different layouts")
-        self.made += [source, *_with_carriers(moves)]
+            raise Unsupported("its input is a sum of matmuls in different layouts")
+        self.replaced += [source, *_with_carriers(moves)]
         return self._terms(source)
 
     def factors(self, editor: Editor) -> tuple[fx.Node, fx.Node]:
-        """(x [M, K], w [K, N]) whose product is the sum."""
-        if len(self.products) == 1:
-            x, w = self.products[0].left, self.products[0].right
-            if same(shape_of(x)[1], 0):  # this rank adds nothing, but takes part
+        """The factors x [M, K] and w [K, N] of the sum as one matmul."""
+        if len(self.matmuls) == 1:
+            x, w = self.matmuls[0].left, self.matmuls[0].right
+            if same(shape_of(x)[1], 0):  # This rank adds zeros: the ops need K >= 1.
                 x = editor.call(aten.constant_pad_nd.default, x, [0, 1])
                 w = editor.call(aten.constant_pad_nd.default, w, [0, 0, 0, 1])
             return x, w
-        x = editor.call(aten.cat.default, [product.left for product in self.products], 1)
-        w = editor.call(aten.cat.default, [product.right for product in self.products], 0)
+        x = editor.call(aten.cat.default, [matmul.left for matmul in self.matmuls], 1)
+        w = editor.call(aten.cat.default, [matmul.right for matmul in self.matmuls], 0)
         return x, w
 
     def replace(self, collective: fx.Node, result: fx.Node) -> None:
+        """Makes the collective's readers read ``result``, and erases the nodes it replaces."""
         waits = [user for user in collective.users if user.target is _WAIT]
         for node in (*waits, collective):
             node.replace_all_uses_with(result)
-        erase_unread([*waits, collective, *self.made])
+        erase_unread([*waits, collective, *self.replaced])
 
     def change(self, op: str, x: str) -> Change:
-        count = len(self.products)
-        return Change(op, count, f"x {x}" + (f", {count} products in one" if count > 1 else ""))
+        """What is reported; ``x``: shape and dim of the op's input."""
+        count = len(self.matmuls)
+        return Change(op, count, f"x {x}" + (f", {count} matmuls in one" if count > 1 else ""))
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """(of the product [M, N], of what the collective is given)."""
-        product = Layout.of(shape_of(self.products[0].node))
-        layout = product.regrouped(shape_of(self.total))
+        """The layouts of the matmul's result [M, N] and of the collective's input."""
+        matmul = Layout.of(shape_of(self.matmuls[0].node))
+        layout = matmul.regrouped(shape_of(self.total))
         for move in self.moves:
             layout = layout and through(move, layout)
         if layout is None:
-            raise Unsupported("it is not known how the product is laid out in what it reduces")
-        return product, layout
+            raise Unsupported("how the matmul is laid out in its input is unknown")
+        return matmul, layout
 
 
 def fuse_scatter(scatter: Collective) -> Change:
-    """Rewrites a ``reduce_scatter_tensor`` and the product that it reduces.
+    """Rewrites a ``reduce_scatter_tensor`` and the matmul that it reduces.
 
     Raises:
-        Unsupported: why not.
+        Unsupported: they cannot be rewritten.
     """
     node = scatter.node
     dtype = _out_dtype(node)
     reduced = _Reduced(scatter)
-    product, given = reduced.layouts()
-    taken = given.without_leading(0, scatter.world)
-    if taken is None:
-        raise Unsupported(f"the shards of {list(given.shape)} are not blocks of the product's rows")
-    ranks, shard = taken
-    rows, columns = product.dims
+    matmul, source = reduced.layouts()
+    split = source.without_leading(0, scatter.world)
+    if split is None:
+        raise Unsupported(f"the shards of {list(source.shape)} are not blocks of the matmul's rows")
+    ranks, shard = split
+    rows, columns = matmul.dims
     if ranks in columns and columns[0] is not ranks:
         raise Unsupported("each rank gets several blocks of columns")
     before = rows[: rows.index(ranks)] if ranks in rows else ()
@@ -146,7 +156,7 @@ def fuse_scatter(scatter: Collective) -> Change:
             dim,
             out_dtype=dtype,
         )
-        mine = [axis for axis in product.flat if axis is not ranks]
+        mine = [axis for axis in matmul.flat if axis is not ranks]
         mean = _mean(editor, fused, scatter)
         result = editor.arrange(mean, mine, shard.flat, shape_of(node))
         result = editor.laid_out_like(node, result)
@@ -155,38 +165,38 @@ def fuse_scatter(scatter: Collective) -> Change:
 
 
 def fuse_all_reduce(reduce: Collective) -> Change:
-    """Rewrites an ``all_reduce`` and the product that it reduces.
+    """Rewrites an ``all_reduce`` and the matmul that it reduces.
 
     Raises:
-        Unsupported: why not.
+        Unsupported: they cannot be rewritten.
     """
     node = reduce.node
     dtype = _out_dtype(node)
     reduced = _Reduced(reduce)
-    product, given = reduced.layouts()
+    matmul, source = reduced.layouts()
     with Editor(node) as editor:
         x, w = reduced.factors(editor)
         fused = editor.call(
             torch.ops.tpkernels.matmul_all_reduce.default, x, w, reduce.group, out_dtype=dtype
         )
         mean = _mean(editor, fused, reduce)
-        result = editor.arrange(mean, product.flat, given.flat, shape_of(node))
+        result = editor.arrange(mean, matmul.flat, source.flat, shape_of(node))
         result = editor.laid_out_like(node, result)
     reduced.replace(node, result)
     return reduced.change("matmul_all_reduce", str(list(shape_of(x))))
 
 
 def _out_dtype(collective: fx.Node) -> torch.dtype | None:
-    """The dtype to ask the op for: a mean is divided before it is rounded."""
+    """The op's ``out_dtype``: fp32 or fp64 for a mean, which is divided before it is rounded."""
     op = collective.args[1]
     if op not in ("sum", "avg"):
-        raise Unsupported(f"it takes the {op}, and the ops sum")
+        raise Unsupported(f"its reduction is {op}, and the ops only sum")
     dtype: torch.dtype = collective.meta["val"].dtype
     return dtypes.accumulator(dtype) if op == "avg" else None
 
 
 def _mean(editor: Editor, total: fx.Node, collective: Collective) -> fx.Node:
-    """The mean of what ``total`` is the sum of, if that is what the collective takes."""
+    """The collective's result, given the sum: the sum itself, or the mean."""
     if collective.node.args[1] == "sum":
         return total
     mean: fx.Node = editor.call(aten.div.Tensor, total, collective.world)
@@ -197,4 +207,5 @@ def _mean(editor: Editor, total: fx.Node, collective: Collective) -> fx.Node:
 
 
 def _with_carriers(moves: list[fx.Node]) -> list[fx.Node]:
+    """The moves, and the nodes between each and its source."""
     return [node for move in moves for node in (move, *carriers(move))]

@@ -1,4 +1,4 @@
-"""What the pass did: each collective that it rewrote, and why it left the others alone."""
+"""Which collectives the pass rewrote, and why it left the others alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Site:
-    """A functional collective: the node in ``graph``, its group, and the module that it was traced
-    in, where the compiler has kept that."""
+    """Where a functional collective was found."""
 
-    graph: str
-    collective: str
-    group: str
-    module: str
+    graph: str  #: number and kind of the graph
+    collective: str  #: the node's name in the graph
+    group: str  #: name of the process group
+    module: str  #: where the node was traced; "" if the compiler has not kept that
 
     def __str__(self) -> str:
         return f"group '{self.group}'" + (f", {self.module}" if self.module else "")
@@ -22,16 +21,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A collective that is now part of an op.
-
-    ``op`` is its name in ``torch.ops.tpkernels``, ``products`` how many matmuls it took in,
-    ``detail`` shapes and options in words.
-    """
+    """A collective that is now part of an op."""
 
     site: Site
-    op: str
-    products: int
-    detail: str
+    op: str  #: name in ``torch.ops.tpkernels``
+    matmuls: int  #: how many were fused with the collective
+    detail: str  #: shapes and options, in words
 
     def __str__(self) -> str:
         return f"{self.op}: {self.detail} ({self.site})"
@@ -39,7 +34,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A collective that stays as it is, and why."""
+    """A collective that was not rewritten, and why."""
 
     site: Site
     reason: str
@@ -50,10 +45,10 @@ class LeftAlone:
 
 @dataclass
 class Report:
-    """What the pass saw in the graphs that it was given, in their order.
+    """What the pass did with the graphs that it saw, in their order.
 
-    A graph that inductor takes from its cache is not compiled, and so not in here;
-    ``torch._inductor.config.force_disable_caches = True`` shows all.
+    A graph from inductor's cache is not compiled again and does not appear here. To see all graphs,
+    set ``torch._inductor.config.force_disable_caches = True``.
     """
 
     graphs: list[str] = field(default_factory=list)
@@ -62,19 +57,19 @@ class Report:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of each op were put in."""
-        return dict(Counter(each.op for each in self.rewritten))
+        """How many collectives became part of each op, by the op's name."""
+        return dict(Counter(site.op for site in self.rewritten))
 
     def __str__(self) -> str:
         if not self.graphs:
             return (
                 "no graph was compiled: nothing has run yet, or all came from inductor's cache "
-                "(torch._inductor.config.force_disable_caches = True compiles them anew)"
+                "(torch._inductor.config.force_disable_caches = True compiles them again)"
             )
         lines = [f"{len(self.rewritten)} rewritten, {len(self.left_alone)} left alone"]
         for graph in self.graphs:
             lines.append(graph)
-            every: list[Rewritten | LeftAlone] = [*self.rewritten, *self.left_alone]
-            here = [f"  {each}" for each in every if each.site.graph == graph]
+            entries: list[Rewritten | LeftAlone] = [*self.rewritten, *self.left_alone]
+            here = [f"  {entry}" for entry in entries if entry.site.graph == graph]
             lines += here or ["  no collectives"]
         return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Layers that are split over the ranks of a group, made of the ops.
+"""Layers that are sharded over the ranks of a group, built from the ops.
 
-Their state dicts have the names and shapes of the unsharded layers, for
-torch.distributed.checkpoint and, through `full_state_dict`, for ``torch.save``.
+Their state dicts have the names and shapes of the unsharded layers.
+``torch.distributed.checkpoint`` takes them as they are, ``torch.save`` through `full_state_dict`.
 """
 
 from tpkernels.nn.blocks import ParallelAttention, ParallelMLP

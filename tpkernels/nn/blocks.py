@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +13,23 @@ from tpkernels.groups import GroupLike
 from tpkernels.nn.column import column_parallel
 from tpkernels.nn.merged import MergedColumnParallelLinear, QKVParallelLinear
 from tpkernels.nn.row import RowParallelLinear
+from tpkernels.nn.sharding import LayerOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ParallelMLP(nn.Module):
-    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, gate and up sharing one gather.
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``; gate and up share one all-gather.
 
     Args:
         hidden_size, intermediate_size: of the unsharded block.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        bias: of all three layers.
-        activation: of the gate.
-        sequence_parallel: in and out are this rank's rows of the sequence, dim ``sequence_dim``.
+        bias: whether the three layers have biases.
+        activation: applied to the gate.
+        **options: ``device`` and ``dtype`` of the parameters; ``sequence_parallel``: input and
+            output are this rank's rows of the sequence, by default all rows; ``sequence_dim``: the
+            dim of the sequence, 0 by default.
     """
 
     def __init__(
@@ -34,33 +40,15 @@ class ParallelMLP(nn.Module):
         *,
         bias: bool = False,
         activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         self.activation = activation
-        both = MergedColumnParallelLinear(
-            hidden_size,
-            {"gate_proj": intermediate_size, "up_proj": intermediate_size},
-            group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
-        self.gate_proj, self.up_proj = both.layers
+        widths = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        gate_up = MergedColumnParallelLinear(hidden_size, widths, group, bias=bias, **options)
+        self.gate_proj, self.up_proj = gate_up.layers
         self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
+            intermediate_size, hidden_size, group, bias=bias, **options
         )
 
     def forward(
@@ -70,13 +58,18 @@ class ParallelMLP(nn.Module):
         residual: torch.Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """x [..., hidden_size] -> the same, plus ``residual``. ``shard_sizes``: rows of each rank
-        along ``sequence_dim`` where they are not all equal."""
-        parts: Any = self._modules  # what self.gate_proj looks up, but not in a small block's time
-        layers = [parts["gate_proj"], parts["up_proj"]]
+        """x [..., hidden_size] -> the same shape.
+
+        Args:
+            x: the input.
+            residual: of the output's shape, added to it; the output gets its dtype.
+            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
+        """
+        modules: Any = self._modules  # As self.gate_proj, without the time that takes.
+        layers = [modules["gate_proj"], modules["up_proj"]]
         gate, up = column_parallel(x, layers, shard_sizes=shard_sizes)
         inner = self.activation(gate) * up
-        y: torch.Tensor = parts["down_proj"](inner, residual=residual, shard_sizes=shard_sizes)
+        y: torch.Tensor = modules["down_proj"](inner, residual=residual, shard_sizes=shard_sizes)
         return y
 
 
@@ -84,16 +77,22 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class ParallelAttention(nn.Module):
-    """Attention with grouped queries, each rank having the heads of its key-value groups.
+    """Grouped-query attention; each rank has the heads of its key-value groups.
 
     Args:
         hidden_size: of input and output.
-        heads, kv_heads, head_dim: of the unsharded attention. Any numbers of heads: see
-            `QKVParallelLinear`.
+        heads, kv_heads, head_dim: of the unsharded attention, ``heads`` a multiple of ``kv_heads``;
+            neither has to divide by the ranks, see `QKVParallelLinear`.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        bias: of the query, key and value projections; out_bias: of the output's.
-        sequence_parallel: in and out are this rank's rows of the sequence.
-        sequence_dim: the dim of the sequence, 0 or 1, of x [.., .., hidden_size].
+        bias: whether the query, key and value projections have biases.
+        out_bias: whether the output projection has a bias.
+        **options: ``device`` and ``dtype`` of the parameters; ``sequence_parallel``: input and
+            output are this rank's rows of the sequence, by default all rows; ``sequence_dim``: the
+            dim of the sequence, 0 (the default) or 1.
+
+    Raises:
+        ValueError: ``heads`` is not a multiple of ``kv_heads``, or ``sequence_dim`` is neither 0
+            nor 1.
     """
 
     def __init__(
@@ -106,39 +105,23 @@ class ParallelAttention(nn.Module):
         *,
         bias: bool = False,
         out_bias: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        if sequence_dim not in (0, 1):
-            raise ValueError(f"sequence_dim is {sequence_dim}; attention takes 0 or 1")
-        qkv = QKVParallelLinear(
-            hidden_size,
-            heads,
-            kv_heads,
-            head_dim,
-            group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
-        self.heads, self.sequence_dim = qkv.heads, sequence_dim
+        qkv = QKVParallelLinear(hidden_size, heads, kv_heads, head_dim, group, bias=bias, **options)
+        self.heads = qkv.heads
         self.q_proj, self.k_proj, self.v_proj = qkv.layers
         self.o_proj = RowParallelLinear(
             heads * head_dim,
             hidden_size,
             group,
             bias=out_bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
             in_sizes=self.heads.query_sizes,
-            device=device,
-            dtype=dtype,
+            **options,
         )
+        self.sequence_dim = self.o_proj.sequence_dim
+        if self.sequence_dim not in (0, 1):
+            raise ValueError(f"sequence_dim is {self.sequence_dim}; attention takes 0 or 1")
 
     def forward(
         self,
@@ -151,29 +134,34 @@ class ParallelAttention(nn.Module):
         shard_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """x [sequence, batch, hidden_size], or [batch, sequence, hidden_size] with
-        ``sequence_dim=1`` -> the same, plus ``residual``.
+        ``sequence_dim=1`` -> the same shape.
 
         Args:
-            rotary: (cos, sin) of all rows of the sequence, [sequence, head_dim], the angles of the
-                first half of head_dim repeated in the second, taken in x's dtype; None: no rotary
-                embedding.
-            attn_mask: as ``torch.nn.functional.scaled_dot_product_attention`` takes it; it
-                broadcasts to [batch, heads of this rank, sequence, sequence].
-            is_causal: whether a row attends to no later one; by default without a mask, which then
-                says all of it.
-            shard_sizes: rows of each rank of the sequence where they are not all equal.
+            x: the input.
+            rotary: (cos, sin) for all rows of the sequence, each [sequence, head_dim], with the
+                angles of the first half of head_dim repeated in the second; converted to x's dtype.
+                None: no rotary embedding.
+            attn_mask: as ``torch.nn.functional.scaled_dot_product_attention`` takes it; it must
+                broadcast to [batch, heads of this rank, sequence, sequence].
+            is_causal: whether rows attend only to themselves and earlier rows. By default they do
+                if there is no mask; with a mask, the mask alone decides.
+            residual: of the output's shape, added to it; the output gets its dtype.
+            shard_sizes: rows of each rank of the sequence, unless they are all equal.
 
         Raises:
-            ValueError: a mask together with ``is_causal=True``.
+            ValueError: ``attn_mask`` is given together with ``is_causal=True``.
         """
         if is_causal and attn_mask is not None:
-            raise ValueError("give attn_mask or is_causal=True; a mask has to say what is causal")
+            raise ValueError(
+                "give attn_mask or is_causal=True, not both; a causal mask must be part of "
+                "attn_mask"
+            )
         layers = [self.q_proj, self.k_proj, self.v_proj]
-        products = column_parallel(x, layers, shard_sizes=shard_sizes)
+        outputs = column_parallel(x, layers, shard_sizes=shard_sizes)
         # [batch, heads, sequence, head_dim]
         order = (1, 2, 0, 3) if self.sequence_dim == 0 else (0, 2, 1, 3)
         shape = (-1, self.heads.head_dim)
-        q, k, v = (y.unflatten(-1, shape).permute(order) for y in products)
+        q, k, v = (y.unflatten(-1, shape).permute(order) for y in outputs)
         if rotary is not None:
             q, k = _rotate(q, rotary), _rotate(k, rotary)
         out = F.scaled_dot_product_attention(
@@ -184,8 +172,8 @@ class ParallelAttention(nn.Module):
             is_causal=attn_mask is None if is_causal is None else is_causal,
             enable_gqa=self.heads.heads != self.heads.kv_heads,
         )
-        back = (2, 0, 1, 3) if self.sequence_dim == 0 else (0, 2, 1, 3)
-        inner = out.permute(back).flatten(2)
+        inverse = (2, 0, 1, 3) if self.sequence_dim == 0 else (0, 2, 1, 3)
+        inner = out.permute(inverse).flatten(2)
         return self.o_proj(inner, residual=residual, shard_sizes=shard_sizes)
 
 

@@ -1,19 +1,26 @@
-"""Checks of modules that are to be sharded."""
+"""Checks of modules that are about to be sharded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from tpkernels import dtypes
 
 
 def plain_parameter(value: torch.Tensor | None, what: str) -> None:
-    """Raises for a parameter that cannot be split: quantised, packed, or sharded already."""
+    """Checks that a parameter can be split.
+
+    Raises:
+        NotImplementedError: it is quantised, packed or distributed, or no op takes its dtype.
+    """
     if value is None:
         return
     data = value.data
-    if not value.is_floating_point() or type(data) is not torch.Tensor:
+    if not value.is_floating_point() or type(data) not in (torch.Tensor, FakeTensor):
         raise NotImplementedError(
             f"{what} is a {type(data).__name__} of {dtypes.name(value.dtype)}; a quantised, packed "
             "or distributed weight cannot be split: parallelise the plain floating-point model"
@@ -25,7 +32,7 @@ def linear(module: nn.Module, name: str) -> nn.Linear:
     """``module``, if it is a plain ``nn.Linear``.
 
     Raises:
-        TypeError: it is something else, such as a layer that is parallel already or an adapter.
+        TypeError: it is something else, such as a parallel layer or an adapter.
         NotImplementedError: its weight is quantised or distributed.
     """
     if isinstance(module, nn.Linear):
@@ -39,8 +46,20 @@ def linear(module: nn.Module, name: str) -> nn.Linear:
     return module
 
 
+def linears(modules: Mapping[str, nn.Module]) -> None:
+    """`linear` of each of several modules."""
+    for name, module in modules.items():
+        linear(module, name)
+
+
 def embedding(module: nn.Module, name: str) -> nn.Embedding:
-    """``module``, if it is a plain ``nn.Embedding``; raises as `linear` does."""
+    """``module``, if it is a plain ``nn.Embedding``.
+
+    Raises:
+        TypeError: it is something else.
+        NotImplementedError: its weight is quantised or distributed, or it has an option that a
+            vocabulary-parallel embedding lacks.
+    """
     if not isinstance(module, nn.Embedding) or type(module) is not nn.Embedding:
         raise TypeError(
             f"{name} is a {type(module).__module__}.{type(module).__qualname__}, not an "
@@ -50,6 +69,6 @@ def embedding(module: nn.Module, name: str) -> nn.Embedding:
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise NotImplementedError(
             f"{name} has max_norm, sparse or scale_grad_by_freq, which a vocabulary-parallel "
-            "embedding does not do"
+            "embedding does not support"
         )
     return module

@@ -1,4 +1,4 @@
-"""What a state dict of a sharded module holds, for torch.distributed.checkpoint and for users."""
+"""The values in the state dict of a sharded module, and the unsharded state dict."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 _aten = torch.ops.aten
-# What copies of state dicts are made with; they do to the shard what they do to a tensor.
-_ON_SHARES = {
+# What copies a state dict; applied to the shard.
+_ON_SHARDS = {
     _aten.detach.default,
     _aten.alias.default,
     _aten.clone.default,
@@ -29,11 +29,11 @@ _ON_SHARES = {
 
 
 class ShardTensor(torch.Tensor):
-    """This rank's shard of a tensor that looks unsharded: it has the shape of the whole.
+    """This rank's shard of a tensor, with the shape of the unsharded tensor.
 
-    torch.distributed.checkpoint saves each rank's shard once, and loads whatever part of a saved
-    tensor is this rank's, however it was split when it was saved. A shard can be copied, detached
-    and moved; ``local`` is the shard as a plain tensor, `full_tensor` gathers the whole.
+    ``torch.distributed.checkpoint`` saves each rank's shard once, and loads this rank's shard from
+    a checkpoint of any number of ranks. A ShardTensor can be copied, detached and moved between
+    devices; ``local`` is the shard as a plain tensor, `full_tensor` gathers the unsharded one.
     """
 
     local: torch.Tensor
@@ -42,14 +42,14 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, split: Split, group: str) -> ShardTensor:
-        made: ShardTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, split.whole_shape(local.shape), dtype=local.dtype, device=local.device
         )
-        made.local, made.placement, made.group = local, split, group
-        return made
+        tensor.local, tensor.placement, tensor.group = local, split, group
+        return tensor
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole, on every rank. Collective."""
+        """The unsharded tensor, on every rank. Collective: all ranks call it."""
         split = self.placement
         return all_gather(self.local, self.group, split.dim, shard_sizes=split.sizes)
 
@@ -58,13 +58,13 @@ class ShardTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> ShardTensor:
         first = args[0] if args else None
-        if func not in _ON_SHARES or not isinstance(first, ShardTensor):
+        if func not in _ON_SHARDS or not isinstance(first, ShardTensor):
             raise NotImplementedError(
-                f"{func} of a ShardTensor, of which this rank has a shard only; take .local, or "
+                f"{func} needs more than this rank's shard of a ShardTensor; take .local, or "
                 ".full_tensor() on all ranks"
             )
         if func is _aten.copy_.default and getattr(args[1], "placement", None) != first.placement:
-            raise ValueError(f"cannot copy {args[1]!r} into {first!r}, which is not split alike")
+            raise ValueError(f"cannot copy {args[1]!r} into {first!r}, which is split differently")
         shards = [x.local if isinstance(x, ShardTensor) else x for x in args]
         result = func(*shards, **(kwargs or {}))
         if result is first.local:
@@ -80,22 +80,23 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a ShardTensor is one rank's shard and is not pickled: save with "
+            "a ShardTensor is one rank's shard and cannot be pickled: save with "
             "torch.distributed.checkpoint, or torch.save tpkernels.nn.full_state_dict(model)"
         )
 
     def untyped_storage(self) -> NoReturn:
-        """What safetensors asks for, among others."""
+        """Raises TypeError. safetensors and others call it to save the unsharded memory, which no
+        rank has."""
         raise TypeError(
-            "a ShardTensor is one rank's shard and has no memory of the whole: save with "
-            "torch.distributed.checkpoint, or give tpkernels.nn.full_state_dict(model), called on "
-            "all ranks, to safetensors.torch.save_file or as state_dict"
+            "a ShardTensor is one rank's shard and has no storage of the unsharded tensor: save "
+            "with torch.distributed.checkpoint, or call tpkernels.nn.full_state_dict(model) on all "
+            "ranks and pass the result to safetensors.torch.save_file or as state_dict"
         )
 
     storage = untyped_storage
 
-    # torch.distributed._checkpointable: how torch.distributed.checkpoint sees a tensor. Who calls
-    # these has imported that package, which takes half a second.
+    # The protocol of torch.distributed._checkpointable, for torch.distributed.checkpoint. Importing
+    # that package takes half a second, but whoever calls these methods has done so already.
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -128,23 +129,24 @@ class ShardTensor(torch.Tensor):
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
-    """The state dict of the unsharded module: plain tensors, as ``torch.save`` and an unsharded
-    model's ``load_state_dict`` take them. Collective: all ranks call it.
+    """The state dict of the unsharded module, with plain tensors for ``torch.save`` or for the
+    ``load_state_dict`` of an unsharded model. Collective: all ranks call it.
 
     Args:
-        rank0_only: the other ranks get an empty dict, and rank 0's tensors are on the CPU: no rank
-            but this one, and no GPU, has more than one whole parameter at a time.
+        module: a module with sharded layers.
+        rank0_only: rank 0 gets the state dict, on the CPU; the others get an empty dict. No other
+            rank, and no GPU, then has more than one unsharded parameter at a time.
 
     Raises:
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+        TpkernelsError: a peer was lost, timed out or made a different call.
     """
     return gathered(module, module.state_dict(), rank0_only)
 
 
 def gathered(module: nn.Module, shards: Mapping[str, Any], rank0_only: bool) -> dict[str, Any]:
-    """`full_state_dict` of what ``shards``, a state dict of the module or a part of it, holds."""
-    # By the parameter's identity, which is the same question on every rank: tied parameters are
-    # gathered once, and stay one tensor.
+    """`full_state_dict` for ``shards``, a state dict of the module or a part of one."""
+    # Keyed by the parameter's identity: tied parameters are gathered once, on every rank, and stay
+    # one tensor.
     identity = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
     whole: dict[int, torch.Tensor | None] = {}
     state: dict[str, Any] = {}

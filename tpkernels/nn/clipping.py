@@ -1,4 +1,4 @@
-"""Gradient norms of modules of which each rank has a shard."""
+"""Gradient norms of sharded modules."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ from tpkernels.ops.all_reduce import all_reduce
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of the unsharded module: scales the gradients of all
-    parameters so that their 2-norm, over all ranks, is ``max_norm`` at the most. That function by
-    itself would take another norm on each rank, and the ranks would drift apart.
+    """``torch.nn.utils.clip_grad_norm_`` for a module with sharded layers: scales all gradients so
+    that their 2-norm over all ranks is at most ``max_norm``. torch's function would take the norm
+    of each rank's own gradients, and replicated parameters would drift apart.
 
-    Sharded parameters count with all their shards, those that all ranks have alike once. Sums are
-    in float64. Collective: all ranks call it, with gradients for the same parameters.
+    A sharded parameter counts with the shards of all ranks, a replicated one once. Sums are in
+    float64. Collective: all ranks call it, with gradients for the same parameters.
+
+    Args:
+        module: the module whose gradients are scaled in place.
+        max_norm: the largest norm allowed.
+        error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
     Returns:
-        The norm before, a float32 scalar with the same bits on every rank.
+        The norm before clipping, a float32 scalar with the same bits on every rank.
 
     Raises:
         NotImplementedError: a gradient is a DTensor.
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        TpkernelsError: a peer was lost, timed out or made a different call.
     """
     shards = {id(p): group for p, group in _sharded(module)}
     gradients = [(p.grad, shards.get(id(p))) for p in module.parameters() if p.grad is not None]
     for gradient, _ in gradients:
         if type(gradient) is not torch.Tensor:
             raise NotImplementedError(
-                f"a gradient is a {type(gradient).__name__}; torch.nn.utils.clip_grad_norm_ knows "
-                "those of models of DTensors"
+                f"a gradient is a {type(gradient).__name__}; for models of DTensors use "
+                "torch.nn.utils.clip_grad_norm_"
             )
     device = gradients[0][0].device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    # By groups in the order of the modules, which is the same on every rank.
+    # Groups in the order of the modules, which is the same on every rank.
     for group in dict.fromkeys([None, *shards.values()]):
         own = torch.zeros(1, dtype=torch.float64, device=device)
-        for gradient, whose in gradients:
-            if whose == group:
+        for gradient, owner in gradients:
+            if owner == group:
                 own += gradient.detach().to(torch.float64).square().sum()
         total += (own if group is None else all_reduce(own, group)).squeeze()
     norm = total.sqrt()
@@ -56,7 +61,7 @@ def clip_grad_norm_(
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
-    """The parameters of which this rank has a shard, and their groups."""
+    """The sharded parameters and their groups."""
     for part in module.modules():
         if isinstance(part, ShardedModule):
             for name in part.splits:

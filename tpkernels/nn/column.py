@@ -1,9 +1,9 @@
-"""The linear layer of which each rank has some output features; several of them on one input."""
+"""The linear layer whose output features are split over the ranks; several of them on one input."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,37 +11,48 @@ from torch import nn
 
 from tpkernels.groups import GroupLike
 from tpkernels.nn import check
+from tpkernels.nn.linear import ParallelLinear
 from tpkernels.nn.regions import gather_from_ranks
-from tpkernels.nn.sharding import ShardedModule, draw_linear
-from tpkernels.nn.split import Split
+from tpkernels.nn.sharding import LayerOptions, SequenceOptions
 from tpkernels.ops._column_matmul import column_matmul
 from tpkernels.ops._library import bias_list
 
-Column = TypeVar("Column", bound="ColumnParallelLinear")
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 
-class ColumnParallelLinear(ShardedModule):
+class ColumnOptions(SequenceOptions, total=False):
+    """What `ColumnParallelLinear.from_linear` takes."""
+
+    gather_output: bool
+    out_sizes: Sequence[int] | None
+    stand_in: int
+
+
+class ColumnParallelLinear(ParallelLinear):
     """``x @ weight^T + bias`` with the output features split over the ranks.
 
     Args:
         in_features, out_features: of the unsharded layer.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        gather_output: every rank gets all features, to be used alike on all, instead of its own.
-        sequence_parallel: the input is this rank's rows of the sequence, the output has all rows.
-            Otherwise all ranks give the same input, and its gradient is summed over them.
-        sequence_dim: the dim of the input that is split with ``sequence_parallel``.
-        out_sizes: output features of each rank; balanced by default (`tpkernels.shard_sizes`).
-        stand_in: features, all zero, that a rank without any computes in their place.
+        bias: whether there is a bias; split as the output features are.
+        gather_output: every rank gets all output features instead of its own. The ranks must then
+            compute the same from them.
+        out_sizes: output features of each rank; by default balanced (`tpkernels.shard_sizes`).
+        stand_in: number of zero features that a rank without any features returns.
+        sequence_parallel: the input is this rank's rows of the sequence, and the output has all
+            rows. By default all ranks pass the same input, and its gradient is summed over them.
+        sequence_dim: the dim of the input that ``sequence_parallel`` splits; 0 by default.
+        device, dtype: of the parameters, as ``nn.Linear`` takes them.
 
-    ``weight`` is [out_features of this rank, in_features]. With the same random state on all ranks
-    its initial values are those of ``nn.Linear``.
+    ``weight`` is [out_features of this rank, in_features]. With the same random state on all ranks,
+    the initial values are those of ``nn.Linear``.
 
     Raises:
-        ValueError: sizes that do not fit.
+        ValueError: ``out_sizes`` do not fit the group or ``out_features``.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    split_dim: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -51,90 +62,56 @@ class ColumnParallelLinear(ShardedModule):
         *,
         bias: bool = True,
         gather_output: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
         out_sizes: Sequence[int] | None = None,
         stand_in: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(group)
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(in_features, out_features, group, out_sizes, bias=bias, **options)
         self.gather_output, self.stand_in = gather_output, stand_in
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        split = Split.of(0, out_features, out_sizes, self.rank, self.world, "out_features")
-        self.empty = split.size == 0  #: this rank has no features
-        self.add_sharded("weight", (out_features, in_features), split, device, dtype)
-        if bias:
-            self.add_sharded("bias", (out_features,), split, device, dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: GroupLike, **options: Unpack[ColumnOptions]
+    ) -> Self:
+        """A layer with copies of this rank's shards of ``linear``'s parameters.
+
+        Args:
+            linear: the unsharded layer; features, bias, device and dtype are taken from it.
+            **options: the others that the constructor takes.
+
+        Raises:
+            TypeError: ``linear`` is not a plain ``nn.Linear``.
+            NotImplementedError: its weight is quantised or distributed.
+        """
+        return cls.from_checked(check.linear(linear, "linear"), group, **options)
 
     @property
     def out_sizes(self) -> tuple[int, ...]:
         """Output features of each rank."""
         return self.splits["weight"].sizes
 
-    def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.device.type != "meta":
-                self.fill(name, draw_linear(self.in_features))
-
-    @classmethod
-    def from_linear(
-        cls: type[Column],
-        linear: nn.Linear,
-        group: GroupLike,
-        *,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        out_sizes: Sequence[int] | None = None,
-        stand_in: int = 0,
-    ) -> Column:
-        """The layer with copies of this rank's shards of ``linear``'s parameters.
-
-        Raises:
-            TypeError: not an ``nn.Linear``.
-            NotImplementedError: its weight is quantised.
-        """
-        check.linear(linear, "linear")
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            group,
-            bias=linear.bias is not None,
-            gather_output=gather_output,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            out_sizes=out_sizes,
-            stand_in=stand_in,
-            device="meta",
-        )
-        layer.adopt(linear)
-        return layer
-
     def forward(self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features of this rank, or all].
 
-        ``shard_sizes``: rows of each rank along ``sequence_dim`` where they are not all equal.
+        Args:
+            x: the input.
+            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
         """
         return column_parallel(x, [self], shard_sizes=shard_sizes)[0]
 
     def zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of a rank without features: the ops need a column on every rank, which
-        also keeps its backward in step with the others'."""
+        """Zero weight and bias for a rank without features. The ops need a column on every rank,
+        and the padding keeps this rank's backward in step with the others'."""
         weight, bias, width = self.weight, self.bias, max(self.stand_in, 1)
         return F.pad(weight, (0, 0, 0, width)), None if bias is None else F.pad(bias, (0, width))
 
     def drop_bias(self) -> None:
-        """Has the layer add none."""
+        """Removes the bias."""
         self.bias = None
         self.splits.pop("bias", None)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
-        """What the layer returns for its product ``y``."""
+        """The layer's output, given its matmul's result ``y``."""
         if self.empty and (self.gather_output or not self.stand_in):
             y = y[..., :0]
         if self.gather_output:
@@ -155,14 +132,23 @@ def column_parallel(
     *,
     shard_sizes: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """What several column-parallel layers of one group make of one input, as one operation: with
-    sequence parallelism they share one gather, without it one sum of the input's gradient.
+    """Applies several column-parallel layers of one group to the same input, as one operation: with
+    sequence parallelism they share one all-gather, without it one all-reduce of the input's
+    gradient.
+
+    Args:
+        x: the input, [..., in_features].
+        layers: the layers.
+        shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
+
+    Returns:
+        The output of each layer, in their order.
 
     Raises:
         ValueError: the layers differ in group or sequence parallelism.
     """
-    # Written out, since each call of a function takes a small layer a per cent of its time: the ops
-    # themselves, and `zeros` and `finish` only where they do something.
+    # Function calls are saved here, since each takes about 1 % of a small layer's time: the ops are
+    # called directly, and `zeros` and `finish` only where they do something.
     first = layers[0]
     weights, biases, biased, finished = [], [], False, True
     for layer in layers:
@@ -178,9 +164,9 @@ def column_parallel(
         biased = biased or bias is not None
         finished = finished and not (layer.empty or layer.gather_output)
     each_bias = biases if biased else None
-    products: list[torch.Tensor]
+    outputs: list[torch.Tensor]
     if first.sequence_parallel:
-        _, products = torch.ops.tpkernels.all_gather_matmul.default(
+        _, outputs = torch.ops.tpkernels.all_gather_matmul.default(
             x,
             weights,
             first.group,
@@ -189,7 +175,7 @@ def column_parallel(
             shard_sizes=shard_sizes,
         )
     else:
-        products = column_matmul(x, weights, first.group, each_bias)
+        outputs = column_matmul(x, weights, first.group, each_bias)
     if finished:
-        return products
-    return [layer.finish(y) for layer, y in zip(layers, products, strict=True)]
+        return outputs
+    return [layer.finish(y) for layer, y in zip(layers, outputs, strict=True)]

@@ -1,8 +1,9 @@
-"""The two ends of a language model, split by vocabulary."""
+"""The embedding and the head of a language model, both split by vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,21 +12,32 @@ from torch import nn
 from tpkernels.groups import GroupLike
 from tpkernels.nn import check
 from tpkernels.nn.column import ColumnParallelLinear
-from tpkernels.nn.sharding import ShardedModule
+from tpkernels.nn.sharding import LayerOptions, SequenceOptions, ShardedModule
 from tpkernels.nn.split import Split
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.reduce_scatter import reduce_scatter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 
 def local_ids(
     ids: torch.Tensor, split: Split, allowed: torch.Tensor | None, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``ids`` relative to this rank's part of the vocabulary, 0 for those of other ranks; whether
-    they are of this rank).
+    """Ids relative to this rank's shard of the vocabulary.
+
+    Args:
+        ids: ids of the whole vocabulary.
+        split: of the vocabulary.
+        allowed: which ids may be outside the vocabulary.
+        what: subject of the error message.
+
+    Returns:
+        The relative ids, 0 for those of other ranks; and which ids are this rank's.
 
     Raises:
-        RuntimeError: an id is outside the vocabulary, and not ``allowed``. On a GPU it comes when
-            the device is waited for, as torch's own does.
+        RuntimeError: an id is outside the vocabulary and not allowed to be. On a GPU the error is
+            raised when the device is next synchronised, like torch's own.
     """
     valid = (ids >= 0) & (ids < split.total)
     if allowed is not None:
@@ -42,11 +54,16 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         num_embeddings, embedding_dim: of the unsharded embedding.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        padding_idx: an id of which the vector gets no gradient, and is zero at first.
-        sequence_parallel: each rank gets its rows of the sequence; otherwise all get all.
-        sequence_dim: the dim of the output that is split then.
+        padding_idx: an id whose vector is zero at first and gets no gradient.
+        **options: ``device`` and ``dtype`` of the parameter; ``sequence_parallel``: each rank gets
+            its rows of the sequence, by default all rows; ``sequence_dim``: the dim of the output
+            that ``sequence_parallel`` splits, 0 by default.
 
-    ``weight`` is [ids of this rank, embedding_dim]; balanced (`tpkernels.shard_sizes`).
+    ``weight`` is [ids of this rank, embedding_dim], split as `tpkernels.shard_sizes` does. With the
+    same random state on all ranks, the initial values are those of ``nn.Embedding``.
+
+    Raises:
+        ValueError: ``padding_idx`` is outside the vocabulary.
     """
 
     weight: nn.Parameter
@@ -58,54 +75,55 @@ class VocabParallelEmbedding(ShardedModule):
         group: GroupLike,
         *,
         padding_idx: int | None = None,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, **options)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} embeddings")
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         split = Split.of(0, num_embeddings, None, self.rank, self.world, "num_embeddings")
-        self.add_sharded("weight", (num_embeddings, embedding_dim), split, device, dtype)
+        self.add_parameter("weight", (num_embeddings, embedding_dim), split)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draws the vectors as ``nn.Embedding`` does."""
+
         def draw(whole: torch.Tensor) -> None:
             nn.init.normal_(whole)
             if self.padding_idx is not None:
                 whole[self.padding_idx].zero_()
 
-        if self.weight.device.type != "meta":
-            self.fill("weight", draw)
+        self.fill("weight", draw)
 
     @classmethod
     def from_embedding(
-        cls,
-        embedding: nn.Embedding,
-        group: GroupLike,
-        *,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-    ) -> VocabParallelEmbedding:
-        """The layer with a copy of this rank's shard of ``embedding``'s vectors.
+        cls, embedding: nn.Embedding, group: GroupLike, **options: Unpack[SequenceOptions]
+    ) -> Self:
+        """A layer with a copy of this rank's shard of ``embedding``'s vectors.
+
+        Args:
+            embedding: the unsharded embedding.
+            group: as the constructor takes it.
+            **options: ``sequence_parallel`` and ``sequence_dim``, as the constructor takes them.
 
         Raises:
-            TypeError: not an ``nn.Embedding``.
-            NotImplementedError: its weight is quantised, or an option is not supported.
+            TypeError: ``embedding`` is not a plain ``nn.Embedding``.
+            NotImplementedError: its weight is quantised, or it has an option that is not supported.
         """
-        check.embedding(embedding, "embedding")
+        return cls.from_checked(check.embedding(embedding, "embedding"), group, **options)
+
+    @classmethod
+    def from_checked(cls, embedding: nn.Embedding, group: GroupLike, **options: Any) -> Self:
+        """`from_embedding` of an embedding that has passed `check.embedding`."""
         layer = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
             group,
             padding_idx=embedding.padding_idx,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
             device="meta",
+            dtype=embedding.weight.dtype,
+            **options,
         )
         layer.adopt(embedding)
         return layer
@@ -113,8 +131,11 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(
         self, ids: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """ids, of any shape [...] and the same on all ranks -> [..., embedding_dim]; this rank's
-        rows of it with sequence parallelism (``shard_sizes`` of each where not all equal).
+        """ids [...] -> [..., embedding_dim], all rows or this rank's.
+
+        Args:
+            ids: integers of any shape, the same on all ranks.
+            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
 
         Raises:
             RuntimeError: an id is outside the vocabulary.
@@ -125,7 +146,7 @@ class VocabParallelEmbedding(ShardedModule):
         own_padding = None
         if self.padding_idx is not None and 0 <= self.padding_idx - split.offset < split.size:
             own_padding = self.padding_idx - split.offset
-        # One rank has each vector, the others zeros: the sum is exact in any dtype.
+        # For each id one rank has the vector and the others zeros: the sum is exact in any dtype.
         partial = F.embedding(local, weight, own_padding).masked_fill(~here.unsqueeze(-1), 0)
         if not self.sequence_parallel:
             return all_reduce(partial, self.group)
@@ -140,18 +161,18 @@ class VocabParallelEmbedding(ShardedModule):
 
 
 class ParallelLMHead(ColumnParallelLinear):
-    """The projection to the vocabulary, split by vocabulary as `VocabParallelEmbedding` is, so that
-    the two can share a weight (`tie`). `vocab_parallel_cross_entropy` takes the logits as they are;
-    ``gather_output`` gathers them.
+    """The projection to the vocabulary. It is split as `VocabParallelEmbedding` is, so that the two
+    can share a weight (`tie`).
 
-    Args: those of `ColumnParallelLinear`; leave ``out_sizes`` balanced for the cross-entropy.
+    It takes the arguments of `ColumnParallelLinear`. `vocab_parallel_cross_entropy` needs the
+    default ``out_sizes``, and takes the logits as they are; ``gather_output`` gathers them.
     """
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Makes the embedding's weight this layer's too.
+        """Makes this layer use the embedding's weight.
 
         Raises:
-            ValueError: they are of other sizes or groups, or split otherwise.
+            ValueError: the two differ in size, group or split.
         """
         theirs, mine = (
             (list(layer.splits["weight"].sizes), layer.weight.shape[1], layer.group)
@@ -159,7 +180,7 @@ class ParallelLMHead(ColumnParallelLinear):
         )
         if theirs != mine:
             raise ValueError(
-                f"an embedding {theirs} does not fit a head {mine}: (vocabulary of each rank, "
-                "width, group)"
+                f"an embedding {theirs} does not fit a head {mine}; these are (vocabulary of each "
+                "rank, width, group)"
             )
         self.weight = embedding.weight

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tpkernels.shards import shard_sizes
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class Projection(NamedTuple):
+    """The split of a query, key or value projection."""
+
+    sizes: list[int]  #: output features of each rank
+    stand_in: int  #: zero features that a rank without heads returns
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of an attention with grouped queries, over ``world`` ranks by whole key-value groups.
+    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups.
 
     Raises:
-        ValueError: ``heads`` is no positive multiple of ``kv_heads``, or ``head_dim`` not positive.
+        ValueError: ``heads`` is not a positive multiple of ``kv_heads``, or ``head_dim`` is not
+            positive.
     """
 
     heads: int
@@ -28,16 +39,22 @@ class Heads:
             )
 
     @property
-    def query_group(self) -> int:
+    def query_sizes(self) -> list[int]:
+        """Query features of each rank."""
+        return self._sizes(self._query_group)
+
+    @property
+    def projections(self) -> dict[str, Projection]:
+        """The projections, by their names in `QKV`."""
+        query = Projection(self.query_sizes, self._query_group)
+        key_value = Projection(self._sizes(self.head_dim), self.head_dim)
+        return dict(zip(QKV, (query, key_value, key_value), strict=True))
+
+    @property
+    def _query_group(self) -> int:
         """Features of the query heads of one key-value group."""
         return self.heads // self.kv_heads * self.head_dim
 
-    @property
-    def query_sizes(self) -> list[int]:
-        """Query features of each rank."""
-        return [groups * self.query_group for groups in shard_sizes(self.kv_heads, self.world)]
-
-    @property
-    def kv_sizes(self) -> list[int]:
-        """Key, or value, features of each rank."""
-        return [groups * self.head_dim for groups in shard_sizes(self.kv_heads, self.world)]
+    def _sizes(self, features: int) -> list[int]:
+        """Features of each rank, with ``features`` in a key-value group."""
+        return [groups * features for groups in shard_sizes(self.kv_heads, self.world)]

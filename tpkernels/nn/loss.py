@@ -1,13 +1,13 @@
-"""Cross-entropy of logits that are split by vocabulary and are never gathered.
+"""Cross-entropy of logits that are split by vocabulary, without gathering them.
 
-Each rank reduces its columns to three numbers a row: their maximum m_r, the sum s_r of
-exp(logit - m_r), and the target's logit if it is among them. One all-gather of these, 12 bytes a
-row and rank, gives every rank the loss:
+Each rank reduces its columns to three numbers per row: their maximum m_r, the sum s_r of
+exp(logit - m_r), and the target's logit if that is among them. One all-gather of these, 12 bytes
+per row and rank, gives every rank the loss:
 
     log(sum_r s_r * exp(m_r - m)) + m - target,  m = max_r m_r
 
-in rank order, so with the same bits everywhere. Megatron-LM takes three all-reduces for it. The
-backward is local: softmax(own columns) - onehot, from the logits and the log-sum-exp.
+Sums are in rank order, so every rank gets the same bits. Megatron-LM needs three all-reduces
+instead. The backward is local: softmax(own columns) - onehot, from the logits and the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def _statistics(logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
-    """[3, rows]: maximum, sum of exponentials below it, the target's logit or 0."""
+    """[3, rows]: the maximum, the sum of exp(logit - maximum), the target's logit or 0."""
     rows = logits.shape[0]
     if not logits.shape[1]:
         empty = logits.new_zeros(3, rows)
         empty[0].fill_(-torch.inf)
         return empty
     top = logits.amax(1)
-    # A row of -inf has no largest exponential; its sum is 0.
-    below = (logits - top.masked_fill(top == -torch.inf, 0).unsqueeze(1)).exp_().sum(1)
+    # -inf - -inf is NaN: subtract 0 from a row of -inf, whose sum is then 0.
+    exponentials = (logits - top.masked_fill(top == -torch.inf, 0).unsqueeze(1)).exp_().sum(1)
     target = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
-    return torch.stack([top, below, target])
+    return torch.stack([top, exponentials, target])
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row [rows], fp32 (fp64 of fp64)."""
+    """The loss of each row, [rows]; fp64 for fp64 logits, otherwise fp32."""
 
     @staticmethod
     def forward(
@@ -74,7 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
             own = here.to(log_sum.dtype).neg().unsqueeze(1)
             probability.scatter_add_(1, local.unsqueeze(1), own)
         factor = grad.masked_fill(ignored, 0).unsqueeze(1)
-        # Not probability * 0: an ignored row may hold infinities.
+        # Filled, not multiplied by 0: an ignored row may hold infinities.
         grad_logits = probability.mul_(factor).masked_fill_(ignored.unsqueeze(1), 0)
         return grad_logits.to(logits.dtype), None, None, None, None, None
 
@@ -88,25 +88,27 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """``torch.nn.functional.cross_entropy`` of logits of which each rank has its columns.
+    """``torch.nn.functional.cross_entropy`` of logits that are split by vocabulary. Collective: all
+    ranks call it.
 
     Args:
-        logits: [..., columns of this rank], as `ParallelLMHead` gives them: the vocabulary is split
-            by ``tpkernels.shard_sizes(vocab_size, world)``.
+        logits: [..., columns of this rank], as `ParallelLMHead` returns them: the vocabulary is
+            split by ``tpkernels.shard_sizes(vocab_size, world)``.
         target: [...] ids, the same on all ranks.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        vocab_size: of all ranks together.
-        ignore_index: targets that count for nothing.
-        reduction: "mean" over the targets that count, "sum", or "none".
+        vocab_size: columns of all ranks together.
+        ignore_index: targets of this value are left out of loss and gradient.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
 
     Returns:
-        The loss, with the same bits on every rank; a scalar, or [...] for "none". float32 (float64
-        of float64 logits): rounding it to 16 bits would lose what training looks at.
+        The loss, with the same bits on every rank: a scalar, or [...] for "none". It is float64 for
+        float64 logits, otherwise float32, because training needs more digits of it than 16 bits
+        have.
 
     Raises:
-        ValueError: shapes or options that do not fit.
+        ValueError: shapes do not fit, or ``reduction`` is unknown.
         RuntimeError: a target is outside the vocabulary and not ``ignore_index``.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+        TpkernelsError: a peer was lost, timed out or made a different call.
     """
     name = groups.name_of(group)
     rank, world = position(name)

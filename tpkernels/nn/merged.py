@@ -1,9 +1,9 @@
-"""Column-parallel layers of one input, which share one gather."""
+"""Column-parallel layers of one input, which share one all-gather."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,24 +12,13 @@ from tpkernels import groups
 from tpkernels.groups import GroupLike
 from tpkernels.nn import check
 from tpkernels.nn.column import ColumnParallelLinear, column_parallel
-from tpkernels.nn.heads import Heads
+from tpkernels.nn.heads import QKV, Heads
+from tpkernels.nn.sharding import LayerOptions, SequenceOptions
 
-Made = TypeVar("Made", bound=nn.Module)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-
-def _adopt(made: Made, linears: Mapping[str, nn.Linear]) -> Made:
-    """Gives the layers of ``made``, which have biases, copies of this rank's shards of ``linears``;
-    those without a bias lose theirs."""
-    for name, linear in linears.items():
-        layer = made.get_submodule(name)
-        assert isinstance(layer, ColumnParallelLinear)
-        if cast("torch.Tensor | None", linear.bias) is None:
-            layer.drop_bias()
-        try:
-            layer.adopt(linear)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return made
+Merged = TypeVar("Merged", bound=nn.Module)
 
 
 class MergedColumnParallelLinear(nn.Module):
@@ -37,8 +26,12 @@ class MergedColumnParallelLinear(nn.Module):
 
     Args:
         in_features: of the unsharded layers.
-        out_features: of each layer, by its name; the layers are submodules of these names.
-        group, bias, sequence_parallel, sequence_dim: see `ColumnParallelLinear`.
+        out_features: of each unsharded layer, by its name; the layers are submodules of these
+            names.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        bias: whether the layers have biases.
+        **options: ``sequence_parallel``, ``sequence_dim``, ``device`` and ``dtype``, as
+            `ColumnParallelLinear` takes them.
     """
 
     def __init__(
@@ -48,29 +41,16 @@ class MergedColumnParallelLinear(nn.Module):
         group: GroupLike,
         *,
         bias: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         for name, features in out_features.items():
-            self.add_module(
-                name,
-                ColumnParallelLinear(
-                    in_features,
-                    features,
-                    group,
-                    bias=bias,
-                    sequence_parallel=sequence_parallel,
-                    sequence_dim=sequence_dim,
-                    device=device,
-                    dtype=dtype,
-                ),
-            )
+            layer = ColumnParallelLinear(in_features, features, group, bias=bias, **options)
+            self.add_module(name, layer)
 
     @property
     def layers(self) -> list[ColumnParallelLinear]:
+        """The layers, in their order."""
         return cast("list[ColumnParallelLinear]", list(self.children()))
 
     @classmethod
@@ -78,53 +58,71 @@ class MergedColumnParallelLinear(nn.Module):
         cls,
         linears: Mapping[str, nn.Linear],
         group: GroupLike,
-        *,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
+        **options: Unpack[SequenceOptions],
     ) -> MergedColumnParallelLinear:
         """The layers with copies of this rank's shards, each with a bias if its linear has one.
 
+        Args:
+            linears: the unsharded layers, by name.
+            group: as the constructor takes it.
+            **options: ``sequence_parallel`` and ``sequence_dim``, as `ColumnParallelLinear` takes
+                them.
+
         Raises:
-            TypeError, NotImplementedError: as `ColumnParallelLinear.from_linear`.
-            ValueError: their inputs differ.
+            TypeError: a layer is not a plain ``nn.Linear``.
+            NotImplementedError: a weight is quantised or distributed.
+            ValueError: the layers have different input features.
         """
-        for name, linear in linears.items():
-            check.linear(linear, name)
+        check.linears(linears)
         first = next(iter(linears.values()))
-        made = cls(
+        widths = {name: linear.out_features for name, linear in linears.items()}
+        layer = cls(
             first.in_features,
-            {name: linear.out_features for name, linear in linears.items()},
+            widths,
             group,
             bias=True,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
             device="meta",
+            dtype=first.weight.dtype,
+            **options,
         )
-        return _adopt(made, linears)
+        return _adopt(layer, linears)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
-        """x [..., in_features] -> [..., features of this rank] for each layer, in their order."""
+        """x [..., in_features] -> [..., out_features of this rank] for each layer, in their order.
+
+        Args:
+            x: the input.
+            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
+        """
         return column_parallel(x, self.layers, shard_sizes=shard_sizes)
 
 
 class QKVParallelLinear(nn.Module):
-    """The query, key and value projections of an attention with grouped queries, as one operation.
+    """The query, key and value projections of grouped-query attention, as one operation.
 
-    Ranks get whole key-value groups: a key head, its value head and the query heads that attend to
-    them. Numbers that do not divide are split as evenly as they can be (`Heads`); where there are
-    more ranks than groups, a rank without one computes one of zeros, so that the shapes that follow
-    need no special case, and its output projection multiplies it by nothing.
+    Each rank gets whole key-value groups: a key head, its value head and the query heads that
+    attend to them. Groups that do not divide by the ranks are split as evenly as possible. A rank
+    without a group returns one of zeros, so that the attention needs no special case; the output
+    projection has no weights for it.
 
     Args:
         hidden_size: input features.
-        heads, kv_heads, head_dim: of the unsharded attention; heads is a multiple of kv_heads.
-        group, bias, sequence_parallel, sequence_dim: see `ColumnParallelLinear`.
+        heads, kv_heads, head_dim: of the unsharded attention; ``heads`` is a multiple of
+            ``kv_heads``.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        bias: whether the projections have biases.
+        **options: ``sequence_parallel``, ``sequence_dim``, ``device`` and ``dtype``, as
+            `ColumnParallelLinear` takes them.
 
     Raises:
-        ValueError: heads that do not fit.
+        ValueError: ``heads`` is not a multiple of ``kv_heads``.
     """
+
+    q_proj: ColumnParallelLinear
+    k_proj: ColumnParallelLinear
+    v_proj: ColumnParallelLinear
 
     def __init__(
         self,
@@ -135,35 +133,25 @@ class QKVParallelLinear(nn.Module):
         group: GroupLike,
         *,
         bias: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         self.heads = Heads(heads, kv_heads, head_dim, groups.get(groups.name_of(group)).world)
-
-        def projection(features: int, sizes: Sequence[int], stand_in: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
+        for name, (sizes, stand_in) in self.heads.projections.items():
+            layer = ColumnParallelLinear(
                 hidden_size,
-                features,
+                sum(sizes),
                 group,
                 bias=bias,
-                sequence_parallel=sequence_parallel,
-                sequence_dim=sequence_dim,
                 out_sizes=sizes,
                 stand_in=stand_in,
-                device=device,
-                dtype=dtype,
+                **options,
             )
-
-        q, kv = self.heads.query_sizes, self.heads.kv_sizes
-        self.q_proj = projection(heads * head_dim, q, self.heads.query_group)
-        self.k_proj = projection(kv_heads * head_dim, kv, head_dim)
-        self.v_proj = projection(kv_heads * head_dim, kv, head_dim)
+            self.add_module(name, layer)
 
     @property
     def layers(self) -> list[ColumnParallelLinear]:
+        """The projections of queries, keys and values."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
     @classmethod
@@ -174,41 +162,69 @@ class QKVParallelLinear(nn.Module):
         v: nn.Linear,
         head_dim: int,
         group: GroupLike,
-        *,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
+        **options: Unpack[SequenceOptions],
     ) -> QKVParallelLinear:
-        """The layers with copies of this rank's shards, each with a bias if its linear has one.
+        """The projections with copies of this rank's shards, each with a bias if its linear has
+        one.
+
+        Args:
+            q, k, v: the unsharded projections.
+            head_dim: features of a head.
+            group: as the constructor takes it.
+            **options: ``sequence_parallel`` and ``sequence_dim``, as `ColumnParallelLinear` takes
+                them.
 
         Raises:
-            TypeError, NotImplementedError: as `ColumnParallelLinear.from_linear`.
-            ValueError: ``head_dim`` does not divide the projections, or they do not fit together.
+            TypeError: a projection is not a plain ``nn.Linear``.
+            NotImplementedError: a weight is quantised or distributed.
+            ValueError: ``head_dim`` does not divide the features of a projection, or the
+                projections do not fit together.
         """
-        linears = {"q_proj": q, "k_proj": k, "v_proj": v}
+        linears = dict(zip(QKV, (q, k, v), strict=True))
+        check.linears(linears)
         for name, linear in linears.items():
-            check.linear(linear, name)
             if linear.out_features % head_dim:
                 raise ValueError(
-                    f"{name} has {linear.out_features} features: no whole number of heads of "
-                    f"{head_dim}"
+                    f"{name} has {linear.out_features} output features, which is not a whole "
+                    f"number of heads of {head_dim}"
                 )
-        made = cls(
+        layer = cls(
             q.in_features,
             q.out_features // head_dim,
             k.out_features // head_dim,
             head_dim,
             group,
             bias=True,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
             device="meta",
+            dtype=q.weight.dtype,
+            **options,
         )
-        return _adopt(made, linears)
+        return _adopt(layer, linears)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [..., hidden_size] -> q [..., heads of this rank * head_dim], k, v [..., key-value
-        heads of this rank * head_dim]."""
+        """x [..., hidden_size] -> queries [..., heads of this rank * head_dim], keys and values
+        [..., key-value heads of this rank * head_dim].
+
+        Args:
+            x: the input.
+            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
+        """
         q, k, v = column_parallel(x, self.layers, shard_sizes=shard_sizes)
         return q, k, v
+
+
+def _adopt(merged: Merged, linears: Mapping[str, nn.Linear]) -> Merged:
+    """Gives the layers of ``merged`` copies of this rank's shards of ``linears``. The layers have
+    biases; those whose linear has none lose theirs."""
+    for name, linear in linears.items():
+        layer = merged.get_submodule(name)
+        assert isinstance(layer, ColumnParallelLinear)
+        if cast("torch.Tensor | None", linear.bias) is None:
+            layer.drop_bias()
+        try:
+            layer.adopt(linear)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return merged

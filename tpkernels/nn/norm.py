@@ -1,4 +1,4 @@
-"""RMSNorm, where each rank applies it to rows, or heads, of its own."""
+"""RMSNorm that each rank applies to its own rows or heads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from tpkernels.nn.regions import copy_to_ranks
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in fp32, rounded once.
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, computed in fp32 and rounded once.
 
     Args:
-        hidden_size: of the last dim.
+        hidden_size: size of the last dim.
         eps: added to the mean square.
-        group: the ranks, where each applies the weight to a part of its own: to its rows under
-            sequence parallelism, or to its heads. A rank then sees a part of the weight's gradient;
-            the parts are summed in the backward, so that the weight has its whole gradient, the
-            same on all ranks, as soon as the backward has run. None: all ranks have the same input.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name, if each rank applies the
+            weight to something of its own: to its rows under sequence parallelism, or to its heads.
+            The backward then sums the weight's gradient over the ranks. None: all ranks have the
+            same input, and the same gradient.
+        device, dtype: of the weight.
 
-    ``weight`` [hidden_size] is whole on every rank.
+    ``weight`` is [hidden_size] on every rank.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Sets the weight to ones."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

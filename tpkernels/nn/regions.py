@@ -1,10 +1,10 @@
-"""Where a tensor goes from "each rank has its part" to "all have the whole" and back: Megatron's
-region mappings.
+"""Mappings between sharded and replicated tensors: the "regions" of Megatron-LM (Shoeybi et al.,
+arXiv:1909.08053).
 
-Whose gradient it is (docs/numerics.md): of what all ranks have alike they all compute the same
-loss, so its gradient is the same everywhere and counts once. Each mapping is the adjoint of its
-forward under that rule. `gather_from_ranks` therefore differs from ``tpkernels.all_gather``, behind
-which each rank makes something else of the result.
+What all ranks have alike leads to the same loss on all of them. Its gradient is therefore the same
+everywhere and counts once (docs/numerics.md). Each mapping's backward is the adjoint of its
+forward under that rule. This is how `gather_from_ranks` differs from ``tpkernels.all_gather``,
+whose result each rank uses for something of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _own_part(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
+        return _own_shard(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -52,14 +52,14 @@ class _Split(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]
     ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _own_part(x, group, dim, sizes)
+        return _own_shard(x, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return all_gather(grad, ctx.group, ctx.dim, shard_sizes=ctx.sizes), None, None, None
 
 
-def _own_part(x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def _own_shard(x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     rank, _ = position(group)
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
 
@@ -70,10 +70,14 @@ def check_dim(x: torch.Tensor, dim: int) -> None:
 
 
 def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
-    """``x`` itself, which all ranks have alike and each now uses for something of its own; its
-    gradient is summed over the ranks (Megatron's "f").
+    """Returns ``x``, and sums its gradient over the ranks: Megatron-LM's "f".
 
-    It is also what a replicated parameter needs that each rank applies to its own rows or heads.
+    For a tensor that all ranks have alike and each uses for something of its own, such as a
+    replicated parameter that each rank applies to its own rows or heads.
+
+    Args:
+        x: any tensor, the same on all ranks.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
     """
     result: torch.Tensor = _Copy.apply(x, groups.name_of(group))
     return result
@@ -82,18 +86,26 @@ def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
 def gather_from_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """The ranks' parts of ``dim`` (``sizes[r]`` of rank r) as one tensor, which all ranks use alike
-    from here on; the gradient of a part is its part of the gradient.
+    """Concatenates the ranks' shards. All ranks must then use the result alike: the gradient of a
+    shard is this rank's shard of the gradient.
+
+    Args:
+        x: this rank's shard.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        dim: the dim to concatenate along, not negative.
+        sizes: ``sizes[r]`` is the size of rank r's shard in ``dim``.
 
     Raises:
-        ValueError: ``dim`` is none of x's, or ``sizes`` do not fit the group or this rank's part.
+        ValueError: ``dim`` is not a dim of ``x``, or ``sizes`` do not fit the group or ``x``.
     """
     name = groups.name_of(group)
     rank, world = position(name)
     check_dim(x, dim)
     checked = check_sizes(sizes, world)
     if checked[rank] != x.shape[dim]:
-        raise ValueError(f"rank {rank} has {x.shape[dim]} of dim {dim}, and sizes say {checked}")
+        raise ValueError(
+            f"rank {rank} has a shard of size {x.shape[dim]} in dim {dim}, but sizes are {checked}"
+        )
     result: torch.Tensor = _Gather.apply(x, name, dim, checked)
     return result
 
@@ -101,11 +113,18 @@ def gather_from_ranks(
 def split_over_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """This rank's part of ``dim`` of what all ranks have alike (``sizes[r]`` for rank r; balanced
-    by default); the gradients of the parts are gathered.
+    """This rank's shard of a tensor that all ranks have alike; the gradients of the shards are
+    gathered.
+
+    Args:
+        x: the same on all ranks.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        dim: the dim to split, not negative.
+        sizes: ``sizes[r]`` is the size of rank r's shard in ``dim``; by default balanced.
 
     Raises:
-        ValueError: ``dim`` is none of x's, or ``sizes`` do not fit the group or add up to it.
+        ValueError: ``dim`` is not a dim of ``x``, or ``sizes`` do not fit the group or do not add
+            up to that dim.
     """
     name = groups.name_of(group)
     check_dim(x, dim)

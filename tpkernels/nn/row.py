@@ -1,9 +1,9 @@
-"""The linear layer of which each rank has some input features, whose products are summed."""
+"""The linear layer whose input features are split over the ranks, which sum their partials."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,33 +11,41 @@ from torch import nn
 
 from tpkernels.groups import GroupLike
 from tpkernels.nn import check
-from tpkernels.nn.sharding import ShardedModule, draw_linear
-from tpkernels.nn.split import Split
+from tpkernels.nn.linear import ParallelLinear
+from tpkernels.nn.sharding import LayerOptions, SequenceOptions
 
-Row = TypeVar("Row", bound="RowParallelLinear")
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 
-class RowParallelLinear(ShardedModule):
+class RowOptions(SequenceOptions, total=False):
+    """What `RowParallelLinear.from_linear` takes."""
+
+    in_sizes: Sequence[int] | None
+
+
+class RowParallelLinear(ParallelLinear):
     """``x @ weight^T + bias`` with the input features split over the ranks.
 
     Args:
         in_features, out_features: of the unsharded layer.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        sequence_parallel: the output is this rank's rows of the sequence; otherwise all ranks get
+        bias: whether there is a bias. Every rank has all of it, and its whole gradient; it is added
+            once, after the sum.
+        in_sizes: input features of each rank; by default balanced (`tpkernels.shard_sizes`).
+        sequence_parallel: the output is this rank's rows of the sequence. By default all ranks get
             all rows.
-        sequence_dim: the dim that is split with ``sequence_parallel``.
-        in_sizes: input features of each rank; balanced by default (`tpkernels.shard_sizes`).
+        sequence_dim: the dim of the output that ``sequence_parallel`` splits; 0 by default.
+        device, dtype: of the parameters, as ``nn.Linear`` takes them.
 
-    ``weight`` is [out_features, in_features of this rank], ``bias`` whole on every rank, and so is
-    its gradient. With the same random state on all ranks the initial values are those of
-    ``nn.Linear``; ``bias`` needs it, to be the same everywhere.
+    ``weight`` is [out_features, in_features of this rank]. With the same random state on all ranks,
+    the initial values are those of ``nn.Linear``; without it, the ranks' biases differ.
 
     Raises:
-        ValueError: sizes that do not fit.
+        ValueError: ``in_sizes`` do not fit the group or ``in_features``.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    split_dim: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -46,59 +54,23 @@ class RowParallelLinear(ShardedModule):
         group: GroupLike,
         *,
         bias: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
         in_sizes: Sequence[int] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(group)
-        self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        split = Split.of(1, in_features, in_sizes, self.rank, self.world, "in_features")
-        self.empty = split.size == 0  #: this rank has no features
-        self.add_sharded("weight", (out_features, in_features), split, device, dtype)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        super().__init__(in_features, out_features, group, in_sizes, bias=bias, **options)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: GroupLike, **options: Unpack[RowOptions]
+    ) -> Self:
+        """A layer with copies of this rank's shards of ``linear``'s parameters; see
+        `ColumnParallelLinear.from_linear`."""
+        return cls.from_checked(check.linear(linear, "linear"), group, **options)
 
     @property
     def in_sizes(self) -> tuple[int, ...]:
         """Input features of each rank."""
         return self.splits["weight"].sizes
-
-    def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.device.type != "meta":
-                self.fill(name, draw_linear(self.in_features))
-
-    @classmethod
-    def from_linear(
-        cls: type[Row],
-        linear: nn.Linear,
-        group: GroupLike,
-        *,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        in_sizes: Sequence[int] | None = None,
-    ) -> Row:
-        """The layer with copies of this rank's shards of ``linear``'s parameters; raises as
-        `ColumnParallelLinear.from_linear` does."""
-        check.linear(linear, "linear")
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            group,
-            bias=linear.bias is not None,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            in_sizes=in_sizes,
-            device="meta",
-        )
-        layer.adopt(linear)
-        return layer
 
     def forward(
         self,
@@ -110,15 +82,16 @@ class RowParallelLinear(ShardedModule):
         """x [..., in_features of this rank] -> [..., out_features], all rows or this rank's.
 
         Args:
-            residual: of the output's shape, added after the bias; the output has its dtype.
-            shard_sizes: rows of each rank along ``sequence_dim`` where they are not all equal.
+            x: the input.
+            residual: of the output's shape, added after the bias; the output gets its dtype.
+            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
         """
         weight: torch.Tensor = self.weight
-        if self.empty:  # a K of zero: see ColumnParallelLinear.zeros
+        if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear.zeros.
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             weight = F.pad(weight, (0, x.shape[-1]))
-        # A residual stream in fp32, as under autocast, stays so. The ops are called themselves, for
-        # the reason that `column_parallel` gives.
+        # Under autocast an fp32 residual stream stays fp32. The ops are called directly, for the
+        # reason given in `column_parallel`.
         out_dtype = None if residual is None else residual.dtype
         y: torch.Tensor
         if not self.sequence_parallel:

@@ -1,14 +1,14 @@
-"""Modules whose parameters are this rank's shard of an unsharded module's.
+"""Modules whose parameters are one rank's shards of an unsharded module's parameters.
 
-In memory a parameter is a plain tensor, the shard alone. A state dict has the unsharded names and
-shapes: its values are `ShardTensor` (see checkpoint.py), and `load_state_dict` takes these, or
-unsharded tensors, of which each rank takes its shard.
+In memory, a parameter is a plain tensor that holds the shard alone. A state dict has the names and
+shapes of the unsharded module: its values are `ShardTensor` (see checkpoint.py), and
+``load_state_dict`` takes these, or unsharded tensors, of which each rank keeps its shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -19,42 +19,68 @@ from tpkernels.nn.checkpoint import ShardTensor
 from tpkernels.nn.split import Split, position
 
 
-def draw_linear(fan_in: int) -> Callable[[torch.Tensor], Any]:
-    """How ``nn.Linear`` draws weight and bias: by the unsharded fan-in."""
-    bound = fan_in**-0.5
-    return lambda whole: nn.init.uniform_(whole, -bound, bound)
+class SequenceOptions(TypedDict, total=False):
+    """How a layer splits its activations. `ShardedModule` has the defaults."""
+
+    sequence_parallel: bool
+    sequence_dim: int
+
+
+class LayerOptions(SequenceOptions, total=False):
+    """The options that all parallel layers take. `ShardedModule` has the defaults."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class ShardedModule(nn.Module):
-    """A module of which each rank of a group has a shard.
+    """A module of which each rank of a group holds a shard.
 
-    Subclasses make sharded parameters with `add_sharded` and draw the values of all in
+    A subclass creates its parameters with `add_parameter` and draws their values in
     `reset_parameters`.
+
+    Args:
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        sequence_parallel: the activations outside the layer are split along ``sequence_dim``.
+        sequence_dim: the dim of the sequence.
+        device, dtype: of the parameters, as torch's layers take them.
     """
 
-    def __init__(self, group: GroupLike) -> None:
+    def __init__(
+        self,
+        group: GroupLike,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.group = groups.name_of(group)
         self.rank, self.world = position(self.group)
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.splits: dict[str, Split] = {}  #: of the sharded parameters, by name
+        self._factory: Mapping[str, Any] = {"device": device, "dtype": dtype}
 
-    def add_sharded(
-        self,
-        name: str,
-        shape: Sequence[int],
-        split: Split,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """A parameter of which the unsharded shape is ``shape``; this rank's shard, not filled."""
-        value = torch.empty(split.local_shape(shape), device=device, dtype=dtype)
-        self.register_parameter(name, nn.Parameter(value))
-        self.splits[name] = split
+    def add_parameter(self, name: str, shape: Sequence[int], split: Split | None) -> None:
+        """Creates a parameter, uninitialised.
+
+        Args:
+            shape: of the unsharded parameter.
+            split: how it is sharded; None: every rank has all of it.
+        """
+        if split is not None:
+            shape = split.local_shape(shape)
+            self.splits[name] = split
+        self.register_parameter(name, nn.Parameter(torch.empty(*shape, **self._factory)))
 
     def fill(self, name: str, draw: Callable[[torch.Tensor], Any]) -> None:
-        """Draws the whole parameter and keeps this rank's shard: with the same random state on all
-        ranks, the values are those of the unsharded module. It needs the memory of the whole."""
+        """Draws the unsharded parameter and keeps this rank's shard, so that ranks with the same
+        random state get the values of the unsharded module. Needs memory for the unsharded
+        parameter. Does nothing on the meta device."""
         parameter = self.get_parameter(name)
+        if parameter.is_meta:
+            return
         split = self.splits.get(name)
         whole = parameter.new_empty(self.whole_shape(name))
         with torch.no_grad():
@@ -62,11 +88,11 @@ class ShardedModule(nn.Module):
             parameter.copy_(whole if split is None else split.shard(whole))
 
     def adopt(self, module: nn.Module) -> None:
-        """Makes the parameters copies of this rank's shards of those of ``module``, with their
-        dtype, device and ``requires_grad``.
+        """Replaces the parameters by copies of this rank's shards of the parameters of ``module``,
+        with their dtype, device and ``requires_grad``.
 
         Raises:
-            ValueError: ``module`` has other parameters, or of other shapes.
+            ValueError: ``module`` has other parameters, or other shapes.
         """
         theirs = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
         mine = {name: list(self.whole_shape(name)) for name, _ in self.named_parameters()}
@@ -93,8 +119,8 @@ class ShardedModule(nn.Module):
                 local = destination[key].data
                 if type(local) is not torch.Tensor:
                     raise NotImplementedError(
-                        f"{key} is a {type(local).__name__}: a layer that is split once more, as "
-                        "by fully_shard, has no state dict"
+                        f"{key} is a {type(local).__name__}: a layer that is sharded a second "
+                        "time, such as by fully_shard, has no state dict"
                     )
                 destination[key] = ShardTensor(local, split, self.group)
 
@@ -109,7 +135,7 @@ class ShardedModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         mine = dict(state_dict)
-        # An assigned parameter must not keep the whole of which it is a part.
+        # Cloned before it is assigned: a view would keep the unsharded tensor alive.
         assign = local_metadata.get("assign_to_params_buffers", False)
         for name, split in self.splits.items():
             key = prefix + name
@@ -127,7 +153,7 @@ class ShardedModule(nn.Module):
 
 
 def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Tensor:
-    """The shard of a value in a state dict, for a parameter of which ``shape`` is here."""
+    """This rank's shard of a value in a state dict; ``shape`` is that of the parameter here."""
     whole = split.whole_shape(shape)
     if tuple(value.shape) != whole:
         raise ValueError(

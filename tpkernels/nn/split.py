@@ -12,23 +12,23 @@ from tpkernels.shards import check_sizes, shard_sizes
 
 
 def position(group: str) -> tuple[int, int]:
-    """(rank, world) in the group of that name.
+    """(rank, world) in a group, by the group's name.
 
     Raises:
-        ValueError: there is no such group on this rank.
+        ValueError: this rank has no such group.
     """
     own = groups.get(group)
     return own.rank, own.world
 
 
-# As torch.compiler.assume_constant_result does, which imports the whole compiler, and Triton before
-# it is known whether its interpreter is wanted.
+# What torch.compiler.assume_constant_result does. That function imports the whole compiler, and
+# Triton before it is known whether its interpreter is wanted.
 position._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Split:
-    """``sizes[r]`` entries of dim ``dim`` are rank r's, in rank order; ``rank`` is this one."""
+    """Rank r has ``sizes[r]`` entries of dim ``dim``, in rank order; ``rank`` is this rank."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -38,7 +38,15 @@ class Split:
     def of(
         cls, dim: int, total: int, sizes: Sequence[int] | None, rank: int, world: int, what: str
     ) -> Split:
-        """``sizes``, or the balanced split of ``total``.
+        """A split of ``total`` entries: into ``sizes``, or balanced if ``sizes`` is None.
+
+        Args:
+            dim: the dim that is split.
+            total: its unsharded size.
+            sizes: entries of each rank.
+            rank: this rank.
+            world: number of ranks.
+            what: what is split, for messages.
 
         Raises:
             ValueError: ``sizes`` do not fit the group, or do not add up to ``total``.
@@ -52,24 +60,27 @@ class Split:
 
     @property
     def offset(self) -> int:
-        """Where this rank's shard begins."""
+        """Index of the first entry of this rank's shard."""
         return sum(self.sizes[: self.rank])
 
     @property
     def size(self) -> int:
-        """Of this rank's shard."""
+        """Size of this rank's shard."""
         return self.sizes[self.rank]
 
     @property
     def total(self) -> int:
+        """The unsharded size."""
         return sum(self.sizes)
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an unsharded tensor; a view."""
+        """This rank's shard of an unsharded tensor, as a view."""
         return whole.narrow(self.dim, self.offset, self.size)
 
     def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of this rank's shard of a tensor of shape ``whole``."""
         return (*whole[: self.dim], self.size, *whole[self.dim + 1 :])
 
     def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The unsharded shape of a tensor of which this rank's shard has shape ``local``."""
         return (*local[: self.dim], self.total, *local[self.dim + 1 :])

@@ -1,4 +1,4 @@
-"""Models that exist, made tensor-parallel: `parallelize`, and styles for torch's
+"""Tensor parallelism for existing models: `parallelize`, and styles for torch's
 ``parallelize_module``."""
 
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["FusedColwiseParallel", "FusedRowwiseParallel", "parallelize"]
 
 
 def __getattr__(name: str) -> Any:
-    """The styles; they import DTensor, which takes half as long as torch itself."""
+    """Imports the styles lazily: they import DTensor, which takes half as long as torch itself."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tpkernels.parallel import styles

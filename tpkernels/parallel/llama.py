@@ -1,20 +1,20 @@
-"""Models of the Llama family of Hugging Face transformers: which module becomes which layer.
+"""The Llama family of Hugging Face transformers: which layer replaces which module.
 
-    embed_tokens          VocabParallelEmbedding; all ranks get all rows, of whose number the model
-                          makes positions and mask
-    layers[0]             in front of it each rank takes its rows
+    embed_tokens          VocabParallelEmbedding; all ranks get all rows, because the model derives
+                          positions and mask from their number
+    layers[0]             before it, each rank takes its rows
     input_layernorm, post_attention_layernorm
-                          RMSNorm, its weight's gradient summed over the ranks' rows
-    q_proj, k_proj, v_proj    column-parallel by key-value group, one gather
-    q_norm, k_norm        RMSNorm, its weight's gradient summed over the ranks' heads
+                          RMSNorm; its weight's gradient is summed over the ranks' rows
+    q_proj, k_proj, v_proj    column-parallel by key-value group, one all-gather
+    q_norm, k_norm        RMSNorm; its weight's gradient is summed over the ranks' heads
     o_proj, down_proj     RowParallelLinear
-    gate_proj, up_proj    column-parallel, one gather
-    norm                  as the other norms; behind it the rows are gathered, so that
-                          ``last_hidden_state`` is whole for any head
+    gate_proj, up_proj    column-parallel, one all-gather
+    norm                  like the other norms; after it the rows are gathered, so that any head
+                          gets the whole ``last_hidden_state``
     lm_head               ParallelLMHead; its logits are gathered
 
-Without sequence parallelism the rows are neither split nor gathered, and the norms of layers stay
-as they are. transformers is not imported: the table goes by names.
+Without sequence parallelism, rows are neither split nor gathered, and the layers' norms stay as
+they are. Modules are found by name; transformers is not imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
 from tpkernels.nn import ParallelLMHead, RMSNorm, VocabParallelEmbedding, check
-from tpkernels.nn.heads import Heads
+from tpkernels.nn.heads import QKV, Heads
+from tpkernels.nn.sharding import SequenceOptions
 from tpkernels.parallel.shared_input import (
     SEQUENCE_DIM,
     GatherRows,
@@ -39,16 +40,15 @@ from tpkernels.parallel.shared_input import (
     SplitRows,
 )
 
-QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a ``config.model_type`` has beside the names that all of the family share."""
+    """What a ``config.model_type`` has in addition to the names that the whole family has."""
 
-    head_norms: tuple[str, ...] = ()  #: of the attention, on each head
+    head_norms: tuple[str, ...] = ()  #: norms of the attention, applied to each head
 
 
 ARCHITECTURES = {
@@ -61,14 +61,14 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Parts:
-    """A decoder layer, its modules checked, and how its heads are split."""
+    """A decoder layer whose modules have been checked, and the split of its heads."""
 
     layer: nn.Module
     heads: Heads
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """See `tpkernels.parallelize`. Everything is checked before the first module is replaced."""
+    """See `tpkernels.parallelize`. All modules are checked before the first is replaced."""
     architecture = _architecture(model)
     group = groups.name_of(mesh)
     world = groups.get(group).world
@@ -83,12 +83,12 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         check.linear(head, "lm_head")
 
     rows = Rows(world) if sequence_parallel else None
-    embedding = VocabParallelEmbedding.from_embedding(base.embed_tokens, group)
+    embedding = VocabParallelEmbedding.from_checked(base.embed_tokens, group)
     if head is not None:
-        parallel = ParallelLMHead.from_linear(head, group, gather_output=True)
+        parallel_head = ParallelLMHead.from_checked(head, group, gather_output=True)
         if head.weight is base.embed_tokens.weight:
-            parallel.tie(embedding)
-        model.lm_head = parallel
+            parallel_head.tie(embedding)
+        model.lm_head = parallel_head
     base.embed_tokens = embedding
     for parts in layers:
         _replace(parts, group, architecture, rows)
@@ -102,8 +102,8 @@ def _architecture(model: nn.Module) -> Architecture:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in ARCHITECTURES:
         raise NotImplementedError(
-            f"{type(model).__name__} (model_type {model_type!r}) is not in the table, which has "
-            f"{', '.join(ARCHITECTURES)}; pass plan={{...}}"
+            f"{type(model).__name__} (model_type {model_type!r}) is not supported without a plan; "
+            f"these are: {', '.join(ARCHITECTURES)}; pass plan={{...}}"
         )
     return ARCHITECTURES[model_type]
 
@@ -113,14 +113,16 @@ def _module(parent: nn.Module, name: str, prefix: str) -> nn.Module:
         return parent.get_submodule(name)
     except AttributeError:
         raise TypeError(
-            f"the model has no module {prefix}{name}, which its architecture should have"
+            f"the model has no module {prefix}{name}, which models of its architecture have"
         ) from None
 
 
 def _check_norm(parent: nn.Module, name: str, prefix: str) -> None:
     norm = _module(parent, name, prefix)
     if not isinstance(getattr(norm, "variance_epsilon", None), float):
-        raise TypeError(f"{prefix}{name} is a {type(norm).__name__}, not an RMSNorm of the family")
+        raise TypeError(
+            f"{prefix}{name} is a {type(norm).__name__}, not an RMSNorm of the Llama family"
+        )
     check.plain_parameter(norm.get_parameter("weight"), f"{prefix}{name}.weight")
 
 
@@ -128,76 +130,65 @@ def _parts(base: nn.Module, prefix: str, architecture: Architecture, world: int)
     layers = _module(base, "layers", prefix)
     for number, layer in layers.named_children():
         name = f"{prefix}layers.{number}."
-        linears = [f"self_attn.{each}" for each in (*QKV, "o_proj")]
-        linears += [f"mlp.{each}" for each in (*GATE_UP, "down_proj")]
-        found = {each: check.linear(_module(layer, each, name), name + each) for each in linears}
+        names = [f"self_attn.{each}" for each in (*QKV, "o_proj")]
+        names += [f"mlp.{each}" for each in (*GATE_UP, "down_proj")]
+        linears = {each: check.linear(_module(layer, each, name), name + each) for each in names}
         for each in (*LAYER_NORMS, *(f"self_attn.{norm}" for norm in architecture.head_norms)):
             _check_norm(layer, each, name)
         attention: Any = layer.get_submodule("self_attn")
         head_dim = attention.head_dim
-        queries, keys = (found[f"self_attn.{each}"].out_features for each in QKV[:2])
+        queries, keys = (linears[f"self_attn.{each}"].out_features for each in QKV[:2])
         try:
             heads = Heads(queries // head_dim, keys // head_dim, head_dim, world)
         except ValueError as error:
             raise ValueError(f"{name}self_attn: {error}") from None
-        for each, wanted in (("v_proj", keys), ("o_proj", queries)):
-            linear = found[f"self_attn.{each}"]
+        for each, expected in (("v_proj", keys), ("o_proj", queries)):
+            linear = linears[f"self_attn.{each}"]
             width = linear.in_features if each == "o_proj" else linear.out_features
-            if width != wanted:
+            if width != expected:
                 raise ValueError(
-                    f"{name}self_attn.{each} has {width} features beside queries of {queries} and "
-                    f"keys of {keys}"
+                    f"{name}self_attn.{each} has {width} features, expected {expected}: q_proj has "
+                    f"{queries} and k_proj {keys}"
                 )
         if queries % head_dim or keys % head_dim:
-            raise ValueError(f"{name}self_attn: {queries} and {keys} are no heads of {head_dim}")
+            raise ValueError(
+                f"{name}self_attn: q_proj has {queries} features and k_proj {keys}; both must be "
+                f"multiples of head_dim, {head_dim}"
+            )
         yield Parts(layer, heads)
 
 
 def _norm(norm: Any, group: str) -> RMSNorm:
-    made = RMSNorm(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
-    made.weight = norm.weight
-    return made.train(norm.training)
+    parallel = RMSNorm(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
+    parallel.weight = norm.weight
+    return parallel.train(norm.training)
 
 
 def _replace(parts: Parts, group: str, architecture: Architecture, rows: Rows | None) -> None:
-    sequence = rows is not None
+    options: SequenceOptions = {
+        "sequence_parallel": rows is not None,
+        "sequence_dim": SEQUENCE_DIM,
+    }
     attention = parts.layer.get_submodule("self_attn")
     mlp = parts.layer.get_submodule("mlp")
-    heads = parts.heads
-    widths = (heads.query_group, heads.head_dim, heads.head_dim)
-    splits = (heads.query_sizes, heads.kv_sizes, heads.kv_sizes)
-    for name, sizes, width in zip(QKV, splits, widths, strict=True):
-        made = SharedInputLinear.from_linear(
-            getattr(attention, name),
-            group,
-            sequence_parallel=sequence,
-            sequence_dim=SEQUENCE_DIM,
-            out_sizes=sizes,
-            stand_in=width,
+    for name, (sizes, stand_in) in parts.heads.projections.items():
+        projection = SharedInputLinear.from_checked(
+            getattr(attention, name), group, out_sizes=sizes, stand_in=stand_in, **options
         )
-        setattr(attention, name, made)
+        setattr(attention, name, projection)
     for name in GATE_UP:
-        made = SharedInputLinear.from_linear(
-            getattr(mlp, name), group, sequence_parallel=sequence, sequence_dim=SEQUENCE_DIM
-        )
-        setattr(mlp, name, made)
-    for owner, name, row_sizes in (
-        (attention, "o_proj", heads.query_sizes),
+        setattr(mlp, name, SharedInputLinear.from_checked(getattr(mlp, name), group, **options))
+    for owner, name, in_sizes in (
+        (attention, "o_proj", parts.heads.query_sizes),
         (mlp, "down_proj", None),
     ):
-        row = OwnRowsLinear.from_linear(
-            getattr(owner, name),
-            group,
-            sequence_parallel=sequence,
-            sequence_dim=SEQUENCE_DIM,
-            in_sizes=row_sizes,
-        )
+        row = OwnRowsLinear.from_checked(getattr(owner, name), group, in_sizes=in_sizes, **options)
         row.rows = rows
         setattr(owner, name, row)
     attention.register_forward_pre_hook(ShareInput(QKV, rows), with_kwargs=True)
     mlp.register_forward_pre_hook(ShareInput(GATE_UP, rows), with_kwargs=True)
     for name in architecture.head_norms:
         setattr(attention, name, _norm(getattr(attention, name), group))
-    if sequence:
+    if rows is not None:
         for name in LAYER_NORMS:
             setattr(parts.layer, name, _norm(getattr(parts.layer, name), group))

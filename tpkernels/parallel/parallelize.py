@@ -1,4 +1,4 @@
-"""``tpkernels.parallelize``: a model as it is, made tensor-parallel in place."""
+"""``tpkernels.parallelize``: makes an existing model tensor-parallel in place."""
 
 from __future__ import annotations
 
@@ -25,41 +25,45 @@ def parallelize(
     sequence_parallel: bool = True,
 ) -> Model:
     """Splits a model over the ranks of ``mesh``, in place, and returns it. All ranks call it, with
-    the same weights. Nothing is changed where it raises; without a plan nothing is sent.
+    the same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
 
-    Without a plan: models of the Llama family of Hugging Face transformers (Llama, Mistral, Qwen2,
-    Qwen3; with any head, or the base model alone) get the layers of `tpkernels.nn`. Any numbers of
-    heads, MLP features, tokens and vocabulary split, evenly or not. They are called as before, with
-    the same input on all ranks, and return the same on all: whole logits, ``last_hidden_state`` and
-    loss; gradients are those of the unsharded model. ``generate`` works, each rank caching the keys
-    and values of its heads; to sample, all ranks need the same random state. What a model records
-    of its inside (``output_hidden_states``, ``output_attentions``) is each rank's part, and dropout
-    of attention weights is drawn by each rank for its heads.
+    **Without a plan** it takes models of the Llama family of Hugging Face transformers: Llama,
+    Mistral, Qwen2 and Qwen3, with any head or as the base model alone. Their modules become layers
+    of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need not divide by the ranks.
 
-    ``model.save_pretrained(folder)`` writes the unsharded model, for ``from_pretrained``. It takes
+    The model is called as before, with the same input on all ranks. All ranks get the same result:
+    whole logits, ``last_hidden_state`` and loss, and the gradients of the unsharded model.
+    ``generate`` works; each rank caches the keys and values of its heads, and sampling needs the
+    same random state on all ranks. ``output_hidden_states`` and ``output_attentions`` give each
+    rank its shard. Dropout of attention weights is drawn by each rank for its heads.
+
+    ``model.save_pretrained(folder)`` writes the unsharded model for ``from_pretrained``. It takes
     transformers' arguments, and all ranks call it. Rank 0 of the mesh gathers the weights and
-    writes, unless it is given ``is_main_process=False``, as all replicas but one should be. The
-    others return when it is done and raise RuntimeError if it fails; the model can be used on. A
-    rank that calls it alone gets ``CollectiveTimeoutError`` after the group's timeout. With a plan,
-    pass ``state_dict=``, as ``torch.distributed.checkpoint.state_dict`` gathers it.
+    writes them, unless it is passed ``is_main_process=False``; with several replicas, pass that on
+    all but one. The other ranks return when rank 0 is done, and raise RuntimeError if it fails;
+    the model remains usable. A rank that calls it alone gets ``CollectiveTimeoutError`` after the
+    group's timeout.
+
+    **With a plan** it applies torch's styles to any model, or to parts of one. To save such a
+    model, pass ``state_dict=`` as ``torch.distributed.checkpoint.state_dict`` gathers it.
 
     Args:
-        model: it may be on the meta device. Afterwards come ``to_empty``, ``load_state_dict`` of
-            the unsharded weights, transformers' ``tie_weights``, and a new ``rotary_emb``, whose
-            buffers are in no state dict.
-        mesh: of one dim; of several, pass the one for this: ``mesh["tp"]``.
-        plan: for any other model, or parts of one: ``ParallelStyle``s by the names of modules,
-            which may have wildcards, as ``torch.distributed.tensor.parallel.parallelize_module``
-            takes them.
-        sequence_parallel: without a plan: between the products, each rank has its rows of the
-            sequence, so that the norms are split too and each product overlaps with its collective.
-            For generating token by token, False saves a collective per product.
+        model: may be on the meta device. Then call ``to_empty``, ``load_state_dict`` with the
+            unsharded weights and transformers' ``tie_weights``, and create ``rotary_emb`` anew, as
+            no state dict has its buffers.
+        mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one.
+        plan: ``ParallelStyle`` objects by module name, which may have wildcards, as
+            ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
+        sequence_parallel: without a plan: between the matmuls, each rank has its rows of the
+            sequence. The norms are split too, and each matmul overlaps with its collective. For
+            generation token by token, False saves one collective per matmul.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh, a style no ParallelStyle, a module not of the type it
-            should be; the message names it.
-        ValueError: ``mesh`` has several dims; the plan names no module; heads that do not fit.
-        NotImplementedError: the architecture is not in the table; a weight is quantised.
+        TypeError: ``mesh`` is not a DeviceMesh, a style not a ParallelStyle, or a module not of the
+            expected type; the message names it.
+        ValueError: ``mesh`` has several dims, a name in the plan matches no module, or the heads do
+            not fit together.
+        NotImplementedError: the architecture is not supported, or a weight is quantised.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")

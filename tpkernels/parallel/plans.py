@@ -1,4 +1,4 @@
-"""Plans of torch's ``ParallelStyle``s by module name, checked before torch applies them."""
+"""Plans: torch's parallel styles by module name, checked before torch applies them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def apply(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> Model:
-    """``torch.distributed.tensor.parallel.parallelize_module``, which only warns of a name that
-    matches nothing. Raises as `tpkernels.parallelize` does, with the model unchanged then."""
+    """``torch.distributed.tensor.parallel.parallelize_module`` with all checks made first. torch
+    would only warn of a name that matches nothing. See `tpkernels.parallelize` for what is raised.
+    """
     from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
     if not plan:
@@ -31,22 +32,22 @@ def apply(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
                 f"plan[{pattern!r}] is a {type(style).__name__}, not a "
                 "torch.distributed.tensor.parallel.ParallelStyle"
             )
-        found = list(matches(model, pattern))
-        if not found:
+        modules = list(matches(model, pattern))
+        if not modules:
             names = [name for name, _ in model.named_modules() if name]
             close = difflib.get_close_matches(pattern, names, 3, 0.4)
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise ValueError(
-                f"plan names {pattern!r}, which is no module of {type(model).__name__}{hint}"
+                f"plan names {pattern!r}, which is not a module of {type(model).__name__}{hint}"
             )
-        for name, module in found:
+        for name, module in modules:
             _check_module(name or type(model).__name__, module, style, mesh)
     parallelize_module(model, mesh, dict(plan))
     return model
 
 
 def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """What torch would find only when it has changed the modules before this one."""
+    """Raises what torch would raise only after it has changed the modules before this one."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -60,20 +61,21 @@ def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: Devi
             style.check(module, mesh)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise type(error)(f"{name}: {error}") from None
-    of_linears = isinstance(style, (ColwiseParallel, RowwiseParallel))
-    if of_linears and not isinstance(module, (nn.Linear, nn.Embedding)):
+        return
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+        return  # Other styles split no parameters.
+    takes_linears = not isinstance(style, SequenceParallel)
+    if takes_linears and not isinstance(module, (nn.Linear, nn.Embedding)):
         raise TypeError(
             f"{name} is a {type(module).__name__}; {type(style).__name__} takes an nn.Linear or an "
             "nn.Embedding"
         )
-    if not isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
-        return  # it splits no parameters
     for parameter_name, parameter in module.named_parameters():
         check.plain_parameter(parameter, f"{name}.{parameter_name}")
 
 
 def matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that torch takes ``pattern`` for: wildcards within the parts of a dotted name."""
+    """The modules that torch matches with ``pattern``: each part of a name may have wildcards."""
     atoms = pattern.split(".") if pattern else []
     for name, module in model.named_modules():
         parts = name.split(".") if name else []

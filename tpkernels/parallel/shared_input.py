@@ -1,16 +1,16 @@
-"""Projections of one input that a model calls one after the other, as one operation.
+"""Fuses the projections of one input that a model calls one after the other.
 
-Problem: ``q_proj(x)``, ``k_proj(x)``, ``v_proj(x)`` are three calls in code that is not ours, and
-the code around them takes the output's shape from x, which under sequence parallelism has this
-rank's rows only.
+Problem: ``q_proj(x)``, ``k_proj(x)`` and ``v_proj(x)`` are three calls in code that is not ours.
+The code around them also derives the output's shape from x, which under sequence parallelism has
+only this rank's rows.
 
-Algorithm: a hook on the module around them (the attention, the MLP) makes all their products when
-that is called, with one gather, and gives each projection its own. In place of x the module gets a
-placeholder of the gathered x's shape: one zero, expanded, without memory. A projection that is
-called returns what it was given, once.
+Algorithm: a hook on the parent module (the attention or the MLP) runs all projections at once when
+the parent is called, with one all-gather, and stores each output in its projection. The parent gets
+a placeholder for x, a single zero expanded to the shape of the gathered x. A projection that is
+called returns the stored output and forgets it.
 
-Nothing outlives a call of the module unless that is left by an exception, as the recomputation of
-an activation checkpoint may be; the next call replaces it then. All of it is plain Python, which
+A stored output outlives the parent's call only if an exception ends that call, as recomputing an
+activation checkpoint may do; the next call overwrites it. All of this is plain Python, which
 torch.compile traces into one graph.
 """
 
@@ -35,35 +35,36 @@ SEQUENCE_DIM = 1  #: transformers' activations are [batch, sequence, width]
 
 
 class SharedInputLinear(ColumnParallelLinear):
-    """A column-parallel projection whose product the hook of the module around it makes."""
+    """A column-parallel projection whose output is computed by the hook of its parent module."""
 
-    given: torch.Tensor | None = None
+    output: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        given, self.given = self.given, None
-        if given is None:
+        output, self.output = self.output, None
+        if output is None:
             raise RuntimeError(
-                "this projection shares its input with others, and is computed where the module "
-                f"around it is called; call that: {self!r}"
+                "this projection shares its input with others and is computed when its parent "
+                f"module is called; call the parent instead: {self!r}"
             )
-        return given
+        return output
 
 
 @dataclass
 class Rows:
-    """The split of the sequence in the layer that runs: rows of each rank."""
+    """How the sequence is split in the layer that is running: rows of each rank."""
 
     world: int
     sizes: list[int] = field(default_factory=list)
 
     def split(self, tokens: int) -> None:
+        """Splits a sequence of this many tokens."""
         self.sizes = shard_sizes(tokens, self.world)
 
 
 class OwnRowsLinear(RowParallelLinear):
-    """A row-parallel projection that is called with its input alone."""
+    """A row-parallel projection that knows the split of the sequence."""
 
-    rows: Rows | None = None  #: with sequence parallelism
+    rows: Rows | None = None  #: None: no sequence parallelism
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x, shard_sizes=None if self.rows is None else self.rows.sizes)
@@ -71,26 +72,25 @@ class OwnRowsLinear(RowParallelLinear):
 
 @dataclass(frozen=True)
 class ShareInput:
-    """Forward pre-hook (with keyword arguments) of the module around projections ``names``."""
+    """Forward pre-hook (with keyword arguments) of the parent of the projections ``names``."""
 
     names: tuple[str, ...]
-    rows: Rows | None  #: with sequence parallelism
+    rows: Rows | None  #: None: no sequence parallelism
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         layers = [getattr(module, name) for name in self.names]
         shape, sizes = list(x.shape), None
         if self.rows is not None:
-            # A checkpointed layer is recomputed by itself, maybe after a forward of another length.
-            # Its attention, which comes first, is told how many tokens there are.
+            # A checkpointed layer is recomputed alone, perhaps after a forward of another length.
+            # Its attention runs first and reads the number of tokens from the rotary embedding.
             if "position_embeddings" in kwargs:
                 self.rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
             sizes = self.rows.sizes
             shape[SEQUENCE_DIM] = sum(sizes)
-        for layer, product in zip(
-            layers, column_parallel(x, layers, shard_sizes=sizes), strict=True
-        ):
-            layer.given = product
+        outputs = column_parallel(x, layers, shard_sizes=sizes)
+        for layer, output in zip(layers, outputs, strict=True):
+            layer.output = output
         placeholder = x.new_zeros(()).expand(shape)
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": placeholder}
@@ -99,8 +99,7 @@ class ShareInput:
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Forward pre-hook (with keyword arguments) of the first layer: from here on each rank has its
-    rows."""
+    """Forward pre-hook (with keyword arguments) of the first layer: each rank keeps its rows."""
 
     group: str
     rows: Rows
@@ -114,7 +113,7 @@ class SplitRows:
 
 @dataclass(frozen=True)
 class GatherRows:
-    """Forward hook of the last norm: from here on all ranks have all rows again."""
+    """Forward hook of the last norm: all ranks get all rows again."""
 
     group: str
     rows: Rows

@@ -1,11 +1,11 @@
 """``FusedColwiseParallel`` and ``FusedRowwiseParallel``: torch's styles for ``nn.Linear``, with the
 fused ops in the module's forward.
 
-The parameters are the DTensors that torch's styles make, so state dicts, checkpoints, optimizers
-and FSDP2 on another mesh dimension find what they know. What changes is the forward: the module
-becomes a subclass of ``nn.Linear`` that calls one op on the local tensors, where DTensor would
-redistribute and multiply one after the other. Where a layout leaves nothing to fuse, the style is
-torch's own.
+The parameters are the same DTensors as with torch's styles, so state dicts, checkpoints, optimizers
+and FSDP2 on another mesh dimension work unchanged. Only the forward differs: the module becomes a
+subclass of ``nn.Linear`` that calls one op on the local tensors, where DTensor would first
+redistribute and then multiply. If a layout leaves nothing to fuse, the style does what torch's
+does.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tpkernels import dtypes
+from tpkernels.nn import check
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How a module's tensors are laid out over the mesh, which has one dim. ``name`` is for
-    messages."""
+class _Layouts:
+    """How a module's input and output are laid out over a mesh of one dim."""
 
-    name: str
+    name: str  #: of the module, for messages
     mesh: DeviceMesh
     group: str
     input_layout: Placement
@@ -40,82 +38,81 @@ class _Way:
     use_local_output: bool
 
     def dim(self, layout: Placement, x: torch.Tensor) -> int:
-        """The dim of x that a ``Shard`` splits."""
+        """The dim of ``x`` that ``layout``, a ``Shard``, splits."""
         dim = cast(Shard, layout).dim
         if not -x.dim() <= dim < x.dim():
             raise ValueError(
-                f"{self.name}: {layout!r} splits no dim of a tensor of shape {list(x.shape)}"
+                f"{self.name}: {layout!r} is out of range for a tensor of shape {list(x.shape)}"
             )
         return dim % x.dim()
 
 
 class _FusedLinear(nn.Linear):
-    """A Linear whose parameters are DTensors on ``_way.mesh``."""
+    """A Linear whose parameters are DTensors on ``_layouts.mesh``."""
 
-    _way: _Way
+    _layouts: _Layouts
 
-    def _parameters_here(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight [N, K] and bias."""
         bias = cast("DTensor | None", self.bias)
         return cast(DTensor, self.weight).to_local(), None if bias is None else bias.to_local()
 
 
 class _ColwiseLinear(_FusedLinear):
-    """``y[..., N/W] = concat_r(x_r) @ w^T + b``, the input being sharded."""
+    """``y[..., N/W] = concat_r(x_r) @ w^T + b`` for a sharded input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        way = self._way
-        dim = way.dim(way.input_layout, input)
-        x, sizes = _local(input, dim, way)
-        weight, bias = self._parameters_here()
-        y = all_gather_matmul(x, weight.t(), way.group, dim, biases=bias, shard_sizes=sizes)
-        return _handed_on(y, y.dim() - 1, [*y.shape[:-1], self.out_features], way)
+        layouts = self._layouts
+        dim = layouts.dim(layouts.input_layout, input)
+        x, sizes = _local(input, dim, layouts)
+        weight, bias = self._local_parameters()
+        y = all_gather_matmul(x, weight.t(), layouts.group, dim, biases=bias, shard_sizes=sizes)
+        return _output(y, y.dim() - 1, [*y.shape[:-1], self.out_features], layouts)
 
 
 class _RowwiseLinear(_FusedLinear):
-    """``y = sum_r(x_r @ w_r^T) + b``, of which each rank gets all or its shard."""
+    """``y = sum_r(x_r @ w_r^T) + b``; each rank gets all of it or its shard."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        way = self._way
-        x, _ = _local(input, input.dim() - 1, way)
-        weight, bias = self._parameters_here()
+        layouts = self._layouts
+        x, _ = _local(input, input.dim() - 1, layouts)
+        weight, bias = self._local_parameters()
         shape = [*x.shape[:-1], self.out_features]
-        if way.output_layout.is_replicate():
-            y = matmul_all_reduce(x, weight.t(), way.group, bias=bias)
-            return _handed_on(y, None, shape, way)
-        dim = way.dim(way.output_layout, x)
-        sizes = _uneven(shape[dim], way.mesh.size())
-        y = matmul_reduce_scatter(x, weight.t(), way.group, dim, bias=bias, shard_sizes=sizes)
-        return _handed_on(y, dim, shape, way)
+        if layouts.output_layout.is_replicate():
+            y = matmul_all_reduce(x, weight.t(), layouts.group, bias=bias)
+            return _output(y, None, shape, layouts)
+        dim = layouts.dim(layouts.output_layout, x)
+        sizes = _uneven(shape[dim], layouts.mesh.size())
+        y = matmul_reduce_scatter(x, weight.t(), layouts.group, dim, bias=bias, shard_sizes=sizes)
+        return _output(y, dim, shape, layouts)
 
 
 class FusedColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` for ``nn.Linear`` that gathers its input while it multiplies.
 
-    The arguments are those of ``torch.distributed.tensor.parallel.ColwiseParallel``.
+    The arguments are those of ``torch.distributed.tensor.parallel.ColwiseParallel``. Several
+    linears of one input gather it once each. If the overlap does not make up for that, gather the
+    input once with ``PrepareModuleInput`` and leave ``input_layouts`` at the default.
+
+    Errors are raised when ``parallelize_module`` applies the style.
 
     Args:
-        input_layouts: how an input that is no DTensor is laid out, in equal shards. With
-            ``Shard(dim)``, sequence parallelism, the forward is one ``all_gather_matmul``, and its
-            gradient one ``matmul_reduce_scatter``. Otherwise there is nothing to fuse, and the
-            style is torch's.
-        output_layouts: how the output is to be laid out; default ``Shard(-1)``.
-        use_local_output: hand out this rank's tensor instead of a DTensor.
-
-    Linears that read the same input gather it once each. Where the overlap does not pay for that,
-    gather it once for all with ``PrepareModuleInput``, and leave these layouts at the default.
-
-    Raised when ``parallelize_module`` applies it:
+        input_layouts: how an input that is not a DTensor is laid out, in equal shards. With
+            ``Shard(dim)``, that is with sequence parallelism, the forward is one
+            ``all_gather_matmul`` and its gradient one ``matmul_reduce_scatter``. Otherwise there is
+            nothing to fuse, and the style does what torch's does.
+        output_layouts: the layout of the output; by default ``Shard(-1)``.
+        use_local_output: return this rank's tensor instead of a DTensor.
 
     Raises:
-        NotImplementedError: the module is no plain ``nn.Linear``, or its weight is quantised, or of
-            a dtype that no op takes.
+        NotImplementedError: the module is not a plain ``nn.Linear``, its weight is quantised, or no
+            op takes its dtype.
         ValueError: the mesh has several dims, the module is parallel already, or some ranks would
-            have no part of its features.
+            have no features.
     """
 
     def check(self, module: nn.Module, mesh: DeviceMesh) -> tuple[nn.Linear, Placement, Placement]:
-        """The module and the layouts of its input and output, if the style can be applied."""
+        """The module and the layouts of its input and output, if the style can be applied to it."""
         linear = _checked(self, module, mesh)
         layout = _single(self, module, "input_layouts", self.input_layouts)
         output = _single(self, module, "output_layouts", self.output_layouts)
@@ -134,21 +131,20 @@ class FusedColwiseParallel(ColwiseParallel):
 class FusedRowwiseParallel(RowwiseParallel):
     """``RowwiseParallel`` for ``nn.Linear`` that sums its output while it multiplies.
 
-    The arguments are those of ``torch.distributed.tensor.parallel.RowwiseParallel``.
+    The arguments are those of ``torch.distributed.tensor.parallel.RowwiseParallel``. The bias is
+    added once, after the sum. Errors are those of ``FusedColwiseParallel``.
 
     Args:
-        input_layouts: how an input that is no DTensor is laid out; default ``Shard(-1)``, as a
-            column-parallel module hands it out.
-        output_layouts: with ``Shard(dim)``, sequence parallelism, the forward is one
+        input_layouts: how an input that is not a DTensor is laid out; by default ``Shard(-1)``, the
+            output of a column-parallel module.
+        output_layouts: with ``Shard(dim)``, that is with sequence parallelism, the forward is one
             ``matmul_reduce_scatter``; with ``Replicate()``, the default, one ``matmul_all_reduce``.
-            Otherwise the style is torch's.
-        use_local_output: hand out this rank's tensor instead of a DTensor.
-
-    The bias is added once, after the sum. Raises what ``FusedColwiseParallel`` does.
+            With any other layout the style does what torch's does.
+        use_local_output: return this rank's tensor instead of a DTensor.
     """
 
     def check(self, module: nn.Module, mesh: DeviceMesh) -> tuple[nn.Linear, Placement, Placement]:
-        """The module and the layouts of its input and output, if the style can be applied."""
+        """The module and the layouts of its input and output, if the style can be applied to it."""
         linear = _checked(self, module, mesh)
         layout = _single(self, module, "input_layouts", self.input_layouts)
         output = _single(self, module, "output_layouts", self.output_layouts)
@@ -167,7 +163,8 @@ class FusedRowwiseParallel(RowwiseParallel):
 def _distribute(
     linear: nn.Linear, weight: Placement, bias: Placement, mesh: DeviceMesh, source: int | None
 ) -> None:
-    """Makes the parameters DTensors, with the values of the rank ``source``; None: each its own."""
+    """Makes the parameters DTensors with the values of rank ``source``, or with each rank's own if
+    that is None."""
     for name, placement in (("weight", weight), ("bias", bias)):
         old = getattr(linear, name)
         if old is not None:
@@ -187,48 +184,42 @@ def _become(
     linear.__class__ = cls
     fused = cast(_FusedLinear, linear)
     group = mesh.get_group().group_name
-    fused._way = _Way(name, mesh, group, input_layout, output_layout, use_local_output)
+    fused._layouts = _Layouts(name, mesh, group, input_layout, output_layout, use_local_output)
     return fused
 
 
 def _checked(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Linear:
-    """The module, if the style can have it on this mesh."""
+    """The module, if the style can be applied to it on this mesh."""
     name = f"{type(style).__name__} of {module}"
     if mesh.ndim != 1:
         dims = mesh.mesh_dim_names or mesh.shape
         raise ValueError(
-            f"{name}: the mesh has {mesh.ndim} dims {dims}; pass the one for tensor parallelism, "
-            "such as mesh['tp']"
+            f"{name}: the mesh has {mesh.ndim} dims {dims}; pass its tensor-parallel dim, such as "
+            "mesh['tp']"
         )
     for key, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name}: its {key} is a DTensor {parameter.placements} already; apply one style, "
-                "and that before fully_shard"
+                f"{name}: its {key} is a DTensor {parameter.placements} already; apply only one "
+                "style, before fully_shard"
             )
     if type(module) is not nn.Linear:
         raise NotImplementedError(
-            f"{name}: the style is for torch.nn.Linear itself, not {type(module).__qualname__}; "
-            "torch's styles take nn.Embedding as well"
+            f"{name}: the style takes torch.nn.Linear itself, not {type(module).__qualname__}; for "
+            "nn.Embedding use torch's styles"
         )
     for key, parameter in module.named_parameters():
-        dtypes.check_supported(parameter.dtype, f"{name}: its {key}")
-        wrapped = is_traceable_wrapper_subclass(parameter)  # as quantised weights are
-        if wrapped:
-            raise NotImplementedError(
-                f"{name}: its {key} is a {type(parameter).__qualname__}, and the ops take plain "
-                "tensors"
-            )
+        check.plain_parameter(parameter, f"{name}: its {key}")
     return module
 
 
 def _enough(style: object, module: nn.Module, what: str, size: int, mesh: DeviceMesh) -> None:
-    """Every rank must have some of the features: the ops multiply no matrix without elements."""
+    """Checks that every rank has some of the features: the ops take no empty matrices."""
     sizes = _sizes(size, mesh.size())
     if not all(sizes):
         raise ValueError(
             f"{type(style).__name__} of {module}: {what} {size} over {mesh.size()} ranks is "
-            f"{sizes}, and each must have some"
+            f"{sizes}; each rank must have at least one"
         )
 
 
@@ -242,41 +233,50 @@ def _single(style: object, module: nn.Module, what: str, layouts: Sequence[Place
     return layouts[0]
 
 
-def _local(x: torch.Tensor, dim: int, way: _Way) -> tuple[torch.Tensor, list[int] | None]:
-    """(this rank's shard of the input along ``dim``, the sizes of all shards where they differ)."""
-    given = way.input_layout
+def _local(x: torch.Tensor, dim: int, layouts: _Layouts) -> tuple[torch.Tensor, list[int] | None]:
+    """This rank's shard of the input along ``dim``, and the sizes of all shards if they differ."""
+    layout = layouts.input_layout
     if not isinstance(x, DTensor):
-        if given.is_shard() and way.dim(given, x) == dim:
+        if layout.is_shard() and layouts.dim(layout, x) == dim:
             return x, None
-        x = DTensor.from_local(x, way.mesh, [given], run_check=False)
+        x = DTensor.from_local(x, layouts.mesh, [layout], run_check=False)
     if x.placements != (Shard(dim),):
         x = x.redistribute(placements=[Shard(dim)])
-    return x.to_local(), _uneven(x.shape[dim], way.mesh.size())
+    return x.to_local(), _uneven(x.shape[dim], layouts.mesh.size())
 
 
 def _uneven(total: int, world: int) -> list[int] | None:
-    """``_sizes``; None if they are equal."""
+    """`_sizes`, or None if they are all equal."""
     return None if total % world == 0 else _sizes(total, world)
 
 
 def _sizes(total: int, world: int) -> list[int]:
     """DTensor's split of ``total`` rows, which is that of ``torch.chunk``."""
-    most = -(-total // world)
-    return [max(0, min(most, total - rank * most)) for rank in range(world)]
+    chunk = -(-total // world)
+    return [max(0, min(chunk, total - rank * chunk)) for rank in range(world)]
 
 
-def _handed_on(y: torch.Tensor, dim: int | None, shape: Sequence[int], way: _Way) -> torch.Tensor:
-    """The output, of which this rank has y: its shard along ``dim``, or all of it (None)."""
-    wanted = way.output_layout
-    if wanted.is_shard():
-        wanted = Shard(way.dim(wanted, y))
+def _output(
+    y: torch.Tensor, dim: int | None, shape: Sequence[int], layouts: _Layouts
+) -> torch.Tensor:
+    """The module's output, in the layout that was asked for.
+
+    Args:
+        y: this rank's shard of the output, or all of it.
+        dim: the dim along which ``y`` is a shard; None: ``y`` is all of it.
+        shape: of the whole output.
+        layouts: of the module.
+    """
+    target = layouts.output_layout
+    if target.is_shard():
+        target = Shard(layouts.dim(target, y))
     placement = Replicate() if dim is None else Shard(dim)
-    if way.use_local_output and wanted == placement:
+    if layouts.use_local_output and target == placement:
         return y
     strides = torch.empty(shape, device="meta").stride()
     out = DTensor.from_local(
-        y, way.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides
+        y, layouts.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides
     )
-    if wanted != placement:
-        out = out.redistribute(placements=[wanted])
-    return out.to_local() if way.use_local_output else out
+    if target != placement:
+        out = out.redistribute(placements=[target])
+    return out.to_local() if layouts.use_local_output else out
