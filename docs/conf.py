@@ -6,7 +6,8 @@ files are read as they are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 import tpkernels
 
@@ -59,8 +60,21 @@ html_sidebars = {"docs/index": []}
 
 def setup(app: Sphinx) -> None:
     app.connect("doctree-read", _leave_out_readme)
+    app.connect("autodoc-process-docstring", _end_literals)
 
 
 def _leave_out_readme(app: Sphinx, _: nodes.document) -> None:
     """Its links are checked; the site has a front page of its own."""
     app.env.metadata["README"]["orphan"] = True
+
+
+def _end_literals(
+    _: Sphinx, kind: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """``Plan``s: without a backslash reStructuredText does not see the end of that literal."""
+    text = re.sub(r"(``.+?``)(\w)?", _ended, "\n".join(lines), flags=re.DOTALL)
+    lines[:] = text.split("\n")
+
+
+def _ended(literal: re.Match[str]) -> str:
+    return literal[1] + (f"\\ {literal[2]}" if literal[2] else "")
