@@ -4,7 +4,7 @@ The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take
 mesh dimension or a group's name.
 """
 
-from tpkernels import compile, nccl, nn, numerics
+from tpkernels import compile, nccl, nn, numerics, ops
 from tpkernels.bench.benchmark import benchmark
 from tpkernels.errors import (
     CollectiveMismatchError,
@@ -14,15 +14,7 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.groups import empty, finalize, init
-from tpkernels.ops import (
-    all_gather,
-    all_gather_matmul,
-    all_reduce,
-    all_reduce_,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    reduce_scatter,
-)
+from tpkernels.ops import *  # noqa: F403
 from tpkernels.parallel import parallelize
 from tpkernels.shards import shard_sizes
 from tpkernels.version import VERSION
@@ -30,26 +22,20 @@ from tpkernels.version import VERSION
 __version__ = VERSION
 
 __all__ = [
+    *ops.__all__,
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "GroupBrokenError",
     "PeerLostError",
     "TpkernelsError",
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "all_reduce_",
     "benchmark",
     "compile",
     "empty",
     "finalize",
     "init",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
     "nccl",
     "nn",
     "numerics",
     "parallelize",
-    "reduce_scatter",
     "shard_sizes",
 ]
