@@ -22,7 +22,6 @@ from tpkernels.version import VERSION
 __version__ = VERSION
 
 __all__ = [
-    *ops.__all__,
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "GroupBrokenError",
@@ -39,3 +38,4 @@ __all__ = [
     "parallelize",
     "shard_sizes",
 ]
+__all__ += ops.__all__
