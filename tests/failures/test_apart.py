@@ -28,7 +28,7 @@ from tpkernels.backends import OPS
 
 WORLD = 4
 VICTIM = 2
-TIMEOUT = 1.0
+TIMEOUT = 1.5
 WAYS = ("unfused", "ring")
 MATMULS = [op for op in OPS if "matmul" in op]
 CLONE_NEWNET = 0x40000000
@@ -95,33 +95,23 @@ def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
         outcomes = faults.collect(
             ranks, disturbed_job, op, algorithm, where, signal.SIGKILL, faults.PATIENCE
         )
-        assert outcomes[VICTIM].exitcode == -signal.SIGKILL, outcomes[VICTIM]
-        for rank, (report, killed_at) in faults.values(outcomes, VICTIM).items():
-            first = report.first
+        for rank, first in faults.require_killed(outcomes, VICTIM).items():
             assert first.error == "PeerLostError", first
             assert first.text.startswith(op) and f"rank {rank} waited for" in first.text, first
             assert "The group is broken: make a new one" in first.text, first
-            assert first.at - killed_at < PROMPT, first.at - killed_at
-            faults.require_broken(report)
 
 
 @pytest.mark.parametrize(("op", "algorithm", "where"), QUICK_CASES)
 def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str, where: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         ranks.submit(disturbed_job, op, algorithm, where, signal.SIGSTOP, TIMEOUT)
-        outcomes = faults.collect_without(ranks, VICTIM)
-        assert outcomes[VICTIM].timed_out, outcomes[VICTIM]
-        reports = [report for report, _ in faults.values(outcomes, VICTIM).values()]
-        for report, stopped_at in faults.values(outcomes, VICTIM).values():
-            first = report.first
+        endings = list(faults.collect_stopped(ranks, VICTIM, TIMEOUT).values())
+        for first in endings:
             assert first.error in ("CollectiveTimeoutError", "PeerLostError"), first
             assert first.text.startswith(op) and f"timeout {TIMEOUT:g} s" in first.text, first
-            took = first.at - stopped_at
-            assert TIMEOUT - 0.2 < took < TIMEOUT + PROMPT, (took, first)
-            faults.require_broken(report)
-        assert any(report.first.error == "CollectiveTimeoutError" for report in reports), reports
+        assert any(first.error == "CollectiveTimeoutError" for first in endings), endings
         if where == "before":
-            assert any(report.first.peer == VICTIM for report in reports), reports
+            assert any(first.peer == VICTIM for first in endings), endings
         os.kill(ranks.pids[VICTIM], signal.SIGCONT)
         assert ranks.collect(faults.COLLECT_SECONDS)[VICTIM].ok
 
@@ -174,8 +164,7 @@ def test_an_interrupt_ends_a_wait(algorithm: str) -> None:
             faults.require_broken(report)
             first = report.first
             if rank == VICTIM:
-                assert first.error == "KeyboardInterrupt", first
-                assert first.at - at < 0.3, first
+                faults.require_interrupted(first, at)
             else:
                 assert first.error == "PeerLostError" and first.seconds < PROMPT, first
 

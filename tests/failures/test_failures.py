@@ -23,7 +23,7 @@ from tpkernels.transport import waits as waiting
 
 WORLD = 4
 VICTIM = 2
-STOP_TIMEOUT = 0.6
+STOP_TIMEOUT = 1.5
 
 
 def _break_product(on_call: int, then: Any) -> None:
@@ -101,15 +101,10 @@ def _kill(op: str, algorithm: str, where: str) -> None:
         outcomes = faults.collect(
             ranks, disturbed_job, op, algorithm, where, signal.SIGKILL, faults.PATIENCE
         )
-        assert outcomes[VICTIM].exitcode == -signal.SIGKILL, outcomes[VICTIM]
-        for rank, (report, killed_at) in faults.values(outcomes, VICTIM).items():
-            first = report.first
-            assert first.error == "PeerLostError", first
-            assert first.peer == VICTIM, first
+        for rank, first in faults.require_killed(outcomes, VICTIM).items():
+            assert first.error == "PeerLostError" and first.peer == VICTIM, first
             assert f"rank {VICTIM} (pid {pid})" in first.text, first
             assert first.text.startswith(op) and f"rank {rank} " in first.text, first
-            assert first.at - killed_at < PROMPT, first.at - killed_at
-            faults.require_broken(report)
 
 
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
@@ -128,29 +123,21 @@ def test_a_rank_killed_while_others_are_in_gloo_is_reported(op: str) -> None:
     _kill(op, "unfused", "gloo")
 
 
-def _stop(op: str, algorithm: str, where: str) -> list[Report]:
+def _stop(op: str, algorithm: str, where: str) -> list[Ending]:
     """What the survivors tell, who gave up at their deadline. The victim is continued then, and
     must find out as well."""
     with faults.watched_ranks(WORLD) as ranks:
         ranks.submit(disturbed_job, op, algorithm, where, signal.SIGSTOP, STOP_TIMEOUT)
-        outcomes = faults.collect_without(ranks, VICTIM)
-        assert outcomes[VICTIM].timed_out, outcomes[VICTIM]
-        reports = []
-        for report, stopped_at in faults.values(outcomes, VICTIM).values():
-            first = report.first
-            assert first.error == "CollectiveTimeoutError", first
-            assert first.text.startswith(op), first
-            took = first.at - stopped_at
-            assert STOP_TIMEOUT - 0.2 < took < 2 * STOP_TIMEOUT + PROMPT, (took, first)
-            faults.require_broken(report)
-            reports.append(report)
+        endings = list(faults.collect_stopped(ranks, VICTIM, STOP_TIMEOUT, STOP_TIMEOUT).values())
+        for first in endings:
+            assert first.error == "CollectiveTimeoutError" and first.text.startswith(op), first
         os.kill(ranks.pids[VICTIM], signal.SIGCONT)
         continued_at = time.monotonic()
         found = ranks.collect(faults.COLLECT_SECONDS)[VICTIM]
         assert found.ok and found.ended - continued_at < STOP_TIMEOUT + PROMPT, found
         blamed = re.compile(rf"rank {VICTIM} \(pid {ranks.pids[VICTIM]}\), which lives; expected")
-        assert any(blamed.search(report.first.text) for report in reports), reports
-        return reports
+        assert any(blamed.search(first.text) for first in endings), endings
+        return endings
 
 
 @pytest.mark.parametrize(
@@ -161,23 +148,23 @@ def _stop(op: str, algorithm: str, where: str) -> list[Report]:
     ],
 )
 def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
-    for report in _stop(op, algorithm, "before"):
-        assert report.first.peer == VICTIM, report
+    for first in _stop(op, algorithm, "before"):
+        assert first.peer == VICTIM, first
         # The first call agrees on measured times.
-        assert "expected call #3, seen #2" in report.first.text, report
+        assert "expected call #3, seen #2" in first.text, first
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("where", ["inside", "local_matmul"])
 def test_a_rank_stopped_within_a_call_is_a_timeout(op: str, where: str) -> None:
-    for report in _stop(op, "pipelined", where):
-        assert report.first.peer is not None, report
+    for first in _stop(op, "pipelined", where):
+        assert first.peer is not None, first
 
 
 @pytest.mark.parametrize("op", ["all_gather", "matmul_all_reduce"])
 def test_a_rank_stopped_while_others_are_in_gloo_is_a_timeout(op: str) -> None:
-    for report in _stop(op, "unfused", "gloo"):
-        assert report.first.peer == VICTIM, report
+    for first in _stop(op, "unfused", "gloo"):
+        assert first.peer == VICTIM, first
 
 
 def failing_job(op: str, algorithm: str) -> Report:
@@ -245,8 +232,7 @@ def test_an_interrupt_ends_a_wait(algorithm: str, in_gloo: bool) -> None:
             faults.require_broken(report)
             first = report.first
             if rank == VICTIM:
-                assert first.error == "KeyboardInterrupt", first
-                assert first.at - at < 0.3, first
+                faults.require_interrupted(first, at)
                 continue
             assert first.error == "PeerLostError" and first.peer == VICTIM, first
             assert f"rank {VICTIM} (pid {ranks.pids[VICTIM]})" in first.text, first

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import Ending, Report
+from tests.support.faults import PATIENCE, Ending, Report
 from tpkernels.ops._column_matmul import column_matmul
 
 WORLD = 3
@@ -225,13 +225,13 @@ def test_a_skipped_call_is_found(ranks: RanksFixture) -> None:
 
 def different_options_job(timeout: float, workspace_bytes: int) -> tuple[Ending, Ending]:
     group = faults.group_of(dist.new_group())
-    mine = (timeout, workspace_bytes) if group.rank() == ODD else (5.0, 1 << 16)
+    mine = (timeout, workspace_bytes) if group.rank() == ODD else (PATIENCE, 1 << 16)
     first = faults.ending_of(lambda: tpkernels.init(group, *mine))
-    tpkernels.init(group, 5.0, 1 << 16)
+    tpkernels.init(group, PATIENCE, 1 << 16)
     return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
-@pytest.mark.parametrize(("timeout", "workspace_bytes"), [(6.0, 1 << 16), (5.0, 1 << 17)])
+@pytest.mark.parametrize(("timeout", "workspace_bytes"), [(21.0, 1 << 16), (PATIENCE, 1 << 17)])
 def test_other_options_of_init_are_refused(
     ranks: RanksFixture, timeout: float, workspace_bytes: int
 ) -> None:

@@ -22,7 +22,7 @@ from tests.support.faults import PROMPT, Ending, Report
 from tpkernels.symm import host, rendezvous
 
 WORLD = 4
-TIMEOUT = 0.6
+TIMEOUT = 1.5
 
 
 def _grow(group: dist.ProcessGroup) -> None:
@@ -82,15 +82,12 @@ def test_a_killed_rank_is_reported(step: str, where: str, victim: int) -> None:
         outcomes = faults.collect(
             ranks, disturbed_job, step, where, victim, signal.SIGKILL, timeout
         )
-        assert outcomes[victim].exitcode == -signal.SIGKILL, outcomes[victim]
-        for report, killed_at in faults.values(outcomes, victim).values():
-            first = report.first
+        endings = faults.require_killed(outcomes, victim, late=TIMEOUT if alone else 0.0)
+        for first in endings.values():
             assert first.error == ("CollectiveTimeoutError" if alone else "PeerLostError"), first
             assert first.peer == victim and f"rank {victim}" in first.text, first
-            assert first.at - killed_at < (TIMEOUT if alone else 0.0) + PROMPT, first
             if step != "init":
                 assert f"rank {victim} (pid {ranks.pids[victim]})" in first.text, first
-            faults.require_broken(report)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +97,10 @@ def test_a_killed_rank_is_reported(step: str, where: str, victim: int) -> None:
 def test_a_stopped_rank_is_a_timeout(step: str, where: str, victim: int) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         ranks.submit(disturbed_job, step, where, victim, signal.SIGSTOP, TIMEOUT)
-        outcomes = faults.collect_without(ranks, victim)
-        assert outcomes[victim].timed_out, outcomes[victim]
-        for report, stopped_at in faults.values(outcomes, victim).values():
-            first = report.first
+        endings = faults.collect_stopped(ranks, victim, TIMEOUT, rendezvous._GRACE)
+        for first in endings.values():
             assert first.error == "CollectiveTimeoutError", first
             assert first.peer == victim and f"rank {victim}" in first.text, first
-            took = first.at - stopped_at
-            assert TIMEOUT - 0.3 < took < TIMEOUT + rendezvous._GRACE + PROMPT, (took, first)
-            faults.require_broken(report)
 
 
 def late_job(victim: int) -> tuple[Ending, Ending]:
@@ -141,7 +133,7 @@ def too_much_job(nbytes: int) -> tuple[Ending, Ending]:
 @pytest.mark.parametrize("nbytes", [1 << 44, 1 << 50, 1 << 56])
 def test_too_large_a_workspace_is_an_error_on_all_ranks(ranks: RanksFixture, nbytes: int) -> None:
     for first, then in ranks(WORLD).run(too_much_job, nbytes):
-        assert first.error == "MemoryError" and first.seconds < 2, first
+        assert first.error == "MemoryError" and first.seconds < PROMPT, first
         assert "cannot map" in first.text or "cannot size" in first.text, first
         assert "give tpkernels.init a smaller workspace_bytes" in first.text, first
         assert not then.error, then
@@ -191,7 +183,7 @@ def test_memory_that_one_rank_lacks_is_an_error_on_all(
 ) -> None:
     for _ in range(3):
         for first, then in ranks(WORLD).run(too_much_on_some_job, poor, step):
-            assert first.error == "MemoryError" and first.seconds < 5, first
+            assert first.error == "MemoryError" and first.seconds < PROMPT, first
             assert "no shared memory for the group: rank" in first.text, first
             assert "cannot map" in first.text and "Cannot allocate memory" in first.text, first
             assert not then.error, then

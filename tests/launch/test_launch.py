@@ -60,7 +60,7 @@ def unpicklable() -> object:
     return lambda: None
 
 
-def gone(pids: Iterable[int], within: float = 5.0) -> bool:
+def gone(pids: Iterable[int], within: float = 20.0) -> bool:
     """No process of ``pids`` is left; a zombie that waits for init to reap it does not count."""
 
     def runs(pid: int) -> bool:
@@ -92,7 +92,7 @@ def test_run_returns_the_results_in_rank_order(ranks, world):
 def test_per_rank_arguments_follow_the_common_ones(ranks):
     pool = ranks(3)
     pool.submit(divmod, 100, per_rank=[(7,), (8,), (9,)])
-    outcomes = pool.collect(10)
+    outcomes = pool.collect(30)
     assert [outcome.value for outcome in outcomes] == [divmod(100, d) for d in (7, 8, 9)]
     assert all(outcome.ok for outcome in outcomes)
 
@@ -111,7 +111,7 @@ def test_job_time_is_told_on_one_clock(ranks):
     pool = ranks(2)
     begin = time.monotonic()
     pool.submit(time.sleep, per_rank=[(0.05,), (0.15,)])
-    short, long = pool.collect(10)
+    short, long = pool.collect(30)
     assert 0.05 <= short.seconds < long.seconds
     assert begin + 0.15 <= long.ended <= time.monotonic()
 
@@ -140,7 +140,7 @@ def test_refusals(ranks):
     pool.submit(time.sleep, 0.1)
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] are still busy"):
         pool.submit(sum_of_ranks)
-    assert [outcome.ok for outcome in pool.collect(10)] == [True, True]
+    assert [outcome.ok for outcome in pool.collect(30)] == [True, True]
 
 
 def test_closed_ranks_say_so():
@@ -181,7 +181,7 @@ def test_run_does_not_wait_long_for_peers_of_a_failed_rank(monkeypatch):
     begin = time.monotonic()
     with Ranks(2) as pool, pytest.raises(RankError) as caught:
         pool.run(raise_on, 0, then_wait=True)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20  # the other would sleep for 100
     message = str(caught.value)
     assert "rank 0 was told to" in message
     assert "still running" in message and "in raise_on" in message  # where rank 1 was
@@ -190,14 +190,14 @@ def test_run_does_not_wait_long_for_peers_of_a_failed_rank(monkeypatch):
 def test_a_result_that_cannot_be_pickled_is_an_error(ranks):
     pool = ranks(2)
     pool.submit(unpicklable)
-    assert all("pickle" in outcome.error for outcome in pool.collect(10))
+    assert all("pickle" in outcome.error for outcome in pool.collect(30))
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
 def test_system_exit_in_a_job_is_an_error_too(ranks):
     pool = ranks(2)
     pool.submit(sys.exit, 3)
-    assert [outcome.error_type for outcome in pool.collect(10)] == ["SystemExit"] * 2
+    assert [outcome.error_type for outcome in pool.collect(30)] == ["SystemExit"] * 2
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
@@ -213,10 +213,10 @@ def test_system_exit_in_a_job_is_an_error_too(ranks):
 def test_a_dead_rank_is_reported(job, argument, exitcode, said):
     with Ranks(2) as pool:
         pool.submit(job, 1, argument)
-        alive, dead = pool.collect(10)
+        alive, dead = pool.collect(30)
         assert alive.ok and not dead.ok and dead.exitcode == exitcode
         pool.submit(dist.get_rank)  # the others can be asked all the same
-        alive, dead = pool.collect(10)
+        alive, dead = pool.collect(30)
         assert alive.value == 0 and dead.exitcode == exitcode
         with pytest.raises(RankError, match=said):
             pool.run(dist.get_rank)
@@ -226,13 +226,13 @@ def test_a_dead_rank_is_reported(job, argument, exitcode, said):
 def test_a_stopped_rank_times_out_and_may_come_back():
     with Ranks(2) as pool:
         pool.submit(signal_on, 1, signal.SIGSTOP)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (outcomes := pool.collect(0.2))[0].timed_out and time.monotonic() < deadline:
             pass
         went_on, stopped = outcomes
         assert went_on.value == "went on" and stopped.timed_out and not stopped.ok
         os.kill(pool.pids[1], signal.SIGCONT)
-        assert [outcome.value for outcome in pool.collect(10)] == ["went on", "went on"]
+        assert [outcome.value for outcome in pool.collect(30)] == ["went on", "went on"]
         pids = pool.pids
         with pytest.raises(RankError, match=r"no answer: stopped by a signal"):
             pool.run(signal_on, 1, signal.SIGSTOP, timeout=0.5)
@@ -248,7 +248,7 @@ def test_close_takes_along_busy_stopped_and_grandchild_processes():
         pool.submit(time.sleep, 100)
         os.kill(pool.pids[1], signal.SIGSTOP)
         begin = time.monotonic()
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 20  # they would sleep for 100
     assert pool.exitcodes == [-signal.SIGKILL] * 3
     assert gone(pids)
 
@@ -279,7 +279,7 @@ def test_ranks_do_not_outlive_the_parent(end, tmp_path):
     assert parent.returncode == (-signal.SIGKILL if end == "SIGKILL" else 0)
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 2 and gone(pids)
-    deadline = time.monotonic() + 5  # for the fork server to notice, and to clean up
+    deadline = time.monotonic() + 20  # for the fork server to notice, and to clean up
     while (left := list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left

@@ -20,6 +20,8 @@ from tests.support.paths import ROOT
 from tpkernels._C.nccl import Communicator
 from tpkernels.errors import CollectiveTimeoutError
 
+AWAY = 6.0  # seconds for which NCCL does not come back
+
 
 @pytest.fixture
 def fake(fake_nccl: Build) -> Fake:
@@ -68,33 +70,33 @@ def test_one_that_is_dropped_is_aborted(fake: Fake) -> None:
     fake.progress(-1)
     start = time.monotonic()
     del communicator, closed
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < LONG / 2
     assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse) == (1, 0, 0)
 
 
 def test_an_abort_that_does_not_come_back(fake: Fake) -> None:
     communicator, dropped, aborted = (make(fake, SHORT) for _ in range(3))
-    fake.delay("ncclCommAbort", 3)
+    fake.delay("ncclCommAbort", AWAY)
     fake.progress(-1)
     ending = faults.ending_of(lambda: communicator.enqueue([operation()]))
-    assert ending.error == "CollectiveTimeoutError" and ending.seconds < 3 * SHORT + 1.5, ending
+    assert ending.error == "CollectiveTimeoutError" and ending.seconds < AWAY, ending
     assert "; ncclCommAbort did not come back and is left alone" in ending.text
     start = time.monotonic()
     assert not aborted.abort("a test")
     del dropped
-    assert time.monotonic() - start < 2 * SHORT + 1.5
+    assert time.monotonic() - start < AWAY
     assert (fake.calls("ncclCommAbort"), fake.misuse) == (3, 0)
 
 
 def test_a_destroy_that_does_not_come_back(fake: Fake) -> None:
     communicator = make(fake, SHORT)
-    fake.delay("ncclCommDestroy", 3)
+    fake.delay("ncclCommDestroy", AWAY)
     start = time.monotonic()
     with pytest.raises(
         CollectiveTimeoutError, match=r"ncclCommDestroy did not come back within 0.3"
     ):
         communicator.close()
-    assert time.monotonic() - start < SHORT + 1
+    assert time.monotonic() - start < AWAY
     assert fake.calls("ncclCommAbort") == 0
 
 
@@ -139,14 +141,14 @@ def test_threads_take_turns(fake: Fake) -> None:
 def test_a_call_that_is_stuck_within_nccl(fake: Fake) -> None:
     """The others do not wait for it for ever, and it finds the abort when it comes out."""
     communicator = make(fake, SHORT)
-    fake.delay("ncclAllReduce", 1.5)
+    fake.delay("ncclAllReduce", AWAY)
     stuck = Asking(communicator, fake)
     late = faults.ending_of(lambda: communicator.enqueue([operation("SEND")]))
-    assert late.error == "CollectiveTimeoutError" and late.seconds < SHORT + 1, late
+    assert late.error == "CollectiveTimeoutError" and late.seconds < AWAY / 2, late
     assert "waited 0.30 s for a call of another thread" in late.text
     start = time.monotonic()
     assert communicator.abort("stuck")
-    assert time.monotonic() - start < SHORT + 1
+    assert time.monotonic() - start < AWAY / 2
     assert stuck.ended().error == "GroupBrokenError"
     require_broken(fake, communicator, "stuck")
 
@@ -168,7 +170,7 @@ def test_an_interrupt_ends_a_wait(fake: Fake) -> None:
         ending = faults.ending_of(lambda: communicator.enqueue([operation()]))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert ending.error == "Interrupted" and ending.seconds < 2, ending
+    assert ending.error == "Interrupted" and ending.seconds < LONG / 2, ending
     require_broken(fake, communicator, "was interrupted")
 
 

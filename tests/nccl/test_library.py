@@ -189,7 +189,7 @@ def test_the_real_library_without_a_gpu(real: str) -> None:
         start = time.monotonic()
         with pytest.raises(TpkernelsError) as caught:
             _C.nccl.Communicator(loaded, loaded.unique_id(), 0, 1, timeout=10, name="alone")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
         assert "NCCL communicator 'alone', rank 0 of 1: set-up failed" in str(caught.value)
         assert "cuda" in str(caught.value).lower()
 

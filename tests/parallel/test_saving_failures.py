@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
+from tests.support.faults import PROMPT
 from tpkernels.launch import Ranks
 
 pytest.importorskip("transformers")
@@ -54,7 +55,7 @@ def failing_job(base: str) -> list[str]:
             told.append("nothing")
         except BaseException as error:
             told.append(f"{type(error).__name__}: {error}")
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < PROMPT
     models["folder"].save_pretrained(Path(base) / "folder")  # the group goes on
     told.append(str((Path(base) / "folder" / "model.safetensors").exists()))
     return told
@@ -95,7 +96,7 @@ def slow_job(base: str) -> float:
 
 
 def test_the_others_wait_while_rank_0_writes(ranks: RanksFixture, tmp_path: Path) -> None:
-    assert all(2.4 < seconds < 10 for seconds in ranks(2).run(slow_job, str(tmp_path)))
+    assert all(2.4 < seconds < 2.5 + PROMPT for seconds in ranks(2).run(slow_job, str(tmp_path)))
 
 
 def alone_job(base: str, rank: int) -> tuple[str, float]:
@@ -116,7 +117,7 @@ def alone_job(base: str, rank: int) -> tuple[str, float]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_alone_does_not_hang(ranks: RanksFixture, tmp_path: Path, rank: int) -> None:
     told, took = ranks(2).run(alone_job, str(tmp_path), rank)[rank]
-    assert told == "CollectiveTimeoutError" and took < 5
+    assert told == "CollectiveTimeoutError" and took < 1.0 + PROMPT
 
 
 def dying_job(base: str) -> tuple[str, float]:
@@ -139,7 +140,7 @@ def test_rank_0_dies_while_it_writes(tmp_path: Path) -> None:
         outcomes = pool.collect(timeout=60)
     assert outcomes[0].exitcode == -signal.SIGKILL
     told, took = outcomes[1].value
-    assert told == "PeerLostError" and took < 5
+    assert told == "PeerLostError" and took < PROMPT
 
 
 def refusals_job(base: str) -> list[str]:

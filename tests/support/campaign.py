@@ -37,7 +37,7 @@ from tpkernels.launch import Outcome
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
 CALLS = 200  # of a rank in a trial that ends well
 BY_SIGNAL = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
-STOP_TIMEOUT = 0.8
+STOP_TIMEOUT = 1.5
 MOST_DELAY_US = 3000
 
 

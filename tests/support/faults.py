@@ -26,7 +26,10 @@ from tpkernels.symm.host import HostWorkspace
 
 WORKSPACE_BYTES = 1 << 16
 PATIENCE = 20.0  # a group's timeout where something else must end the wait
-PROMPT = 1.0  # seconds in which a failure other than a timeout must be reported
+# A failure other than a timeout is reported well before the group's timeout, also on a machine that
+# does other work. The first to report a killed rank does so at once.
+PROMPT = PATIENCE / 4
+AT_ONCE = 1.0
 COLLECT_SECONDS = 60.0
 
 # Every op with every algorithm that it has on a CPU without an interpreter of kernels.
@@ -191,6 +194,42 @@ def values(outcomes: list[Outcome], *without: int) -> dict[int, Any]:
     for outcome in outcomes:
         assert outcome.rank in without or outcome.ok, outcome
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in without}
+
+
+def require_killed(
+    outcomes: list[Outcome], victim: int, late: float = 0.0, at_once: float = AT_ONCE
+) -> dict[int, Ending]:
+    """What the survivors' calls ended with, by rank. Their jobs return a report and the time at
+    which the victim was killed; all must have noticed ``late`` seconds after that or soon after."""
+    assert outcomes[victim].exitcode == -signal.SIGKILL, outcomes[victim]
+    reports = values(outcomes, victim)
+    delays = [report.first.at - killed_at - late for report, killed_at in reports.values()]
+    assert max(delays) < PROMPT and min(delays) < at_once, delays
+    for report, _ in reports.values():
+        require_broken(report)
+    return {rank: report.first for rank, (report, _) in reports.items()}
+
+
+def collect_stopped(
+    ranks: Ranks, victim: int, timeout: float, late: float = 0.0
+) -> dict[int, Ending]:
+    """The same where the victim is stopped: the others must have waited for as long as the group's
+    timeout, and not much longer than that and ``late``. The victim stays stopped."""
+    outcomes = collect_without(ranks, victim)
+    assert outcomes[victim].timed_out, outcomes[victim]
+    reports = values(outcomes, victim)
+    # Those that did not wait for so long heard it from one who did.
+    assert max(report.first.seconds for report, _ in reports.values()) >= timeout, reports
+    for report, stopped_at in reports.values():
+        first = report.first
+        assert first.at - stopped_at < timeout + late + PROMPT, (first.at - stopped_at, first)
+        require_broken(report)
+    return {rank: report.first for rank, (report, _) in reports.items()}
+
+
+def require_interrupted(first: Ending, at: float) -> None:
+    assert first.error == "KeyboardInterrupt", first
+    assert first.at - at < PROMPT, first
 
 
 def require_broken(report: Report) -> None:

@@ -17,7 +17,8 @@ from tpkernels.symm import exchange as exchange_module
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 
 WORLD = 3
-PROMPT = 0.5
+PATIENCE = 20.0  # where something else than the deadline ends an exchange
+PROMPT = PATIENCE / 4
 
 
 def members(store: dist.Store, world: int = WORLD, timeout: float = 5.0) -> list[Participant]:
@@ -84,7 +85,7 @@ def test_a_failed_exchange_leaves_nothing_that_counts(store: dist.Store, anew: b
         assert all(isinstance(error, TpkernelsError) for error in all_say(few, attempt))
         if anew:
             ranks = members(store, timeout=0.2)
-        patient = [replace(m, timeout=5.0) for m in ranks]
+        patient = [replace(m, timeout=PATIENCE) for m in ranks]
         assert all_say(patient, f"again {attempt}") == heard(f"again {attempt}")
         if anew:
             ranks = members(store, timeout=0.2)
@@ -114,7 +115,7 @@ def random_lives(seed: int, attempts: int) -> list[str]:
     store, draw, wrong = dist.HashStore(), random.Random(seed), []
     for attempt in range(attempts):
         failing = draw.random() < 0.5
-        ranks = members(store, timeout=0.15 if failing else 5.0)
+        ranks = members(store, timeout=0.15 if failing else PATIENCE)
         absent = draw.randrange(WORLD) if failing and draw.random() < 0.7 else None
         quitter = draw.randrange(WORLD) if failing and absent is None else None
         delays = [draw.random() * 0.05 for _ in ranks]
@@ -161,7 +162,7 @@ def test_words_that_nobody_confirms_are_not_enough(monkeypatch: pytest.MonkeyPat
 
 
 def test_who_gives_up_tells_those_that_are_there() -> None:
-    ranks = members(dist.HashStore(), timeout=20.0)
+    ranks = members(dist.HashStore(), timeout=PATIENCE)
 
     def give_up() -> None:
         if time.monotonic() > begin + 0.3:
@@ -176,7 +177,7 @@ def test_who_gives_up_tells_those_that_are_there() -> None:
 
 
 def test_who_leaves_between_exchanges_tells_all() -> None:
-    ranks = members(dist.HashStore(), timeout=20.0)
+    ranks = members(dist.HashStore(), timeout=PATIENCE)
     assert all_say(ranks, 1) == heard(1)
     begin = time.monotonic()
     tell_left(ranks[2], ArithmeticError("no luck"))

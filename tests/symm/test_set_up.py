@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import PROMPT, Ending, shares_memory
+from tests.support.faults import PATIENCE, PROMPT, Ending, shares_memory
 from tpkernels import _C
 from tpkernels.symm import colocation, rendezvous
 
@@ -48,7 +48,7 @@ def failing_job(where: str) -> tuple[Ending, Ending]:
             rendezvous.connected = fail  # type: ignore[assignment]
     if rank == 3 and where == "interrupt":
         time.sleep(1.5)  # which is why all others wait
-    first = faults.ending_of(lambda: tpkernels.init(group, 6.0, faults.WORKSPACE_BYTES))
+    first = faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
     return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
@@ -144,7 +144,7 @@ def impostor_job(what: str) -> Ending:
 
         rendezvous._create = unsealed
         undo = lambda: setattr(rendezvous, "_create", create)  # noqa: E731
-    ending = faults.ending_of(lambda: tpkernels.init(group, 5.0, faults.WORKSPACE_BYTES))
+    ending = faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
     undo()
     return ending
 
@@ -178,7 +178,7 @@ def few_descriptors_job(poor: int, room: int) -> tuple[Ending, bool, list[str], 
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1 + room, limits[1]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first = faults.ending_of(lambda: tpkernels.init(group, 5.0, faults.WORKSPACE_BYTES))
+        first = faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     for filler in fillers:
         os.close(filler)

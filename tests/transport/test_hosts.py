@@ -18,7 +18,7 @@ from tests.support import across_hosts
 from tests.support.paths import ROOT
 
 START_SECONDS = 60.0  # torchrun, its rendezvous and the imports of the ranks
-SLACK = 1.5
+SLACK = 5.0
 
 Started: TypeAlias = list["subprocess.Popen[str]"]
 
@@ -108,8 +108,9 @@ def test_a_link_that_is_cut_is_a_timeout(
         assert found["text"].startswith(op) and f"rank {rank} waited" in found["text"], found
         assert f"timeout {across_hosts.TIMEOUT:g} s" in found["text"], found
         assert "make a new one" in found["text"], found
-        assert across_hosts.TIMEOUT - 0.1 < found["seconds"] < across_hosts.TIMEOUT + SLACK, found
-        assert "CollectiveTimeoutError" in found["broken"] and found["again_seconds"] < 0.1, found
+        assert 0.9 * across_hosts.TIMEOUT < found["seconds"] < across_hosts.TIMEOUT + SLACK, found
+        assert "CollectiveTimeoutError" in found["broken"], found
+        assert found["again_seconds"] < across_hosts.TIMEOUT / 2, found
 
 
 def test_hosts_are_removed_when_a_test_fails() -> None:
@@ -124,7 +125,7 @@ def test_hosts_are_removed_when_a_test_fails() -> None:
     try:
         with pytest.raises(ArithmeticError), Hosts(2) as hosts:
             assert len(names() - before) == 3
-            started = hosts.torchrun(0, 1, "across_hosts")
+            started = hosts.torchrun(0, 1, across_hosts.__name__)
             raise ArithmeticError
     except OSError as error:
         pytest.skip(f"cannot make network namespaces: {error}")
