@@ -1,4 +1,4 @@
-"""Reports of differences: exact by hand, the same in tiles, and a wrong share found where it is."""
+"""Reports of differences: exact by hand, the same in tiles, and a wrong shard found where it is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def failing(report: Report) -> list[tuple[int, int]]:
         (i, j)
         for i, line in enumerate(report.regions)
         for j, region in enumerate(line)
-        if region.share
+        if region.fraction
     ]
 
 
@@ -35,18 +35,28 @@ def test_by_hand() -> None:
     assert not report.passed
     assert (report.max, report.mean, report.median) == (4.0, 6.5 / 6, 0.0)
     assert (report.above, report.not_finite) == (2, 0)  # 0.5 is at its tolerance, not above it
-    assert report.share == 2 / 6
+    assert report.fraction == 2 / 6
     assert report.worst is not None
     assert (report.worst.index, report.worst.reference, report.worst.result) == ((1, 2), 1.0, 5.0)
     (above,), (below,) = report.regions
-    assert (above.rows, above.columns, above.share, above.largest) == ((0, 1), (0, 3), 1 / 3, 2.0)
-    assert (below.rows, below.columns, below.share, below.largest) == ((1, 2), (0, 3), 1 / 3, 4.0)
+    assert (above.rows, above.columns, above.fraction, above.largest) == (
+        (0, 1),
+        (0, 3),
+        1 / 3,
+        2.0,
+    )
+    assert (below.rows, below.columns, below.fraction, below.largest) == (
+        (1, 2),
+        (0, 3),
+        1 / 3,
+        4.0,
+    )
     assert str(report).splitlines() == [
-        "FAIL: [2, 3], float32 beside float32, atol 0.5, rtol 0.125",
+        "FAIL: [2, 3], float32 against float32, atol 0.5, rtol 0.125",
         "difference: max 4, mean 1.08, median 0",
         "above tolerance: 2 of 6 elements (33.3%)",
         "worst: [1, 2] is 5, expected 1",
-        "regions: share above tolerance, largest difference",
+        "regions: fraction above tolerance, largest difference",
         "                     0:3",
         "  0  0:1  !33.3% 2.0e+00",
         "  1  1:2  !33.3% 4.0e+00",
@@ -87,10 +97,10 @@ def test_tiles_do_not_show(monkeypatch: pytest.MonkeyPatch, tile: int, dtype: to
         for region in line:
             part = slice(*region.rows), slice(*region.columns)
             if region.empty:
-                assert (region.share, region.largest) == (0.0, 0.0)
+                assert (region.fraction, region.largest) == (0.0, 0.0)
                 continue
             wrong = (excess.view(33, 13)[part] > 0).double()
-            assert region.share == pytest.approx(float(wrong.mean()), rel=1e-13)
+            assert region.fraction == pytest.approx(float(wrong.mean()), rel=1e-13)
             assert region.largest == float(difference.view(33, 13)[part].max())
 
 
@@ -128,9 +138,9 @@ def test_a_wrong_shard_is_located(dim: int, wrong: int) -> None:
     sizes = [40, 0, 17, 23]
     torch.manual_seed(2)
     whole = torch.randn((80, 48) if dim == 0 else (48, 80))
-    shares = [share.clone() for share in whole.split(sizes, dim)]
-    shares[wrong] = shares[wrong].roll(1, dim)
-    out = torch.cat(shares, dim).bfloat16()
+    shards = [shard.clone() for shard in whole.split(sizes, dim)]
+    shards[wrong] = shards[wrong].roll(1, dim)
+    out = torch.cat(shards, dim).bfloat16()
     grid = (sizes, 2) if dim == 0 else (2, sizes)
     report = compare(whole, out, 1e-2, 1e-2, grid)
     expected = [(wrong, 0), (wrong, 1)] if dim == 0 else [(0, wrong), (1, wrong)]
@@ -171,7 +181,7 @@ def test_what_is_not_finite(ref: float, out: float, right: bool, rtol: float) ->
 
 def test_nothing_is_finite() -> None:
     report = compare(torch.zeros(2), torch.full((2,), NAN), 1, 1)
-    assert (report.max, report.mean, report.median, report.share) == (INF, INF, INF, 1.0)
+    assert (report.max, report.mean, report.median, report.fraction) == (INF, INF, INF, 1.0)
 
 
 def test_a_tolerance_for_each_element() -> None:
@@ -191,14 +201,14 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     report = compare(x, x, 0, 0)
     assert report.passed and report.shape == shape
-    assert (report.max, report.mean, report.median, report.share) == (0, 0, 0, 0)
+    assert (report.max, report.mean, report.median, report.fraction) == (0, 0, 0, 0)
     assert (report.worst is None) == (x.numel() == 0)
     assert str(report).startswith("PASS")
     if x.numel():
         wrong = compare(x, x + 1, 0, 0)
         assert wrong.worst is not None
         assert wrong.worst.index == (0,) * len(shape)
-        assert wrong.share == 1.0
+        assert wrong.fraction == 1.0
 
 
 def test_any_layout_and_gradient() -> None:
@@ -222,10 +232,10 @@ def alone() -> Iterator[None]:
 
 def test_a_dtensor_is_gathered(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Share
+    from torch.distributed.tensor import DTensor, Shard
 
     x = torch.randn(4, 6)
-    sharded = DTensor.from_local(x.clone(), init_device_mesh("cpu", (1,)), [Share(0)])
+    sharded = DTensor.from_local(x.clone(), init_device_mesh("cpu", (1,)), [Shard(0)])
     assert compare(x, sharded, 0, 0).passed
     x[2] += 1
     assert failing(compare(sharded, x, 0, 0, (4, 1))) == [(2, 0)]
@@ -240,7 +250,7 @@ def test_a_dtensor_is_gathered(alone: None) -> None:
         ({"atol": NAN}, "atol is nan"),
         ({"rtol": -2}, "rtol is -2"),
         ({"rtol": INF}, "rtol is inf"),
-        ({"region_grid": (5, 1)}, "5 parts for 4 rows of the matrix; allowed are 1 to 4"),
+        ({"region_grid": (5, 1)}, "5 parts for 4 rows of the matrix; it may have 1 to 4"),
         ({"region_grid": (1, 7)}, "7 parts for 6 columns"),
         ({"region_grid": (0, 1)}, "0 parts for 4 rows"),
         ({"region_grid": ([2, 1], 1)}, r"sizes \[2, 1\], 3 in all; .* 4 rows"),

@@ -93,7 +93,7 @@ def check(
     inputs = _integers(graph, group.rank(), group.size(), dtype)
     traced, said = rewritten(lambda *x: graph.function(*x, *where), inputs, symbolic=symbolic)
     failures = []
-    ops = tuple((each.op, each.products) for each in said.rewritten)
+    ops = tuple((each.op, each.matmuls) for each in said.rewritten)
     reasons = tuple(each.reason for each in said.left_alone)
     if (ops, reasons) != (graph.ops, graph.reasons):
         failures.append(f"{said}, expected {graph.ops}, {graph.reasons}")
