@@ -1,5 +1,5 @@
-"""What a communicator's methods hand on to NCCL, and what they refuse. One rank, with a libnccl
-that does as it is told and CPU tensors in the place of CUDA's."""
+"""What a communicator's methods pass to NCCL, and what they refuse. One rank, with a fake libnccl,
+and CPU tensors in place of CUDA tensors."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_what_the_methods_ask_for(ranks: RanksFixture, fake_nccl: Build) -> None
 def group_job(fake: Fake, comm: Communicator) -> None:
     x, y = torch.arange(3.0), torch.zeros(3)
     with comm.group():
-        comm.send(torch.arange(3.0), 0)  # kept until the group has started
+        comm.send(torch.arange(3.0), 0)  # kept alive until the group has started
         gc.collect()
         assert comm.recv(y, 0) is y and not fake.log
-        other = threading.Thread(target=comm.all_reduce, args=[x])  # is in no group
+        other = threading.Thread(target=comm.all_reduce, args=[x])  # not in a group
         other.start()
         other.join()
         assert [line.split()[0] for line in fake.log] == ["AllReduce"]
@@ -128,7 +128,7 @@ def destroyed_job(fake: Fake, comm: Communicator) -> None:
     group = group_of()
     other = Communicator(group, library=fake.path)
     dist.destroy_process_group(group)
-    other.all_reduce(torch.ones(2))  # goes on by itself
+    other.all_reduce(torch.ones(2))  # is independent
     other.close()
     with pytest.raises(ValueError, match=r"no process group '.*' on this rank"):
         Communicator(group, library=fake.path)
@@ -165,7 +165,7 @@ def test_a_process_that_ends_aborts_what_is_open(fake_nccl: Build) -> None:
 
 
 class Event:
-    """A CUDA event that comes to pass at a time."""
+    """A CUDA event that completes at a given time."""
 
     at = 0.0
 

@@ -1,4 +1,4 @@
-"""Reports of differences: exact by hand, the same in tiles, and a wrong shard found where it is."""
+"""Reports of differences: exact by hand, independent of the tiles, and a wrong shard is located."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def failing(report: Report) -> list[tuple[int, int]]:
-    """Rows and columns in the grid of the regions that are wrong."""
+    """Grid row and column of each region that is wrong."""
     return [
         (i, j)
         for i, line in enumerate(report.regions)
@@ -68,7 +68,7 @@ def test_the_worst_is_what_exceeds_its_tolerance_most() -> None:
     report = compare(ref, out, atol=0.0, rtol=0.01)
     assert report.max == 9.0
     assert report.worst is not None
-    assert report.worst.index == (1,)  # the first differs by more, as it may
+    assert report.worst.index == (1,)  # the other difference is larger, but allowed
 
 
 @pytest.mark.parametrize("tile", [1, 7, 256, 1 << 20])
@@ -112,7 +112,7 @@ def test_the_median_is_exact_over_all_magnitudes(count: int) -> None:
 
 
 class _Sizes(TorchDispatchMode):
-    """The elements of the largest float64 tensor that anything made."""
+    """Records the size of the largest float64 tensor that any operator returns."""
 
     largest = 0
 
@@ -134,7 +134,7 @@ def test_no_tensor_is_converted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("wrong", [0, 2, 3])
 def test_a_wrong_shard_is_located(dim: int, wrong: int) -> None:
-    """The region of the rank that is wrong, and no other."""
+    """Only the region of the wrong rank fails."""
     sizes = [40, 0, 17, 23]
     torch.manual_seed(2)
     whole = torch.randn((80, 48) if dim == 0 else (48, 80))
@@ -215,7 +215,9 @@ def test_any_layout_and_gradient() -> None:
     x = torch.randn(6, 10, requires_grad=True)
     y = x.detach().t().contiguous().t()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns, once, of numbers taken out of a graph
+        warnings.simplefilter(
+            "error"
+        )  # torch warns once about numbers taken from a tensor that requires gradients
         assert compare(x, y, 0, 0).passed
     y[4, 3] += 1
     assert failing(compare(x, y, 0, 0, (6, 10))) == [(4, 3)]
