@@ -1,7 +1,7 @@
 """Fused communication and compute for tensor parallelism in PyTorch.
 
-The ops are ``torch.ops.tpkernels.*``; the functions of the same names here take a process group, a
-mesh dimension or a group's name.
+The ops are ``torch.ops.tpkernels.*``. The functions of the same names here take a ProcessGroup, a
+DeviceMesh (dimension) or a group's name.
 """
 
 from tpkernels import compile, nccl, nn, numerics, ops

@@ -1,4 +1,4 @@
-"""What groups are set up with unless ``tpkernels.init`` is told otherwise."""
+"""Defaults of ``tpkernels.init``."""
 
-TIMEOUT = 30.0  # s, of one wait
-WORKSPACE_BYTES = 64 << 20  # what each of the two data buffers of a rank may grow to
+TIMEOUT = 30.0  # s, for one wait
+WORKSPACE_BYTES = 64 << 20  # limit for each of the two data buffers of a rank

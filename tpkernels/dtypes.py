@@ -18,12 +18,16 @@ def name(dtype: torch.dtype) -> str:
 
 
 def check_supported(dtype: torch.dtype, what: str) -> None:
-    """Raises ``NotImplementedError`` for a dtype that no op takes."""
+    """Checks that the ops take a dtype.
+
+    Raises:
+        NotImplementedError: they do not.
+    """
     if dtype not in CODES:
         allowed = ", ".join(name(d) for d in CODES)
         raise NotImplementedError(f"{what} has dtype {name(dtype)}; supported: {allowed}")
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products and sums of ``dtype`` are accumulated in."""
+    """The dtype in which matmuls and sums of ``dtype`` are accumulated."""
     return torch.float64 if dtype is torch.float64 else torch.float32

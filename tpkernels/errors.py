@@ -1,11 +1,15 @@
-"""What can go wrong in a collective, beyond wrong input (``ValueError``, ``TypeError``) and input
-that is right but not supported (``NotImplementedError``)."""
+"""Errors of collectives. Invalid input raises ``ValueError`` or ``TypeError``, and valid input that
+is not supported ``NotImplementedError``."""
 
 from __future__ import annotations
 
 
 class TpkernelsError(RuntimeError):
-    """Base of the errors below. ``peer`` is the rank that is to blame, where there is one."""
+    """Base class of the errors of collectives.
+
+    Attributes:
+        peer: the rank that caused the error; None if no single rank did.
+    """
 
     def __init__(self, message: str, *, peer: int | None = None) -> None:
         super().__init__(message)
@@ -16,19 +20,19 @@ class TpkernelsError(RuntimeError):
 
 
 class PeerLostError(TpkernelsError):
-    """A peer's process ended, or it left the call with an error of its own."""
+    """A peer's process ended, or an error of its own made it leave the call."""
 
 
 class CollectiveTimeoutError(TpkernelsError):
-    """A peer lives but did not come within the group's timeout."""
+    """A peer is alive but did not make the call within the group's timeout."""
 
 
 class CollectiveMismatchError(TpkernelsError):
-    """Ranks of one group are in different calls: another op, other shapes, dtypes or options."""
+    """Ranks of one group made different calls: they differ in op, shapes, dtypes or options."""
 
 
 class GroupBrokenError(TpkernelsError):
-    """The group failed in an earlier call; only a new group can go on."""
+    """The group failed in an earlier call and cannot be used any more; make a new one."""
 
 
 def _rebuild(cls: type[TpkernelsError], message: str, peer: int | None) -> TpkernelsError:

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 
 def shard_sizes(total: int, world: int) -> list[int]:
-    """The balanced split of ``total`` rows over ``world`` ranks: sizes differ by one at the most,
-    the larger ones first. Every rank gets the same list.
+    """The balanced split of ``total`` rows over ``world`` ranks.
+
+    Args:
+        total: number of rows, at least 0.
+        world: number of ranks, at least 1.
+
+    Returns:
+        The rows of each rank, the same list on all ranks. Sizes differ by at most one, the larger
+        ones first.
 
     Raises:
         ValueError: ``total`` is negative or ``world`` is not positive.
@@ -18,7 +25,11 @@ def shard_sizes(total: int, world: int) -> list[int]:
 
 
 def check_sizes(sizes: Sequence[int], world: int) -> tuple[int, ...]:
-    """``sizes`` as a tuple, if it can be a split over ``world`` ranks; ``ValueError`` otherwise."""
+    """``sizes`` as a tuple, if it can be a split over ``world`` ranks.
+
+    Raises:
+        ValueError: it has the wrong length or a negative entry.
+    """
     if len(sizes) != world:
         raise ValueError(
             f"shard_sizes has {len(sizes)} entries {list(sizes)} but the group has {world} ranks"

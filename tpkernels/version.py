@@ -1,3 +1,3 @@
-"""The version, for those within the package who need it."""
+"""The version of the package, in a module without imports."""
 
 VERSION = "0.1.0"

@@ -1,5 +1,4 @@
-"""What the pass makes of graphs: every way to write a gather before, or a reduction after, a
-matmul."""
+"""The pass rewrites every form of a gather before a matmul and of a reduction after one."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def _returned(x: Any, w: Any, world: int, group: str) -> Any:
 
 
 def _kept_as_gathered(x: Any, w: Any, world: int, group: str) -> Any:
-    """The chunks that the ranks sent are read too, one by one and all together."""
+    """The ranks' chunks are also read, one by one and all together."""
     whole = gather(x, 0, world, group)
     chunks = whole.chunk(world, 0)
     return torch.cat(chunks, 1) @ w, whole.sin(), chunks[0].exp()
@@ -63,14 +62,14 @@ def _two_widths(x: Any, a: Any, b: Any, world: int, group: str) -> Any:
 
 
 def _kept_in_memory(x: Any, w: Any, world: int, group: str) -> Any:
-    """Readers that want the gathered tensor as the collective lays it out."""
+    """Readers that need the gathered tensor in the collective's layout."""
     whole = gather(x, 0, world, group)
     product = whole.transpose(0, 1).flatten(0, 1) @ w
     return product, whole.as_strided((16,), (1,)).sin(), whole.view(3, -1).cos()
 
 
 def _kept_in_other_memory(x: Any, w: Any, world: int, group: str) -> Any:
-    """A copy that is laid out as no view of what the op gathers is."""
+    """A copy with a layout that no view of the op's gathered tensor has."""
     whole = gather(x, 0, world, group)
     copy = whole.permute(2, 1, 0).clone()
     product = torch.cat(whole.chunk(world, 0), 1) @ w
@@ -78,7 +77,7 @@ def _kept_in_other_memory(x: Any, w: Any, world: int, group: str) -> Any:
 
 
 def _written_afterwards(x: Any, y: Any, w: Any, world: int, group: str) -> Any:
-    """What an op reads is written when it has run, as the inputs of a graph are."""
+    """The inputs of an op are overwritten after it, as the inputs of a graph are."""
     shard, factor = x.clone(), y.clone()
     products = gather(shard, 0, world, group) @ w, reduce(factor @ w, group)
     return products, shard.add_(1), factor.mul_(2)
@@ -193,7 +192,7 @@ def test_other_dtypes(ranks: RanksFixture, dtype: torch.dtype) -> None:
 
 
 def mean_job() -> list[str]:
-    """Sums that 16 bits cannot hold, but each rank's summands can."""
+    """Sums that overflow 16 bits, of terms that do not."""
     w = torch.ones(1, 2).bfloat16()
     with fresh_group() as group:
         torch.manual_seed(group.rank())

@@ -1,5 +1,5 @@
-"""Compiled, ops that write in place run in the order of the others, and write what they write
-without the compiler."""
+"""Compiled ops that write in place run in order with the other ops, and write what they write in
+eager mode."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _input(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
 
 
 def _part(of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """Writes into a view of a product, and then into another product."""
+    """Writes into a view of a matmul's result, then into another matmul's result."""
 
     def function(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
         first, second = (h @ c).relu(), k @ d
@@ -124,12 +124,12 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {  # function, collectives
     "the same one twice": (_twice, 3),
     "beside torch's": (_with_torchs, 4),
 }
-if torch.__version__ >= "2.13":  # which compiles it
+if torch.__version__ >= "2.13":  # the call compiles it
     CASES["into a buffer"] = (_into_a_buffer, 3)
 
 
 class Recorder(CustomGraphPass):
-    """Keeps what the graphs hold: the ops that are tied, and nodes that wrap an op."""
+    """Records which ops of the graphs are tied, and which nodes wrap an op."""
 
     def __init__(self) -> None:
         self.tied: list[str] = []
@@ -151,8 +151,8 @@ def recorded() -> Iterator[Recorder]:
 
 
 def _inputs(rank: int, rows: int = 4) -> list[torch.Tensor]:
-    """Shards of two layers, each smaller on the rank on which the other is large. Small integers,
-    whose sums are exact."""
+    """Shards of two layers; on each rank one is large and the other small. Small integers, whose
+    sums are exact."""
     draw = torch.Generator().manual_seed(rank)
     n, m = ((3, 40), (30, 4))[rank]
     shapes = [(rows, 6), (rows, 6), (6, n), (6, m), (n, 8), (m, 8), (rows, 8)]
@@ -183,12 +183,12 @@ def _compared(name: str, group: dist.ProcessGroup, compiler: dict[str, Any]) -> 
 
 def graphs_job(name: str, dynamic: bool) -> list[str]:
     fusion = tpkernels.compile.fuse_collectives()
-    with fresh_group() as group, recorded() as seen, fusion as said:
+    with fresh_group() as group, recorded() as seen, fusion as pass_report:
         failures = _compared(name, group, {"backend": graph_runner([]), "dynamic": dynamic})
         if len(seen.tied) != CASES[name][1] - 1 or seen.wrapped:
             failures.append(f"{name}: tied are {seen.tied}, wrapped {seen.wrapped}")
-        if ("writes into one of its arguments" in str(said)) != (name == "into a buffer"):
-            failures.append(f"{name}: {said}")
+        if ("writes into one of its arguments" in str(pass_report)) != (name == "into a buffer"):
+            failures.append(f"{name}: {pass_report}")
         return failures
 
 
@@ -199,7 +199,7 @@ def test_they_are_tied_and_write_the_same(ranks: RanksFixture, name: str, dynami
 
 
 def first_version_job() -> list[str]:
-    """As earlier versions of torch wrap them."""
+    """The wrapper of earlier versions of torch."""
     with inductor_config.patch(enable_auto_functionalized_v2=False):
         return [
             each for name in ("several", "an input", "one row") for each in graphs_job(name, False)
@@ -220,17 +220,17 @@ def test_every_op_that_writes_has_one_that_returns() -> None:
 
 
 @pytest.mark.parametrize(
-    "op, said, why",
+    "op, wrapped, why",
     [
         (torch.ops.aten.requires_grad_.default, {}, "no op returns what it writes into self"),
         (torch.ops.tpkernels.all_reduce_.default, {"_x_bits": 3}, "a view described by bits"),
         (torch.ops.aten.add_.Tensor, {}, "it also returns something else"),
     ],
 )
-def test_what_cannot_be_tied_is_refused(op: Any, said: dict[str, Any], why: str) -> None:
+def test_what_cannot_be_tied_is_refused(op: Any, wrapped: dict[str, Any], why: str) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    arguments = {"group": "0", "_x_base_index": 0, "_all_bases": [x], **said}
+    arguments = {"group": "0", "_x_base_index": 0, "_all_bases": [x], **wrapped}
     wrapper = torch.ops.higher_order.auto_functionalized_v2
     node = graph.call_function(wrapper, (op,), arguments)
     with pytest.raises(NotImplementedError, match=why):

@@ -1,5 +1,5 @@
 """transformers' ``LlamaForCausalLM`` under torch's own sequence-parallel plan: every gather before
-a matmul and every scatter behind one is fused, forward and backward."""
+a matmul and every scatter after one is fused, in forward and backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.ranked import report
 pytest.importorskip("transformers")
 
 LAYERS, VOCAB, BATCH, TOKENS, WIDTH, HIDDEN = 2, 64, 2, 16, 32, 48
-LONGEST = max(VOCAB, BATCH * TOKENS, WIDTH, HIDDEN)  # of the sums that products and gradients are
+LONGEST = max(VOCAB, BATCH * TOKENS, WIDTH, HIDDEN)  # longest sum in a matmul or a gradient
 
 _SHARD, _WHOLE = Shard(1), Replicate()
 _ROWS = RowwiseParallel(output_layouts=_SHARD, use_local_output=False)
@@ -55,8 +55,8 @@ PLAN = {
     "lm_head": ColwiseParallel(input_layouts=_SHARD, output_layouts=_WHOLE),
 }
 
-# A gather before q, k, v and one before gate, up; a scatter behind o and one behind down. The
-# backward has the other of each; and lm_head a gather, whose backward is a scatter.
+# A gather before q, k, v and one before gate, up; a scatter after o and one after down. The
+# backward has the opposite of each. lm_head has a gather, whose backward is a scatter.
 PAIRS = LAYERS * 2 * 2 + 1
 
 
@@ -84,14 +84,14 @@ def _step(model: Any, run: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]
     model.zero_grad()
     logits = run(input_ids=tokens).logits
     (logits**2).sum().backward()
-    found = {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters()}
-    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    results = {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters()}
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in results.items()}
     return {name: tensor.double() for name, tensor in whole.items()}
 
 
 def _too_far(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> str | None:
-    """As in support/reference.py: an error as large as that of the model without the pass, and
-    sqrt(K) roundings of the largest element."""
+    """The bound of the reference results: the error of the model without the pass, plus sqrt(K)
+    roundings of the largest element."""
     scale = float(exact.abs().max())
     error = float((plain - exact).abs().max())
     off = float((got - exact).abs().max())
@@ -104,7 +104,7 @@ def _too_far(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> str
 def _compiled(
     model: Any, tokens: torch.Tensor, backend: Any
 ) -> tuple[dict[str, torch.Tensor], list[Counter[str]]]:
-    """A step of the compiled model, and the ops in its graphs."""
+    """One step of the compiled model, and the ops in its graphs."""
     torch._dynamo.reset()
     seen: list[Counter[str]] = []
     run = torch.compile(model, fullgraph=True, backend=backend or graph_runner(seen))
@@ -112,13 +112,13 @@ def _compiled(
 
 
 def llama_job(backend: str | None, twice: bool) -> list[str]:
-    """Without a backend, inductor's graphs run as they are. What the pass is compared with is the
-    eager model, or with ``twice`` the compiled one."""
+    """Without ``backend``, inductor's graphs run without code generation. The result is compared
+    with the eager model; with ``twice``, with the model compiled without the pass."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     whole, model = _model(world).double(), _model(world)
     parallelize_module(model, mesh, PLAN)
-    tokens = torch.randint(0, VOCAB, (BATCH, TOKENS))  # seeded by _model: alike on all ranks
+    tokens = torch.randint(0, VOCAB, (BATCH, TOKENS))  # seeded by _model, the same on all ranks
     exact = _step(whole, whole, tokens)
     failures = []
     with fresh_cache():
@@ -130,19 +130,22 @@ def llama_job(backend: str | None, twice: bool) -> list[str]:
                 failures.append(f"without the pass: {collectives} of c10d, {ours}")
         else:
             plain = _step(model, model, tokens)
-        with tpkernels.compile.fuse_collectives(mesh) as told:
+        with tpkernels.compile.fuse_collectives(mesh) as pass_report:
             fused, _ = _compiled(model, tokens, backend)
     for name, got in fused.items():
         wrong = _too_far(got, plain[name], exact[name])
         failures += [f"{name}: {wrong}"] if wrong else []
-    # The embedding's sum and its backward's gather, and the logits' gather, have no matmul.
-    left = [each.site.module for each in told.left_alone]
-    if told.counts != {"all_gather_matmul": PAIRS, "matmul_reduce_scatter": PAIRS} or left != [
+    # The embedding's reduction, its backward's gather and the logits' gather have no matmul.
+    left = [each.site.module for each in pass_report.left_alone]
+    if pass_report.counts != {
+        "all_gather_matmul": PAIRS,
+        "matmul_reduce_scatter": PAIRS,
+    } or left != [
         "model.embed_tokens",
         "lm_head",
         "model.embed_tokens",
     ]:
-        failures.append(str(told))
+        failures.append(str(pass_report))
     return failures
 
 

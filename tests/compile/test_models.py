@@ -1,5 +1,5 @@
-"""The pass in ``torch.compile``: a DTensor model, forward and backward; how it is switched on and
-off; several shapes; inductor's cache."""
+"""The pass in ``torch.compile``: forward and backward of a DTensor model, enabling and disabling,
+several shapes, inductor's cache."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ REPLICATED = {
 
 
 class Parallel:
-    """A block in one process and its like under a plan of torch's own, both in float64: what
-    differs by more than its roundings is wrong."""
+    """A block in one process, and the same block under a plan of torch's. Both are in float64, so
+    that a difference larger than rounding is an error."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -92,7 +92,7 @@ class Parallel:
         return chunks[self.mesh.get_local_rank()].contiguous() if self.sequence else x
 
     def step(self, compiled: Any, batch: int, rows: int) -> list[str]:
-        """What differs from the unsharded model after a forward and a backward."""
+        """How a forward and a backward differ from those of the unsharded model."""
         for model in (self.whole, self.model):
             model.zero_grad()
         draw = torch.Generator().manual_seed(rows)
@@ -118,38 +118,38 @@ PAIRS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}  # forward and back
 
 
 def _on(parallel: Parallel, shapes: list[tuple[int, int]]) -> tuple[Report, list[str]]:
-    """Steps within the context; what the pass tells, and what is wrong."""
+    """Runs steps within the context. Returns the pass's report and what is wrong."""
     seen: list[Counter[str]] = []
-    with tpkernels.compile.fuse_collectives() as told:
+    with tpkernels.compile.fuse_collectives() as pass_report:
         compiled = torch.compile(parallel.model, fullgraph=True, backend=graph_runner(seen))
         failures = [wrong for shape in shapes for wrong in parallel.step(compiled, *shape)]
     collectives = [name for graph in seen for name in graph if "c10d" in name]
-    if told.left_alone or collectives:
-        failures.append(f"{told}\nleft: {collectives}")
+    if pass_report.left_alone or collectives:
+        failures.append(f"{pass_report}\nleft: {collectives}")
     if getattr(inductor_config, SLOT) is not None:
         failures.append("the pass is still on")
-    return told, failures
+    return pass_report, failures
 
 
 def sequence_job() -> list[str]:
-    """All pairs are fused within the context; the second shape makes it dynamic, and none after it
-    compiles again."""
-    told, failures = _on(Parallel(SEQUENCE), [(2, 8), (2, 12), (2, 20), (2, 6)])
+    """All pairs are fused within the context. The second shape makes the graphs dynamic; later ones
+    do not compile again."""
+    pass_report, failures = _on(Parallel(SEQUENCE), [(2, 8), (2, 12), (2, 20), (2, 6)])
     graphs = counters["stats"]["unique_graphs"]
-    if graphs > 2 or told.counts != {op: graphs * count for op, count in PAIRS.items()}:
-        failures.append(f"{graphs} graphs: {told}")
-    if told.rewritten[0].site.module != "mlp" or "graph 1, backward" not in str(told):
-        failures.append(str(told))
+    if graphs > 2 or pass_report.counts != {op: graphs * count for op, count in PAIRS.items()}:
+        failures.append(f"{graphs} graphs: {pass_report}")
+    if pass_report.rewritten[0].site.module != "mlp" or "graph 1, backward" not in str(pass_report):
+        failures.append(str(pass_report))
     return failures
 
 
 def replicated_job() -> list[str]:
-    """The backward's all-reduce sums the gradients of what gate and up read."""
-    told, failures = _on(Parallel(REPLICATED), [(2, 8)])
-    if [each.matmuls for each in told.rewritten] != [1, 2] or set(told.counts) != {
+    """The backward's all-reduce sums the gradients of the input of gate and up."""
+    pass_report, failures = _on(Parallel(REPLICATED), [(2, 8)])
+    if [each.matmuls for each in pass_report.rewritten] != [1, 2] or set(pass_report.counts) != {
         "matmul_all_reduce"
     }:
-        failures.append(str(told))
+        failures.append(str(pass_report))
     return failures
 
 
@@ -162,7 +162,7 @@ def test_a_block_without(ranks: RanksFixture) -> None:
 
 
 def inductor_job() -> list[str]:
-    """With inductor's code, and its cache: what it takes from there is not in the report."""
+    """With inductor's code and its cache: graphs from the cache are not in the report."""
     failures, reports = [], []
     with fresh_cache():
         for _ in range(2):
@@ -198,18 +198,18 @@ def test_it_goes_behind_a_pass_that_is_set_already() -> None:
 
     mine = Mine()
     fusion = tpkernels.compile.fuse_collectives()
-    with inductor_config.patch({SLOT: mine}), fusion as told:
+    with inductor_config.patch({SLOT: mine}), fusion as pass_report:
         assert getattr(inductor_config, SLOT) == (mine, fusion)
         compiled = torch.compile(lambda x: x + 1, backend=graph_runner([]))
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
-    assert len(calls) == 1 and told.graphs == ["graph 0, forward"]
-    assert "no collectives" in str(told)
+    assert len(calls) == 1 and pass_report.graphs == ["graph 0, forward"]
+    assert "no collectives" in str(pass_report)
 
 
 def test_a_model_can_be_wrapped_within_the_context() -> None:
-    with tpkernels.compile.fuse_collectives() as told:
+    with tpkernels.compile.fuse_collectives() as pass_report:
         torch.compile(lambda x: x + 1)  # copies inductor's config
-    assert not told.graphs
+    assert not pass_report.graphs
 
 
 def test_there_is_room_for_one_pass_in_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_the_key_for_the_cache() -> None:
 
 
 def mean_job() -> tuple[bytes, str, torch.Tensor]:
-    """The mean over all ranks of a product: the same graph for any number of ranks."""
+    """The mean of a matmul over all ranks: the graph is the same for any number of ranks."""
     fusion = tpkernels.compile.fuse_collectives()
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     mean = torch.compile(
@@ -247,8 +247,8 @@ def test_the_cache_of_another_number_of_ranks(tmp_path: Path) -> None:
     keys = []
     for world in (2, 3):
         with Ranks(world, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as pool:
-            for key, said, mean in pool.run(mean_job, timeout=280):
-                assert torch.equal(mean, torch.full((4, 4), 24.0 * (world - 1))), said
+            for key, case, mean in pool.run(mean_job, timeout=280):
+                assert torch.equal(mean, torch.full((4, 4), 24.0 * (world - 1))), case
                 keys.append(key)
     assert len(set(keys)) == 2
 

@@ -1,4 +1,4 @@
-"""All ranks run the ops in one order, also where their shards differ."""
+"""All ranks run the ops in the same order, even if their shards differ."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def tied_job() -> list[str]:
 
         inputs = [torch.ones(4, 6), torch.ones(6, 5)]
         traced, _ = rewritten(function, inputs)
-        found = tied(traced.graph)
+        ties = tied(traced.graph)
         want = ["_c10d_functional.all_reduce.default", "tpkernels.matmul_all_reduce.default"]
-        failures = [] if list(found.values()) == want else [str(traced.graph)]
-        first, second = found
+        failures = [] if list(ties.values()) == want else [str(traced.graph)]
+        first, second = ties
         if second.args[0] != (first,):
             failures.append(f"{second} runs behind {second.args[0]}")
         for got, expected in zip(traced(*inputs), function(*inputs), strict=True):
@@ -40,7 +40,7 @@ def tied_job() -> list[str]:
 
 
 def by_hand_job() -> list[str]:
-    """Ops that the function calls itself, and a product that is local."""
+    """Ops that the function calls itself, and a local matmul."""
     with fresh_group() as group:
         name = group.group_name
 
@@ -89,13 +89,13 @@ def test_inductor_runs_uneven_shares_in_one_order(ranks: RanksFixture) -> None:
 
 
 def narrow_job(least: int) -> list[str]:
-    """Inductor makes no matmul of one column's products, on the rank with the smallest shard."""
+    """On the rank with the smallest shard, inductor turns the matmul into an outer product."""
     with fresh_group() as group:
         k, name = (2, least)[group.rank()], group.group_name
-        with tpkernels.compile.fuse_collectives(group) as told:
+        with tpkernels.compile.fuse_collectives(group) as pass_report:
             compiled = torch.compile(lambda x, w: reduce(x @ w, name), backend=graph_runner([]))
             got = compiled(torch.ones(4, k), torch.ones(k, 5))
-        failures = [str(told)] if told.left_alone else []
+        failures = [str(pass_report)] if pass_report.left_alone else []
         return (
             failures if torch.equal(got, torch.full((4, 5), 2.0 + least)) else [*failures, str(got)]
         )

@@ -1,5 +1,5 @@
-"""What the pass leaves alone, and the reason that it gives: one graph for each. What is left gives
-what it gave."""
+"""The collectives that the pass leaves alone, a graph for each reason. The graph computes what it
+did before."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _coalesced(x: Any, w: Any, _: int, group: str) -> Any:
 
 
 def _cut(x: Any, w: Any, world: int, group: str) -> Any:
-    """Half the ranks' index is moved behind the rows."""
+    """Half of the ranks' axis is moved behind the rows."""
     halves = gather(x, 0, world, group).view(2, -1, 6)
     return halves.transpose(0, 1).reshape(-1, 6) @ w
 
 
 def _size_of_data(x: Any, w: Any, world: int, group: str) -> Any:
-    """The rows that a rank sends are counted at run time, and read in two layouts."""
+    """How many rows a rank sends is known only at run time; they are read in two layouts."""
     rows = x.new_ones(4, 2).nonzero().to(x.dtype)
     shard = rows.expand(x.shape[0], *rows.shape)
     whole = gather(shard, 0, world, group)
@@ -230,15 +230,15 @@ def test_a_view_that_cuts_up_the_shards(ranks: RanksFixture) -> None:
 
 
 def unknown_size_job() -> list[str]:
-    """What the pass has put in before it found out is taken out again."""
+    """Nodes that the pass added before it gave up are removed again."""
     with fresh_group() as group:
         where = (group.size(), group.group_name)
         inputs = [torch.ones(3, 6), torch.ones(2, 5)]
-        traced, said = rewritten(lambda *x: _size_of_data(*x, *where), inputs, symbolic=True)
+        traced, pass_report = rewritten(lambda *x: _size_of_data(*x, *where), inputs, symbolic=True)
         failures = (
             []
-            if "cannot be computed from the sizes of the graph's inputs" in str(said)
-            else [str(said)]
+            if "cannot be computed from the sizes of the graph's inputs" in str(pass_report)
+            else [str(pass_report)]
         )
         failures += [f"{name} is left" for name in called(traced) if "tpkernels" in str(name)]
         for got, want in zip(traced(*inputs), _size_of_data(*inputs, *where), strict=True):
@@ -251,7 +251,7 @@ def test_a_size_that_only_the_data_tell(ranks: RanksFixture) -> None:
 
 
 def groups_job() -> list[str]:
-    """Collectives of another group stay; so do those of a group of one rank."""
+    """Collectives of other groups are left alone, and those of a group of one rank."""
     failures = []
     with fresh_group() as mine, fresh_group() as other:
         x, w = torch.randint(-3, 4, (4, 6)).float(), torch.randint(-3, 4, (6, 5)).float()
@@ -260,26 +260,26 @@ def groups_job() -> list[str]:
             first = reduce(x @ w, mine.group_name)
             return first, gather(first, 0, 2, other.group_name) @ w.t()
 
-        traced, said = rewritten(function, [x, w], only=[mine])
+        traced, pass_report = rewritten(function, [x, w], only=[mine])
         why = f"group '{other.group_name}' is not one of those given: ['{mine.group_name}']"
-        told = [(each.site.group, each.reason) for each in said.left_alone]
-        if said.counts != {AR: 1} or told != [(other.group_name, why)]:
-            failures.append(str(said))
+        left_alone = [(each.site.group, each.reason) for each in pass_report.left_alone]
+        if pass_report.counts != {AR: 1} or left_alone != [(other.group_name, why)]:
+            failures.append(str(pass_report))
         for got, want in zip(traced(x, w), function(x, w), strict=True):
             failures += [] if torch.equal(got, want) else [f"{got}, not {want}"]
-        traced, said = rewritten(function, [x, w])
-        if said.counts != {AR: 1, AG: 1}:
-            failures.append(str(said))
+        traced, pass_report = rewritten(function, [x, w])
+        if pass_report.counts != {AR: 1, AG: 1}:
+            failures.append(str(pass_report))
         alone = [dist.new_group([rank]) for rank in range(2)][mine.rank()]
-        _, said = rewritten(lambda x, w: reduce(x @ w, alone.group_name), [x, w])
+        _, pass_report = rewritten(lambda x, w: reduce(x @ w, alone.group_name), [x, w])
         why = f"group '{alone.group_name}' has one rank"
-        if [each.reason for each in said.left_alone] != [why]:
-            failures.append(str(said))
-        _, said = rewritten(
+        if [each.reason for each in pass_report.left_alone] != [why]:
+            failures.append(str(pass_report))
+        _, pass_report = rewritten(
             lambda x, w: reduce(x @ w, mine.group_name), [x.to("meta"), w.to("meta")]
         )
-        if [each.reason for each in said.left_alone] != ["the ops do not run on meta"]:
-            failures.append(str(said))
+        if [each.reason for each in pass_report.left_alone] != ["the ops do not run on meta"]:
+            failures.append(str(pass_report))
     return failures
 
 

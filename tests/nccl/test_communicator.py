@@ -1,4 +1,4 @@
-"""The communicator of csrc/nccl, driven by a libnccl that fails as it is told."""
+"""The communicator of csrc/nccl, with a fake libnccl that fails on demand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def operation(kind: str = "ALL_REDUCE", count: int = 8, peer: int = 0) -> Operat
     return Operation(getattr(OperationKind, kind), address, address, count, 0, peer, 5)
 
 
-# Every way to ask something of a communicator that NCCL may not complete.
+# Every call of a communicator that NCCL may fail to complete.
 CALLS: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "all_gather": ("ncclAllGather", lambda c: c.enqueue([operation("ALL_GATHER")])),
     "reduce_scatter": ("ncclReduceScatter", lambda c: c.enqueue([operation("REDUCE_SCATTER")])),
@@ -68,7 +68,7 @@ CALLS: dict[str, tuple[str, Callable[[Communicator], object]]] = {
 
 
 def require_broken(fake: Fake, communicator: Communicator, by: str) -> None:
-    """NCCL's communicator was aborted, once, and further calls say so without asking NCCL."""
+    """NCCL's communicator was aborted once, and later calls report that without calling NCCL."""
     assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse, fake.depth) == (1, 0, 0, 0)
     asked = fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce")
     for again in (lambda: communicator.enqueue([operation()]), communicator.check):
@@ -82,7 +82,7 @@ def require_broken(fake: Fake, communicator: Communicator, by: str) -> None:
     assert fake.calls("ncclCommAbort") == 1
 
 
-# What is asked for arrives.
+# Calls arrive at NCCL.
 
 
 def test_the_config_arrives(fake: Fake) -> None:
@@ -163,7 +163,7 @@ def test_what_is_empty_is_left_out(fake: Fake) -> None:
         all_to_all(0, 0, [1, 1], [1], 0, 0)
 
 
-# Waiting, and failing.
+# Waiting and failing.
 
 
 @pytest.mark.parametrize("code", [SUCCESS, IN_PROGRESS])
@@ -178,7 +178,7 @@ def test_what_is_in_progress_is_waited_for(fake: Fake, call: str, code: int) -> 
     made = ask(communicator)
     assert fake.calls("ncclCommGetAsyncError") - before >= 21
     assert (fake.calls(function), fake.calls("ncclCommAbort"), fake.misuse) == (1, 0, 0)
-    del made  # the part that a split made
+    del made  # the communicator from a split
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -227,7 +227,7 @@ def test_an_error_that_comes_later(fake: Fake, polls: int) -> None:
             communicator.check()
     fake.asynchronous(SUCCESS)
     assert (fake.calls("ncclCommAbort"), fake.alive) == (1, 1)
-    other.enqueue([operation()])  # another communicator goes on
+    other.enqueue([operation()])  # another communicator still works
     other.close()
     require_broken(fake, communicator, "a link went down")
 

@@ -1,5 +1,5 @@
-"""How communicators end: closed, dropped, aborted from elsewhere, with a NCCL that does not come
-back, in a forked process."""
+"""How communicators end: closed, garbage-collected, aborted by another thread, with an NCCL call
+that does not return, in a forked process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fake(fake_nccl: Build) -> Fake:
 
 
 class Asking(threading.Thread):
-    """A call in another thread, which has begun when this is made."""
+    """A call in another thread; it has started when the constructor returns."""
 
     def __init__(self, communicator: Communicator, fake: Fake, call: str = "all_reduce") -> None:
         super().__init__(daemon=True)
@@ -117,7 +117,7 @@ def test_a_check_ends_the_wait_of_another_thread(fake: Fake) -> None:
     communicator = make(fake)
     fake.progress(-1)
     waiter = Asking(communicator, fake)
-    communicator.check()  # what is in progress is no failure
+    communicator.check()  # a call in progress is not a failure
     assert waiter.is_alive()
     fake.asynchronous(REMOTE_ERROR)
     fake.finish()
@@ -127,7 +127,7 @@ def test_a_check_ends_the_wait_of_another_thread(fake: Fake) -> None:
 
 
 def test_threads_take_turns(fake: Fake) -> None:
-    """NCCL refuses a call while another is in progress; the fake counts that as misuse."""
+    """NCCL forbids a call while another is in progress; the fake counts those."""
     communicator = make(fake)
     fake.progress(100)  # tens of milliseconds
     threads = [
@@ -139,7 +139,7 @@ def test_threads_take_turns(fake: Fake) -> None:
 
 
 def test_a_call_that_is_stuck_within_nccl(fake: Fake) -> None:
-    """The others do not wait for it for ever, and it finds the abort when it comes out."""
+    """Other threads do not wait for it forever, and it finds the abort when it returns."""
     communicator = make(fake, SHORT)
     fake.delay("ncclAllReduce", AWAY)
     stuck = Asking(communicator, fake)

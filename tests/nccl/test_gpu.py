@@ -80,7 +80,7 @@ def lost_job() -> faults.Ending | None:
         comm.wait()
 
     ending = faults.ending_of(use)
-    torch.ones(4, device="cuda").sum().item()  # the CUDA context lives
+    torch.ones(4, device="cuda").sum().item()  # the CUDA context survives
     return ending
 
 

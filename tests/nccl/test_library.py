@@ -1,4 +1,4 @@
-"""Which NCCL is found, what it lacks, and the real one on a machine without a GPU."""
+"""Which NCCL is found, which functions it lacks, and the real one on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ OPTIONAL = {
 @pytest.fixture(scope="module")
 def real() -> str:
     """The path of an installed NCCL wheel's library."""
-    found = [path for path in library._wheels() if path.is_file()]
-    if not found:
+    wheels = [path for path in library._wheels() if path.is_file()]
+    if not wheels:
         pytest.skip("no NCCL wheel is installed (pip install nvidia-nccl-cu13)")
-    return str(found[0])
+    return str(wheels[0])
 
 
 @pytest.mark.parametrize("symbol", REQUIRED)
@@ -78,7 +78,7 @@ def test_a_missing_optional_symbol_is_named_when_asked_for(fake_nccl: Build, sym
     assert str(caught.value) == (
         f"NCCL 2.14.3 ({fake.path}) has no nccl{symbol}, which came with NCCL {OPTIONAL[symbol]}"
     )
-    communicator.check()  # nothing was sent: it goes on
+    communicator.check()  # nothing was sent: the communicator still works
 
 
 @pytest.mark.parametrize(
@@ -120,16 +120,16 @@ def test_failures_of_nccl_itself(fake_nccl: Build) -> None:
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Where libraries are looked for, in the place of this machine's."""
-    found: dict[str, list[str]] = {"loaded": [], "wheels": []}
+    """The candidates, instead of those of this machine."""
+    files: dict[str, list[str]] = {"loaded": [], "wheels": []}
 
     def paths(place: str) -> Iterator[Path]:
-        return map(Path, found[place])
+        return map(Path, files[place])
 
     monkeypatch.setattr(library, "_loaded", lambda: paths("loaded"))
     monkeypatch.setattr(library, "_wheels", lambda: paths("wheels"))
     monkeypatch.setattr(library, "SONAME", "libnccl-of-nobody.so.2")
-    return found
+    return files
 
 
 def test_the_loaded_one_comes_first(fake_nccl: Build, places: dict[str, list[str]]) -> None:

@@ -1,5 +1,5 @@
-"""What a communicator's methods hand on to NCCL, and what they refuse. One rank, with a libnccl
-that does as it is told and CPU tensors in the place of CUDA's."""
+"""What a communicator's methods pass to NCCL, and what they refuse. One rank, with a fake libnccl,
+and CPU tensors in place of CUDA tensors."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def test_what_the_methods_ask_for(ranks: RanksFixture, fake_nccl: Build) -> None
 def group_job(fake: Fake, comm: Communicator) -> None:
     x, y = torch.arange(3.0), torch.zeros(3)
     with comm.group():
-        comm.send(torch.arange(3.0), 0)  # kept until the group has started
+        comm.send(torch.arange(3.0), 0)  # kept alive until the group has started
         gc.collect()
         assert comm.recv(y, 0) is y and not fake.log
-        other = threading.Thread(target=comm.all_reduce, args=[x])  # is in no group
+        other = threading.Thread(target=comm.all_reduce, args=[x])  # not in a group
         other.start()
         other.join()
         assert [line.split()[0] for line in fake.log] == ["AllReduce"]
         with (
-            pytest.raises(RuntimeError, match="this thread is within a group already"),
+            pytest.raises(RuntimeError, match="this thread is already in a group"),
             comm.group(),
         ):
             pass
@@ -128,7 +128,7 @@ def destroyed_job(fake: Fake, comm: Communicator) -> None:
     group = group_of()
     other = Communicator(group, library=fake.path)
     dist.destroy_process_group(group)
-    other.all_reduce(torch.ones(2))  # goes on by itself
+    other.all_reduce(torch.ones(2))  # is independent
     other.close()
     with pytest.raises(ValueError, match=r"no process group '.*' on this rank"):
         Communicator(group, library=fake.path)
@@ -167,7 +167,7 @@ NEVER = 60.0  # seconds until an event comes to pass that nobody waits for to th
 
 
 class Event:
-    """A CUDA event that comes to pass at a time."""
+    """A CUDA event that completes at a given time."""
 
     at = 0.0
 
@@ -193,7 +193,7 @@ def wait_job(fake: Fake, comm: Communicator) -> None:
     second = Communicator(dist.group.WORLD, library=fake.path)
     late = wait(NEVER, timeout=0.1)
     assert late.error == "CollectiveTimeoutError" and 0.1 <= late.seconds < NEVER / 2, late
-    assert "what was enqueued did not end within 0.1 s" in late.text
+    assert "enqueued work was not done within 0.1 s" in late.text
     assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse) == (1, 1, 0)
     comm = second
     fake.asynchronous(REMOTE_ERROR)
@@ -227,35 +227,35 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], type[Exception], str]
     "gathered size": (
         lambda c: c.all_gather(X, torch.zeros(11)),
         ValueError,
-        "out has 11 elements; x from 1 ranks makes 12",
+        "out has 11 elements; x from 1 ranks needs 12",
     ),
     "scattered size": (
         lambda c: c.reduce_scatter(X, torch.zeros(3)),
         ValueError,
-        "out has 3 elements; x over 1 ranks makes 12",
+        "out has 3 elements; x over 1 ranks needs 12",
     ),
     "reduced size": (
         lambda c: c.all_reduce(X, torch.zeros(13)),
         ValueError,
-        "out has 13 elements; x makes 12",
+        "out has 13 elements; x needs 12",
     ),
     "no dims": (lambda c: c.all_gather(X[0, 0]), ValueError, "x has no dims"),
     "no dims to scatter": (lambda c: c.reduce_scatter(X[0, 0]), ValueError, "x has no dims"),
     "rows": (
         lambda c: c.all_to_all(X, None, [3], [4]),
         ValueError,
-        "send_rows [3] add up to 3, but the tensor of shape [4, 3] has 4 rows",
+        "send_rows [3] adds up to 3, but the tensor of shape [4, 3] has 4 rows",
     ),
     "rows of out": (
         lambda c: c.all_to_all(X, X.clone(), [4], [3]),
         ValueError,
-        "recv_rows [3] add up to 3, but the tensor of shape [4, 3] has 4",
+        "recv_rows [3] adds up to 3, but the tensor of shape [4, 3] has 4",
     ),
-    "ranks of rows": (lambda c: c.all_to_all(X, None, [2, 2]), ValueError, "send_rows are [2, 2]"),
-    "negative rows": (lambda c: c.all_to_all(X, None, [-4]), ValueError, "send_rows are [-4]"),
-    "root": (lambda c: c.broadcast(X, 1), ValueError, "root is 1; there are ranks 0 to 0"),
-    "peer": (lambda c: c.send(X, -1), ValueError, "peer is -1; there are ranks 0 to 0"),
-    "sender": (lambda c: c.recv(X, 4), ValueError, "peer is 4; there are ranks 0 to 0"),
+    "ranks of rows": (lambda c: c.all_to_all(X, None, [2, 2]), ValueError, "send_rows is [2, 2]"),
+    "negative rows": (lambda c: c.all_to_all(X, None, [-4]), ValueError, "send_rows is [-4]"),
+    "root": (lambda c: c.broadcast(X, 1), ValueError, "root is 1; it must be one of ranks 0 to 0"),
+    "peer": (lambda c: c.send(X, -1), ValueError, "peer is -1; it must be one of ranks 0 to 0"),
+    "sender": (lambda c: c.recv(X, 4), ValueError, "peer is 4; it must be one of ranks 0 to 0"),
     "window": (lambda c: c.register_window(X.t()), ValueError, "is not contiguous"),
     "memory": (lambda c: c.empty(2, dtype=torch.int8), NotImplementedError, "has dtype int8"),
     "no memory": (lambda c: c.empty(2, 0), ValueError, "shape [2, 0] has no elements"),
@@ -263,10 +263,10 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], type[Exception], str]
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"timeout": 0}, "timeout must be in (0, 86400] seconds, not 0"),
     ({"timeout": float("inf")}, "timeout must be in (0, 86400] seconds, not inf"),
-    ({"cta_policy": "fast"}, "cta_policy is 'fast'; there are default, efficiency, zero"),
+    ({"cta_policy": "fast"}, "cta_policy is 'fast'; it must be one of default, efficiency, zero"),
     ({"min_ctas": 0}, "min_ctas is 0; it must be at least 1"),
     ({"max_ctas": -3}, "max_ctas is -3; it must be at least 1"),
-    ({"min_ctas": 4, "max_ctas": 2}, "min_ctas is 4, more than max_ctas, 2"),
+    ({"min_ctas": 4, "max_ctas": 2}, "min_ctas is 4, which is more than max_ctas, 2"),
 ]
 
 

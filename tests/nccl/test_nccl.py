@@ -1,5 +1,5 @@
-"""`tpkernels.nccl.Communicator`: how ranks come to one, what it refuses, and what it hands on. The
-ranks have a libnccl that does as it is told, and CPU tensors in the place of CUDA's."""
+"""`tpkernels.nccl.Communicator`: how ranks create one, what it refuses, and what it passes to NCCL.
+The ranks have a fake libnccl, and CPU tensors in place of CUDA tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 @contextlib.contextmanager
 def pretending() -> Iterator[None]:
-    """Takes the CPU for the current CUDA device."""
+    """Makes the CPU the current CUDA device."""
     with (
         mock.patch.object(bootstrap, "current_device", lambda: CPU),
         mock.patch.object(communicator, "_stream", lambda device: 7),
@@ -41,7 +41,7 @@ def group_of(group: object = None) -> dist.ProcessGroup:
     return made
 
 
-# Coming together.
+# Set-up.
 
 
 @pretending()
@@ -114,7 +114,7 @@ def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
         if dist.get_rank() != failing or how != "device":
             pretence.enter_context(pretending())
         first = faults.ending_of(lambda: Communicator(group, timeout=20, **options))
-    assert fake.calls("ncclCommInitRankConfig") == 0  # nobody waits within NCCL
+    assert fake.calls("ncclCommInitRankConfig") == 0  # no rank waits in NCCL
     fake.result("ncclGetUniqueId", 0)
     fake.version(23203)
     with pretending():
@@ -133,8 +133,8 @@ def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
 def test_a_rank_that_cannot_take_part_is_an_error_on_all(
     ranks: RanksFixture, fake_nccl: Build, failing: int, how: str, error: str, text: str
 ) -> None:
-    told = ranks(WORLD).run(failing_job, fake_nccl().path, failing, how)
-    for rank, (first, then) in enumerate(told):
+    endings = ranks(WORLD).run(failing_job, fake_nccl().path, failing, how)
+    for rank, (first, then) in enumerate(endings):
         assert first.seconds < PROMPT, first
         if rank == failing:
             assert (first.error, first.peer) == (error, None) and text in first.text, first
@@ -149,10 +149,10 @@ def test_a_rank_that_cannot_take_part_is_an_error_on_all(
     ("how", "error"), [("options", "ValueError"), ("version", "TpkernelsError")]
 )
 def test_ranks_that_differ(ranks: RanksFixture, fake_nccl: Build, how: str, error: str) -> None:
-    said = {"options": "'max_ctas': 8", "version": "has NCCL"}[how]
+    expected = {"options": "'max_ctas': 8", "version": "has NCCL"}[how]
     for first, then in ranks(WORLD).run(failing_job, fake_nccl().path, 1, how):
         assert first.error == error and first.seconds < PROMPT, first
-        assert said in first.text and "all ranks must" in first.text, first
+        assert expected in first.text and "all ranks must" in first.text, first
         assert "rank 1" in first.text, first
         assert not then.error, then
 

@@ -1,4 +1,4 @@
-"""Threads on one communicator under the sanitizers, and what they find where a lock is missing."""
+"""Threads on one communicator under the sanitizers, which find every missing lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts: the unsharded names and shapes; saved by so many ranks, loaded by another number."""
+"""State dicts: unsharded names and shapes; saved by one number of ranks, loaded by another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(group: Any, seed: int) -> Model:
 
 
 def save_job(folder: str) -> dict[str, list[int]]:
-    """Saves through DCP, and unsharded by rank 0; the shapes in the state dict."""
+    """Saves through DCP, and unsharded on rank 0. Returns the shapes in the state dict."""
     with fresh_group() as group:
         model = make(group, seed=1)
         state = model.state_dict()
@@ -77,7 +77,7 @@ def test_another_number_of_ranks_loads_it(
 
 
 def layers_job() -> list[str]:
-    """A layer's state dict and an unsharded layer's are the same."""
+    """A layer has the state dict of the unsharded layer."""
     failures = []
     with fresh_group() as group:
         torch.manual_seed(3)
@@ -104,13 +104,13 @@ def test_layers_and_torchs_layers_have_the_same_state(ranks: RanksFixture) -> No
 
 
 def refusals_job() -> list[str]:
-    told = []
+    messages = []
     with fresh_group() as group:
         layer = tnn.ColumnParallelLinear(5, 6, group, bias=False, dtype=F64)
         uneven = tnn.ColumnParallelLinear(5, 6, group, bias=False, out_sizes=[5, 1], dtype=F64)
         shard = layer.state_dict()["weight"]
         mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))["dp"]
-        doings: list[Any] = [
+        attempts: list[Any] = [
             lambda: pickle.dumps(shard),
             lambda: shard + 1,
             lambda: layer.load_state_dict({"weight": torch.zeros(3, 5)}),
@@ -120,13 +120,13 @@ def refusals_job() -> list[str]:
             lambda: shard.copy_(uneven.state_dict()["weight"]),
             lambda: fully_shard(layer, mesh=mesh).state_dict(),
         ]
-        for do in doings:
+        for do in attempts:
             try:
                 do()
-                told.append("nothing")
+                messages.append("nothing")
             except Exception as error:
-                told.append(f"{type(error).__name__}: {error}")
-    return told
+                messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def test_refusals(ranks: RanksFixture) -> None:
@@ -140,6 +140,6 @@ def test_refusals(ranks: RanksFixture) -> None:
         "which is split differently",
         "NotImplementedError: weight is a DTensor: a layer that is sharded a second time",
     ]
-    for told in ranks(2).run(refusals_job):
-        for said, part in zip(told, expected, strict=True):
-            assert part in said, said
+    for messages in ranks(2).run(refusals_job):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message, message

@@ -19,7 +19,7 @@ BF16, F64 = torch.bfloat16, torch.float64
 
 
 def refusals_job() -> list[str]:
-    told = []
+    messages = []
     with fresh_group() as group:
         quantised = nn.Linear(4, 4)
         quantised.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
@@ -30,7 +30,7 @@ def refusals_job() -> list[str]:
         lopsided = tnn.ParallelLMHead(4, 6, group, bias=False, out_sizes=[5, 1])
         attention = tnn.ParallelAttention(8, 2, 1, 4, group)
         column = tnn.ColumnParallelLinear
-        doings: list[Any] = [
+        attempts: list[Any] = [
             lambda: column(4, 6, group, out_sizes=[5, 2]),
             lambda: column(4, 6, group, out_sizes=[6]),
             lambda: column.from_linear(quantised, group),
@@ -55,13 +55,13 @@ def refusals_job() -> list[str]:
                 {"gate": nn.Linear(8, 6), "up": nn.Linear(7, 6)}, group
             ),
         ]
-        for do in doings:
+        for do in attempts:
             try:
                 do()
-                told.append("nothing")
+                messages.append("nothing")
             except Exception as error:
-                told.append(f"{type(error).__name__}: {error}")
-    return told
+                messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def test_refusals(ranks: RanksFixture) -> None:
@@ -86,13 +86,13 @@ def test_refusals(ranks: RanksFixture) -> None:
         "ValueError: q_proj has 6 output features, which is not a whole number of heads of 4",
         "ValueError: up: Linear(in_features=7",
     ]
-    for told in ranks(2).run(refusals_job):
-        for said, part in zip(told, expected, strict=True):
-            assert part in said, said
+    for messages in ranks(2).run(refusals_job):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message, message
 
 
 def column_job() -> list[str]:
-    """`column_matmul` with parts left out: gradients, and what is asked for none."""
+    """`column_matmul` where only some arguments require gradients."""
     failures = []
     with fresh_group() as group:
         torch.manual_seed(5)
@@ -113,8 +113,8 @@ def column_job() -> list[str]:
             }
             for name, (got, want) in pairs.items():
                 if name in asked:
-                    said = far(got, want)
-                    failures += [f"{asked}: {name}: {said}"] if said else []
+                    difference = far(got, want)
+                    failures += [f"{asked}: {name}: {difference}"] if difference else []
                 elif got is not None:
                     failures.append(f"{asked}: {name} has a gradient")
     return failures
@@ -135,7 +135,7 @@ def autocast_job() -> list[str]:
             y.float().sum().backward()
             if y.dtype != BF16 or layer.gate_proj.weight.grad.dtype != torch.float32:
                 failures.append(f"{sequence}: {y.dtype}, {layer.gate_proj.weight.grad.dtype}")
-            stream = 1e3 + torch.rand(6, 8)  # bf16 would round it to multiples of 4
+            stream = 1e3 + torch.rand(6, 8)  # bf16 would round this to multiples of 4
             with torch.autocast("cpu", dtype=BF16), torch.no_grad():
                 added, alone = layer(x, residual=stream), layer(x)
             if added.dtype != torch.float32 or (added - alone - stream).abs().max() > 0.02:
@@ -148,15 +148,15 @@ def test_autocast(ranks: RanksFixture) -> None:
 
 
 def masked_job() -> list[str]:
-    """A mask that hides the future is what `is_causal` is; one that does not is obeyed too. Each
-    projection has a bias or none, as its linear has."""
+    """A causal mask gives the result of `is_causal`, a full mask that of `is_causal=False`. Each
+    projection has a bias if its linear has one."""
     failures = []
     with fresh_group() as group:
         torch.manual_seed(4)
         x, tables = torch.randn(5, 2, 8, dtype=BF16), torch.randn(2, 5, 4)
         attention = tnn.ParallelAttention(8, 2, 2, 4, group, dtype=BF16)
         future = torch.ones(5, 5, dtype=torch.bool).tril()
-        rotary = (tables[0], tables[1])  # in fp32, as they are kept
+        rotary = (tables[0], tables[1])  # usually kept in fp32
         causal = attention(x, rotary=rotary)
         if not torch.equal(attention(x, rotary=rotary, attn_mask=future), causal):
             failures.append("a causal mask is not causal")
@@ -182,7 +182,7 @@ def test_masks_and_mixed_biases(ranks: RanksFixture) -> None:
 
 
 def compile_job(sequence: bool) -> list[str]:
-    """A compiled model is one graph, and computes what it does uncompiled."""
+    """A compiled model is one graph, with the results of the eager model."""
     torch._dynamo.reset()
     failures = []
     with fresh_group() as group:
@@ -195,15 +195,15 @@ def compile_job(sequence: bool) -> list[str]:
         step = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
         step(ids, targets, rotary).backward()
         for (name, p), grad in zip(model.named_parameters(), want, strict=True):
-            said = far(p.grad, grad)
-            if said is not None:
-                failures.append(f"{name}: {said}")
-        tpkernels.all_reduce(torch.zeros(1), group)  # in step to the end
+            difference = far(p.grad, grad)
+            if difference is not None:
+                failures.append(f"{name}: {difference}")
+        tpkernels.all_reduce(torch.zeros(1), group)  # the ranks are still in step
     return failures
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [True, False])
 def test_compiled_layers(ranks: RanksFixture, sequence: bool) -> None:
-    told = ranks(2).run(compile_job, sequence, timeout=120)
-    report(failure for rank in told for failure in rank)
+    results = ranks(2).run(compile_job, sequence, timeout=120)
+    report(failure for rank in results for failure in rank)

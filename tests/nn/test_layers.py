@@ -1,5 +1,5 @@
-"""Each layer made from torch's has its output and its gradients, where nothing divides by the
-ranks."""
+"""Each layer has the output and the gradients of the torch layer it was made from. No size is a
+multiple of the number of ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 4, 2
 
 @dataclass(frozen=True)
 class Check:
-    """``layer`` of this rank's part of ``x`` is its parts of what ``plain`` makes of the whole;
-    None: all ranks have the whole."""
+    """``layer`` of this rank's shard of ``x`` is this rank's shards of ``plain`` of ``x``. A split
+    of None: all ranks have the whole."""
 
     plain: nn.Module
     layer: nn.Module
@@ -54,7 +54,7 @@ def checks(group: dist.ProcessGroup, sequence: bool) -> Iterator[Check]:
         yield Check(plain, column, x, rows, [features(column)])
         row = tnn.RowParallelLinear.from_linear(plain, group, **how)
         yield Check(plain, row, x, features(row), [rows])
-    plain = linear(WIDTH, 2)  # fewer than ranks
+    plain = linear(WIDTH, 2)  # fewer features than ranks
     head = tnn.ParallelLMHead.from_linear(plain, group, gather_output=True, **how)
     yield Check(plain, head, x, rows, [None])
 
@@ -95,31 +95,31 @@ def wrong(check: Check, sizes: list[int] | None) -> Iterator[str]:
     wants = outputs(check.plain, whole)
     gots = outputs(check.layer, mine, **({} if sizes is None else {"shard_sizes": sizes}))
     grads = [torch.randn_like(want) for want in wants]
-    told: dict[str, str | None] = {}
+    differences: dict[str, str | None] = {}
     sums: list[torch.Tensor] = []
     for i, (got, want, split) in enumerate(zip(gots, wants, check.y_splits, strict=True)):
         here = part(want, split)
         width = here.shape[-1]
-        # A rank without heads has some that are zero instead.
+        # A rank without heads returns zeros for one group.
         extra = isinstance(check.layer, tnn.QKVParallelLinear) and not width
-        told[f"output {i}"] = far(got[..., :width] if extra else got, here)
+        differences[f"output {i}"] = far(got[..., :width] if extra else got, here)
         if got[..., width:].any():
-            told[f"output {i}"] = "has values of no head"
+            differences[f"output {i}"] = "has values of no head"
         sums.append((got[..., :width] * part(grads[i], split)).sum())
     torch.autograd.backward(wants, grads)
     torch.stack(sums).sum().backward()
     if learns:
         assert whole.grad is not None
-        told["x"] = far(mine.grad, part(whole.grad, check.x_split))
+        differences["x"] = far(mine.grad, part(whole.grad, check.x_split))
     theirs = dict(check.plain.named_parameters())
     for name, parameter in check.layer.named_parameters():
         grad = theirs.pop(name).grad
         assert grad is not None
-        told[name] = far(parameter.grad, shard(check.layer, name, grad))
-    told["parameters"] = f"there is no {sorted(theirs)}" if theirs else None
-    for what, said in told.items():
-        if said is not None:
-            yield f"{type(check.layer).__name__}: {what}: {said}"
+        differences[name] = far(parameter.grad, shard(check.layer, name, grad))
+    differences["parameters"] = f"there is no {sorted(theirs)}" if theirs else None
+    for what, difference in differences.items():
+        if difference is not None:
+            yield f"{type(check.layer).__name__}: {what}: {difference}"
 
 
 def layers_job() -> list[str]:
@@ -128,7 +128,7 @@ def layers_job() -> list[str]:
         for sequence in (True, False):
             sizes = tpkernels.shard_sizes(ROWS, group.size()) if sequence else None
             for check in checks(group, sequence):
-                failures += [f"{sequence=} {said}" for said in wrong(check, sizes)]
+                failures += [f"{sequence=} {failure}" for failure in wrong(check, sizes)]
     return failures
 
 

@@ -1,5 +1,5 @@
-"""The vocabulary-parallel cross-entropy beside torch's: value, gradient, and where it must stay
-finite."""
+"""The vocabulary-parallel cross-entropy against torch's: value, gradient, and inputs for which it
+must stay finite."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def samples(vocab: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     some, none = target.clone(), torch.full(ROWS, -100)
     some[1, 1:4] = -100
     masked = logits.clone()
-    masked[..., : vocab // 2] = -math.inf  # whole columns, for some splits all of a rank's
+    masked[..., : vocab // 2] = -math.inf  # whole columns; in some splits all columns of a rank
     ignored = logits.clone()
     ignored[1, 1:4] = math.inf
     return {
@@ -58,25 +58,25 @@ def loss_job(vocab: int) -> list[str]:
                 weights = torch.linspace(1, 2, want.numel(), dtype=F64).view(want.shape)
                 (want * weights).sum().backward()
                 (got * weights).sum().backward()
-                told = f"{name}, {reduction}, vocabulary {vocab}"
+                case = f"{name}, {reduction}, vocabulary {vocab}"
                 if want.isnan().any():  # the mean of nothing
                     if not got.isnan().all():
-                        failures.append(f"{told}: {got}, expected nan")
+                        failures.append(f"{case}: {got}, expected nan")
                     continue
                 assert whole.grad is not None
-                # torch's is nan where an ignored row holds infinities.
+                # torch returns nan if an ignored row has infinities.
                 exact = whole.grad.masked_fill((target == -100).unsqueeze(-1), 0)
                 pairs = {"loss": (got, want), "gradient": (mine.grad, split.shard(exact))}
                 for what, (one, other) in pairs.items():
-                    said = far(one, other)
-                    if said is not None:
-                        failures.append(f"{told}: {what} {said}")
+                    difference = far(one, other)
+                    if difference is not None:
+                        failures.append(f"{case}: {what} {difference}")
     return failures
 
 
 @pytest.mark.parametrize("world", SWEEP)
 def test_it_is_torchs(ranks: RanksFixture, world: int) -> None:
-    for vocab in (11, 3):  # with 4 ranks the last has none of 3
+    for vocab in (11, 3):  # with 4 ranks and 3 columns the last rank has none
         report(failure for rank in ranks(world).run(loss_job, vocab) for failure in rank)
 
 
@@ -95,7 +95,7 @@ class Largest(TorchDispatchMode):
 
 def low_precision_job() -> Any:
     """(bits of the loss, its dtype, the gradient's dtype, calls made, elements of the largest
-    tensor made, error of the loss)."""
+    tensor created, error of the loss)."""
     with fresh_group() as group:
         torch.manual_seed(1)
         logits = torch.randn(64, 1000 * group.size())
@@ -112,23 +112,23 @@ def low_precision_job() -> Any:
 
 
 def test_16_bit_logits_never_gathered(ranks: RanksFixture) -> None:
-    told = ranks(3).run(low_precision_job)
-    assert len({bits for bits, *_ in told}) == 1
-    for _, dtype, grad_dtype, made, elements, off in told:
+    results = ranks(3).run(low_precision_job)
+    assert len({bits for bits, *_ in results}) == 1
+    for _, dtype, grad_dtype, made, elements, off in results:
         assert (dtype, grad_dtype) == (torch.float32, torch.bfloat16)
-        assert made == ["all_gather"]  # three numbers a row, and nothing in the backward
+        assert made == ["all_gather"]  # three numbers per row; the backward sends nothing
         assert elements == 64 * 1000  # this rank's columns
         assert off < 1e-6 * 8  # a loss of about 8, summed in fp32
 
 
 def refusals_job() -> list[str]:
-    told = []
+    messages = []
     with fresh_group() as group:
         logits, target = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
         total = 5 * group.size()
         leaf = logits.clone().requires_grad_()
         loss = functools.partial(tnn.vocab_parallel_cross_entropy, group=group)
-        doings: list[Callable[[], Any]] = [
+        attempts: list[Callable[[], Any]] = [
             lambda: loss(logits, target, vocab_size=total + group.size()),
             lambda: loss(logits, target[:3], vocab_size=total),
             lambda: loss(logits, target, vocab_size=total, reduction="avg"),
@@ -138,13 +138,13 @@ def refusals_job() -> list[str]:
                 loss(leaf, target, vocab_size=total), leaf, create_graph=True
             ),
         ]
-        for do in doings:
+        for do in attempts:
             try:
                 do()
-                told.append("nothing")
+                messages.append("nothing")
             except (ValueError, RuntimeError) as error:
-                told.append(f"{type(error).__name__}: {error}")
-    return told
+                messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def test_refusals(ranks: RanksFixture) -> None:
@@ -156,6 +156,6 @@ def test_refusals(ranks: RanksFixture) -> None:
         "a target is outside the vocabulary of 10",
         "has no second derivative",
     ]
-    for told in ranks(2).run(refusals_job):
-        for said, part in zip(told, expected, strict=True):
-            assert part in said, said
+    for messages in ranks(2).run(refusals_job):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message, message

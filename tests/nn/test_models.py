@@ -1,5 +1,5 @@
-"""A language model made of the layers has the unsharded logits, loss and gradients, however heads,
-features, vocabulary and sequence split."""
+"""A language model made of the layers has the logits, loss and gradients of the unsharded model,
+however heads, features, vocabulary and sequence are split."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def check(model: Model, rerun: bool = False) -> list[str]:
     else:
         got = model.loss(ids, targets, rotary)
     got.backward()
-    told = {"loss": far(got.detach(), want.detach())}
+    differences = {"loss": far(got.detach(), want.detach())}
     mine = model(ids, rotary)
-    told["logits"] = far(mine, replace(model.head.splits["weight"], dim=2).shard(logits))
+    differences["logits"] = far(mine, replace(model.head.splits["weight"], dim=2).shard(logits))
     for name, parameter in model.named_parameters():
         grad = whole[name].grad
         assert grad is not None
-        told[name] = far(parameter.grad, shard(model, name, grad))
-    return [f"{name}: {said}" for name, said in told.items() if said is not None]
+        differences[name] = far(parameter.grad, shard(model, name, grad))
+    return [f"{name}: {off}" for name, off in differences.items() if off is not None]
 
 
 def model_job(shape: Shape, sequence: bool, dim: int) -> list[str]:
@@ -51,14 +51,14 @@ def model_job(shape: Shape, sequence: bool, dim: int) -> list[str]:
     with fresh_group() as group:
         torch.manual_seed(0)
         model = Model(shape, group, sequence, dim)
-        with torch.no_grad():  # norms of ones would not show whose weight they are
+        with torch.no_grad():  # with norms of ones, mixing them up would not show
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
         failures += check(model)
         model.zero_grad()
-        failures += [f"again, checkpointed: {said}" for said in check(model, rerun=True)]
-    return [f"{shape} {sequence=} {dim=}: {said}" for said in failures]
+        failures += [f"again, checkpointed: {failure}" for failure in check(model, rerun=True)]
+    return [f"{shape} {sequence=} {dim=}: {failure}" for failure in failures]
 
 
 @pytest.mark.parametrize("world", SWEEP)
@@ -67,12 +67,12 @@ def test_a_model_of_layers_is_the_unsharded_one(
     ranks: RanksFixture, world: int, sequence: bool
 ) -> None:
     for number, shape in enumerate(SHAPES):
-        told = ranks(world).run(model_job, shape, sequence, number % 2)
-        report(failure for rank in told for failure in rank)
+        results = ranks(world).run(model_job, shape, sequence, number % 2)
+        report(failure for rank in results for failure in rank)
 
 
 def initial_job() -> list[str]:
-    """With one random state on all ranks, the initial values are those of torch's modules."""
+    """With the same random state on all ranks, the initial values are those of torch's modules."""
     with fresh_group() as group:
         made = {
             "column": lambda: tnn.ColumnParallelLinear(6, 7, group),

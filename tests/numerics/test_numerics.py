@@ -1,4 +1,4 @@
-"""Reports of differences: exact by hand, the same in tiles, and a wrong share found where it is."""
+"""Reports of differences: exact by hand, independent of the tiles, and a wrong shard is located."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def failing(report: Report) -> list[tuple[int, int]]:
-    """Rows and columns in the grid of the regions that are wrong."""
+    """Grid row and column of each region that is wrong."""
     return [
         (i, j)
         for i, line in enumerate(report.regions)
         for j, region in enumerate(line)
-        if region.share
+        if region.fraction
     ]
 
 
@@ -35,18 +35,28 @@ def test_by_hand() -> None:
     assert not report.passed
     assert (report.max, report.mean, report.median) == (4.0, 6.5 / 6, 0.0)
     assert (report.above, report.not_finite) == (2, 0)  # 0.5 is at its tolerance, not above it
-    assert report.share == 2 / 6
+    assert report.fraction == 2 / 6
     assert report.worst is not None
     assert (report.worst.index, report.worst.reference, report.worst.result) == ((1, 2), 1.0, 5.0)
     (above,), (below,) = report.regions
-    assert (above.rows, above.columns, above.share, above.largest) == ((0, 1), (0, 3), 1 / 3, 2.0)
-    assert (below.rows, below.columns, below.share, below.largest) == ((1, 2), (0, 3), 1 / 3, 4.0)
+    assert (above.rows, above.columns, above.fraction, above.largest) == (
+        (0, 1),
+        (0, 3),
+        1 / 3,
+        2.0,
+    )
+    assert (below.rows, below.columns, below.fraction, below.largest) == (
+        (1, 2),
+        (0, 3),
+        1 / 3,
+        4.0,
+    )
     assert str(report).splitlines() == [
-        "FAIL: [2, 3], float32 beside float32, atol 0.5, rtol 0.125",
+        "FAIL: [2, 3], float32 against float32, atol 0.5, rtol 0.125",
         "difference: max 4, mean 1.08, median 0",
         "above tolerance: 2 of 6 elements (33.3%)",
         "worst: [1, 2] is 5, expected 1",
-        "regions: share above tolerance, largest difference",
+        "regions: fraction above tolerance, largest difference",
         "                     0:3",
         "  0  0:1  !33.3% 2.0e+00",
         "  1  1:2  !33.3% 4.0e+00",
@@ -58,7 +68,7 @@ def test_the_worst_is_what_exceeds_its_tolerance_most() -> None:
     report = compare(ref, out, atol=0.0, rtol=0.01)
     assert report.max == 9.0
     assert report.worst is not None
-    assert report.worst.index == (1,)  # the first differs by more, as it may
+    assert report.worst.index == (1,)  # the other difference is larger, but allowed
 
 
 @pytest.mark.parametrize("tile", [1, 7, 256, 1 << 20])
@@ -87,10 +97,10 @@ def test_tiles_do_not_show(monkeypatch: pytest.MonkeyPatch, tile: int, dtype: to
         for region in line:
             part = slice(*region.rows), slice(*region.columns)
             if region.empty:
-                assert (region.share, region.largest) == (0.0, 0.0)
+                assert (region.fraction, region.largest) == (0.0, 0.0)
                 continue
             wrong = (excess.view(33, 13)[part] > 0).double()
-            assert region.share == pytest.approx(float(wrong.mean()), rel=1e-13)
+            assert region.fraction == pytest.approx(float(wrong.mean()), rel=1e-13)
             assert region.largest == float(difference.view(33, 13)[part].max())
 
 
@@ -102,7 +112,7 @@ def test_the_median_is_exact_over_all_magnitudes(count: int) -> None:
 
 
 class _Sizes(TorchDispatchMode):
-    """The elements of the largest float64 tensor that anything made."""
+    """Records the size of the largest float64 tensor that any operator returns."""
 
     largest = 0
 
@@ -124,13 +134,13 @@ def test_no_tensor_is_converted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("wrong", [0, 2, 3])
 def test_a_wrong_shard_is_located(dim: int, wrong: int) -> None:
-    """The region of the rank that is wrong, and no other."""
+    """Only the region of the wrong rank fails."""
     sizes = [40, 0, 17, 23]
     torch.manual_seed(2)
     whole = torch.randn((80, 48) if dim == 0 else (48, 80))
-    shares = [share.clone() for share in whole.split(sizes, dim)]
-    shares[wrong] = shares[wrong].roll(1, dim)
-    out = torch.cat(shares, dim).bfloat16()
+    shards = [shard.clone() for shard in whole.split(sizes, dim)]
+    shards[wrong] = shards[wrong].roll(1, dim)
+    out = torch.cat(shards, dim).bfloat16()
     grid = (sizes, 2) if dim == 0 else (2, sizes)
     report = compare(whole, out, 1e-2, 1e-2, grid)
     expected = [(wrong, 0), (wrong, 1)] if dim == 0 else [(0, wrong), (1, wrong)]
@@ -171,7 +181,7 @@ def test_what_is_not_finite(ref: float, out: float, right: bool, rtol: float) ->
 
 def test_nothing_is_finite() -> None:
     report = compare(torch.zeros(2), torch.full((2,), NAN), 1, 1)
-    assert (report.max, report.mean, report.median, report.share) == (INF, INF, INF, 1.0)
+    assert (report.max, report.mean, report.median, report.fraction) == (INF, INF, INF, 1.0)
 
 
 def test_a_tolerance_for_each_element() -> None:
@@ -191,21 +201,23 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     report = compare(x, x, 0, 0)
     assert report.passed and report.shape == shape
-    assert (report.max, report.mean, report.median, report.share) == (0, 0, 0, 0)
+    assert (report.max, report.mean, report.median, report.fraction) == (0, 0, 0, 0)
     assert (report.worst is None) == (x.numel() == 0)
     assert str(report).startswith("PASS")
     if x.numel():
         wrong = compare(x, x + 1, 0, 0)
         assert wrong.worst is not None
         assert wrong.worst.index == (0,) * len(shape)
-        assert wrong.share == 1.0
+        assert wrong.fraction == 1.0
 
 
 def test_any_layout_and_gradient() -> None:
     x = torch.randn(6, 10, requires_grad=True)
     y = x.detach().t().contiguous().t()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns, once, of numbers taken out of a graph
+        warnings.simplefilter(
+            "error"
+        )  # torch warns once about numbers taken from a tensor that requires gradients
         assert compare(x, y, 0, 0).passed
     y[4, 3] += 1
     assert failing(compare(x, y, 0, 0, (6, 10))) == [(4, 3)]
@@ -240,7 +252,7 @@ def test_a_dtensor_is_gathered(alone: None) -> None:
         ({"atol": NAN}, "atol is nan"),
         ({"rtol": -2}, "rtol is -2"),
         ({"rtol": INF}, "rtol is inf"),
-        ({"region_grid": (5, 1)}, "5 parts for 4 rows of the matrix; allowed are 1 to 4"),
+        ({"region_grid": (5, 1)}, "5 parts for 4 rows of the matrix; it may have 1 to 4"),
         ({"region_grid": (1, 7)}, "7 parts for 6 columns"),
         ({"region_grid": (0, 1)}, "0 parts for 4 rows"),
         ({"region_grid": ([2, 1], 1)}, r"sizes \[2, 1\], 3 in all; .* 4 rows"),

@@ -29,7 +29,7 @@ def test_the_heatmap_shows_the_wrong_region(tmp_path: Path) -> None:
     x = torch.zeros(64, 64)
     wrong = x.clone()
     wrong[16:32, 32:] = 1.0
-    wrong[0, 0] = math.nan  # must not take the colours of the others
+    wrong[0, 0] = math.nan  # must not take the colours from the others
     pictures = {}
     for name, out in {"right": x, "wrong": wrong}.items():
         compare(x, out, 0.0, 0.0, ([16, 16, 0, 32], 2)).save_heatmap(tmp_path / f"{name}.png")
@@ -66,7 +66,7 @@ def test_what_is_wrong_with_an_op_is_told_by_region() -> None:
     assert ranked.difference(got, want) is None
     for wrong in (0.75, math.nan):
         got[2, 1] = wrong
-        told = ranked.difference(got, want)
-        assert told is not None
-        assert f"worst: [2, 1] is {wrong}, expected 0" in told
-        assert told.count("!") == 1
+        text = ranked.difference(got, want)
+        assert text is not None
+        assert f"worst: [2, 1] is {wrong}, expected 0" in text
+        assert text.count("!") == 1

@@ -1,4 +1,4 @@
-"""Gradients of a tensor-parallel MLP are those of the unsharded one, also under activation
+"""A tensor-parallel MLP has the gradients of the unsharded one, also with activation
 checkpointing."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
 
 
 class Model:
-    """A gated MLP with biases, unsharded in float64, and this rank's part of it as leaves."""
+    """A gated MLP with biases, unsharded in float64, and this rank's shards of it as leaves."""
 
     def __init__(self, group: dist.ProcessGroup, rows: int = 6) -> None:
         torch.manual_seed(3)
@@ -39,7 +39,7 @@ class Model:
         self.columns = slice(self.rank * hidden, (self.rank + 1) * hidden)
 
     def reference(self) -> dict[str, torch.Tensor]:
-        """The gradients of the unsharded model that are this rank's."""
+        """This rank's shards of the gradients of the unsharded model."""
         inner = (self.x @ self.gate.t() + self.gate_bias).sigmoid() * (self.x @ self.up.t())
         loss = ((inner @ self.down.t() + self.bias + self.x) ** 3).sum()
         names = ("x", "gate", "up", "down", "gate_bias", "bias")
@@ -66,7 +66,7 @@ class Model:
             )
             row_parallel = tpkernels.matmul_reduce_scatter
         else:
-            x = p["x"].view_as(p["x"])  # what is summed over the ranks is its gradient alone
+            x = p["x"].view_as(p["x"])  # only its gradient is summed over the ranks
             x.register_hook(lambda grad: tpkernels.all_reduce(grad, self.group))
             gate, up = x @ weights[0] + p["gate_bias"], x @ weights[1]
             row_parallel = tpkernels.matmul_all_reduce
@@ -75,8 +75,8 @@ class Model:
             gate.sigmoid() * up, down, self.group, bias=p["bias"], residual=p["x"], **options
         )
 
-    def differences(self, p: dict[str, torch.Tensor], told: str) -> list[str]:
-        want, found = self.reference(), []
+    def differences(self, p: dict[str, torch.Tensor], case: str) -> list[str]:
+        want, failures = self.reference(), []
         for name, leaf in p.items():
             whole = want[name]
             exact = {"x": whole[self.rows] if leaf.shape != whole.shape else whole}.get(name, whole)
@@ -85,12 +85,12 @@ class Model:
             if name == "down":
                 exact = whole[:, self.columns]
             if not torch.allclose(leaf.grad, exact, rtol=1e-12, atol=1e-12):  # type: ignore[arg-type]
-                found.append(f"{told}: {name} is off by {(leaf.grad - exact).abs().max()}")
-        return found
+                failures.append(f"{case}: {name} is off by {(leaf.grad - exact).abs().max()}")
+        return failures
 
 
 def model_job(sequence: bool) -> list[str]:
-    """Each rank's loss is that of its rows with sequence parallelism, of all rows without."""
+    """With sequence parallelism each rank has the loss of its rows, without it that of all rows."""
     failures = []
     with fresh_group() as group:
         model = Model(group)

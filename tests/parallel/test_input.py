@@ -1,5 +1,5 @@
-"""What ``tpkernels.parallelize`` refuses, naming the module and leaving the model as it was; and
-plans of torch's styles for any model."""
+"""What ``tpkernels.parallelize`` refuses, with errors that name the module and leave the model
+unchanged; and plans of torch's styles for any model."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class MLP(nn.Module):
 
 
 def _inventory(model: nn.Module) -> list[object]:
-    """The modules and parameters themselves, and the number of hooks."""
+    """The identities of modules and parameters, and the numbers of hooks."""
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     return [*map(id, model.modules()), *map(id, model.parameters()), *hooks]
 
 
-def _attempt(told: list[str], model: nn.Module, do: Callable[[], Any]) -> None:
+def _attempt(messages: list[str], model: nn.Module, do: Callable[[], Any]) -> None:
     before = _inventory(model)
     try:
         do()
-        said = "nothing"
+        message = "nothing"
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    told.append(said if _inventory(model) == before else f"changed the model: {said}")
+        message = f"{type(error).__name__}: {error}"
+    messages.append(message if _inventory(model) == before else f"changed the model: {message}")
 
 
 def _changed(name: str, change: Callable[[nn.Module], nn.Module]) -> Any:
@@ -70,9 +70,9 @@ def refusals_job() -> list[str]:
 
     mesh = hf_models.mesh_of_all()
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    if mesh.get_rank():  # what is refused is refused alone: nothing was sent, none is waited for
+    if mesh.get_rank():  # a rank refuses on its own: nothing is sent, no rank is waited for
         return []
-    told: list[str] = []
+    messages: list[str] = []
     llama = hf_models.make("llama")
     gpt = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
@@ -102,8 +102,8 @@ def refusals_job() -> list[str]:
         (down, mesh, {"plan": {"model.layers.*.mlp.down_proj": RowwiseParallel()}}),
     ]
     for model, on, options in given:
-        _attempt(told, model, lambda m=model, o=on, k=options: tpkernels.parallelize(m, o, **k))
-    return told
+        _attempt(messages, model, lambda m=model, o=on, k=options: tpkernels.parallelize(m, o, **k))
+    return messages
 
 
 def test_refusals_name_the_module(ranks: RanksFixture) -> None:
@@ -126,13 +126,13 @@ def test_refusals_name_the_module(ranks: RanksFixture) -> None:
         "ValueError: model.layers.1.self_attn.v_proj has 16 features, expected ",
         f"NotImplementedError: {quantised}",
     ]
-    told, _ = ranks(2).run(refusals_job)
-    for said, start in zip(told, expected, strict=True):
-        assert said.startswith(start), said
+    messages, _ = ranks(2).run(refusals_job)
+    for message, start in zip(messages, expected, strict=True):
+        assert message.startswith(start), message
 
 
 def outside_job() -> str:
-    """A projection called by itself has no product to hand out."""
+    """A projection called without its parent has no output."""
     model = tpkernels.parallelize(hf_models.make("llama"), hf_models.mesh_of_all())
     try:
         model.model.layers[0].mlp.up_proj(torch.zeros(1, 2, 36))
@@ -142,8 +142,8 @@ def outside_job() -> str:
 
 
 def test_a_projection_by_itself(ranks: RanksFixture) -> None:
-    for said in ranks(2).run(outside_job):
-        assert "is computed when its parent module is called" in said
+    for message in ranks(2).run(outside_job):
+        assert "is computed when its parent module is called" in message
 
 
 def plan_job() -> float:

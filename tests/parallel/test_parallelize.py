@@ -1,5 +1,5 @@
-"""``tpkernels.parallelize`` on models of transformers: logits and gradients are transformers' own
-for any number of ranks, with 9 heads in 3 groups; what uses them works as before."""
+"""``tpkernels.parallelize`` on models of transformers: logits and gradients are those of the
+unsharded model for any number of ranks, with 9 heads in 3 groups; generation and others work."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ pytest.importorskip("transformers")
 
 def logits_job(model_type: str) -> list[str]:
     model, mesh = hf_models.make(model_type, tied=model_type == "qwen3"), hf_models.mesh_of_all()
-    found = []
+    failures = []
     for sequence in (True, False):
-        found += [f"{sequence=}: {one}" for one in hf_models.differences(model, sequence, mesh)]
-    return found
+        failures += [f"{sequence=}: {one}" for one in hf_models.differences(model, sequence, mesh)]
+    return failures
 
 
 @pytest.mark.parametrize("world", hf_models.SWEEP)
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_logits_and_gradients(ranks: RanksFixture, world: int, model_type: str) -> None:
-    told = ranks(world).run(logits_job, model_type, timeout=120)
-    report(failure for rank in told for failure in rank)
+    results = ranks(world).run(logits_job, model_type, timeout=120)
+    report(failure for rank in results for failure in rank)
 
 
 def calls_job() -> tuple[list[str], list[str]]:
-    """The calls of a forward with and without sequence parallelism, by op."""
+    """The ops called in a forward, with and without sequence parallelism."""
     made = []
     for sequence in (True, False):
         model = hf_models.make("llama")
@@ -54,31 +54,31 @@ def test_projections_of_one_input_share_a_gather(ranks: RanksFixture) -> None:
 
 
 def generate_job(model_type: str) -> list[str]:
-    """Tokens generated with a cache, from prompts of which one is padded."""
+    """Generates tokens with a cache, from two prompts, one of them padded."""
     prompt = {name: hf_models.batch()[name] for name in ("input_ids", "attention_mask")}
     single = hf_models.make(model_type).eval()
     want = single.generate(**prompt, max_new_tokens=5, do_sample=False)
-    told = []
+    failures = []
     for sequence in (True, False):
         parallel = copy.deepcopy(single)
         tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
         got = parallel.generate(**prompt, max_new_tokens=5, do_sample=False)
         if not torch.equal(want, got):
-            told.append(f"{model_type}, {sequence=}: {got}, expected {want}")
-    return told
+            failures.append(f"{model_type}, {sequence=}: {got}, expected {want}")
+    return failures
 
 
 @pytest.mark.parametrize("world", hf_models.SWEEP)
 def test_it_generates_the_same_tokens(ranks: RanksFixture, world: int) -> None:
     for model_type in ("llama", "qwen3"):
-        told = ranks(world).run(generate_job, model_type, timeout=120)
-        report(failure for rank in told for failure in rank)
+        results = ranks(world).run(generate_job, model_type, timeout=120)
+        report(failure for rank in results for failure in rank)
 
 
 def use_job(how: str) -> list[str]:
-    """Gradients of a parallel model that is used in some way."""
+    """Gradients of a parallel model that is used in one of several ways."""
     torch._dynamo.reset()
-    told = []
+    failures = []
     for sequence in (True, False):
         single = hf_models.make("qwen3")
         parallel = copy.deepcopy(single)
@@ -86,7 +86,7 @@ def use_job(how: str) -> list[str]:
         call, lengths = None, (hf_models.TOKENS,)
         if how == "copied":
             parallel = copy.deepcopy(parallel)
-        if how == "checkpointing":  # recomputed when a forward of another length has run
+        if how == "checkpointing":  # recomputed after a forward of another length
             parallel.gradient_checkpointing_enable({"use_reentrant": False})
             lengths = (hf_models.TOKENS, hf_models.TOKENS + 3)
         if how == "compiled":
@@ -97,37 +97,37 @@ def use_job(how: str) -> list[str]:
         pairs |= {name: (got[name], shard(parallel, name, grads[name])) for name in got}
         for name, (one, other) in pairs.items():
             if other.numel() and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
-                told.append(f"{sequence=}: {name} is off by {(one - other).abs().max():.3g}")
+                failures.append(f"{sequence=}: {name} is off by {(one - other).abs().max():.3g}")
         for name, module in parallel.named_modules():
             if getattr(module, "given", None) is not None:
-                told.append(f"{sequence=}: {name} keeps what it was given")
-    return told
+                failures.append(f"{sequence=}: {name} keeps what it was given")
+    return failures
 
 
 @pytest.mark.parametrize(
     "how", ["copied", "checkpointing", pytest.param("compiled", marks=pytest.mark.slow)]
 )
 def test_it_is_used_as_before(ranks: RanksFixture, how: str) -> None:
-    told = ranks(2).run(use_job, how, timeout=180)
-    report(f"{how}: {failure}" for rank in told for failure in rank)
+    results = ranks(2).run(use_job, how, timeout=180)
+    report(f"{how}: {failure}" for rank in results for failure in rank)
 
 
 def state_job() -> list[str]:
-    """The state dict is the unsharded model's; one that starts on the meta device loads it."""
-    single, told = hf_models.make("llama", tied=True), []
+    """The state dict is that of the unsharded model; a model from the meta device loads it."""
+    single, failures = hf_models.make("llama", tied=True), []
     mesh = hf_models.mesh_of_all()
     parallel = tpkernels.parallelize(copy.deepcopy(single), mesh)
     want, got = single.state_dict(), tnn.full_state_dict(parallel)
     if set(want) != set(got) or not all(torch.equal(got[name], want[name]) for name in want):
-        told.append("the state dicts differ")
+        failures.append("the state dicts differ")
     if parallel.lm_head.weight is not parallel.model.embed_tokens.weight:
-        told.append("the embeddings are not tied any more")
+        failures.append("the embeddings are not tied any more")
     if dist.get_rank() == 0:
         alone = tnn.full_state_dict(parallel, rank0_only=True)
         if not all(torch.equal(alone[name], want[name]) for name in want):
-            told.append("rank 0 alone has another state dict")
+            failures.append("rank 0 alone has another state dict")
     elif tnn.full_state_dict(parallel, rank0_only=True):
-        told.append("a state dict for rank 0 is on another")
+        failures.append("a state dict for rank 0 is on another")
     with torch.device("meta"):
         empty = tpkernels.parallelize(hf_models.make("llama", tied=True), mesh)
     empty.to_empty(device="cpu").load_state_dict(want)
@@ -137,10 +137,10 @@ def state_job() -> list[str]:
     with torch.no_grad():
         difference = (empty(ids).logits - parallel(ids).logits).abs().max()
     if difference != 0:
-        told.append(f"one from the meta device is off by {difference}")
+        failures.append(f"one from the meta device is off by {difference}")
     if empty.lm_head.weight is not empty.model.embed_tokens.weight:
-        told.append("one from the meta device is not tied")
-    return told
+        failures.append("one from the meta device is not tied")
+    return failures
 
 
 def test_state_dicts_are_the_unsharded_models(ranks: RanksFixture) -> None:
@@ -148,8 +148,8 @@ def test_state_dicts_are_the_unsharded_models(ranks: RanksFixture) -> None:
 
 
 def clipping_job() -> list[str]:
-    """Of a model with uneven shards, tied weights and norms that all ranks have."""
-    single, told = hf_models.make("qwen3", tied=True), []
+    """Clips a model with uneven shards, tied weights and replicated norms."""
+    single, failures = hf_models.make("qwen3", tied=True), []
     parallel = tpkernels.parallelize(copy.deepcopy(single), hf_models.mesh_of_all())
     ids = torch.arange(14).view(1, 14)
     for model in (single, parallel):
@@ -158,14 +158,14 @@ def clipping_job() -> list[str]:
         want = torch.nn.utils.clip_grad_norm_(single.parameters(), most)
         got = tnn.clip_grad_norm_(parallel, most)
         if abs(got - want) > 1e-5 * want:
-            told.append(f"the norm is {got}, and of the unsharded model {want}")
+            failures.append(f"the norm is {got}, and of the unsharded model {want}")
         theirs, ours = single.model.norm.weight.grad, parallel.model.norm.weight.grad
         if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7):
-            told.append(f"clipped to {most}, a gradient is {ours} and not {theirs}")
+            failures.append(f"clipped to {most}, a gradient is {ours} and not {theirs}")
     parallel.model.norm.weight.grad.fill_(torch.inf)
     with pytest.raises(RuntimeError, match="norm of the gradients is inf"):
         tnn.clip_grad_norm_(parallel, 1.0, error_if_nonfinite=True)
-    return told
+    return failures
 
 
 def test_clipping_is_that_of_the_unsharded_model(ranks: RanksFixture) -> None:

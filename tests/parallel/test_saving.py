@@ -1,5 +1,4 @@
-"""``save_pretrained`` after `tpkernels.parallelize` writes what it writes of the unsharded model;
-what fails on rank 0 fails on all ranks, and in time."""
+"""``save_pretrained`` after `tpkernels.parallelize` writes the files of the unsharded model."""
 
 from __future__ import annotations
 
@@ -24,30 +23,30 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 
 def _differences(model: Any, folder: Path, want: Path) -> list[str]:
-    """What is wrong with a folder, of which ``want`` has the files."""
+    """How the files in a folder differ from those in ``want``."""
     names = sorted(path.name for path in want.iterdir())
-    found = sorted(path.name for path in folder.iterdir())
-    told = [] if names == found else [f"{folder.name} has the files {found}, not {names}"]
+    present = sorted(path.name for path in folder.iterdir())
+    failures = [] if names == present else [f"{folder.name} has the files {present}, not {names}"]
     for name in names:
-        if name in found and not filecmp.cmp(folder / name, want / name, shallow=False):
-            told.append(f"{folder.name}: {name} differs")
-    if told:
-        return told
+        if name in present and not filecmp.cmp(folder / name, want / name, shallow=False):
+            failures.append(f"{folder.name}: {name} differs")
+    if failures:
+        return failures
     again = type(model).from_pretrained(folder)
     if again.generation_config.to_dict() != model.generation_config.to_dict():
-        told.append(f"{folder.name}: another generation config")
+        failures.append(f"{folder.name}: another generation config")
     if (
         again.lm_head.weight is again.model.embed_tokens.weight
     ) != model.config.tie_word_embeddings:
-        told.append(f"{folder.name}: the embeddings are not tied as they were")
+        failures.append(f"{folder.name}: the embeddings are not tied as they were")
     states = again.state_dict(), model.state_dict()
     if list(states[0]) != list(states[1]):
-        return [*told, f"{folder.name}: {list(states[0])}"]
-    return told + [n for n in states[1] if not torch.equal(states[0][n], states[1][n])]
+        return [*failures, f"{folder.name}: {list(states[0])}"]
+    return failures + [n for n in states[1] if not torch.equal(states[0][n], states[1][n])]
 
 
 def saving_job(base: str, model_type: str, tied: bool) -> list[str]:
-    folder, told = Path(base), []
+    folder, failures = Path(base), []
     model = hf_models.make(model_type, tied=tied)
     model.generation_config.update(temperature=0.5, do_sample=True)
     ways: dict[str, dict[str, Any]] = {
@@ -64,13 +63,13 @@ def saving_job(base: str, model_type: str, tied: bool) -> list[str]:
                 model.save_pretrained(want, **options)
             parallel.save_pretrained(got, **options)
             if dist.get_rank() == 0 and way != "variant":
-                told += _differences(model, got, want)
+                failures += _differences(model, got, want)
             if not (got / "config.json").exists():
-                told.append(f"rank {dist.get_rank()} returns before {got} is written")
+                failures.append(f"rank {dist.get_rank()} returns before {got} is written")
             parts = len(list(got.glob("*.safetensors")))
             if (parts > 2) != (way == "several"):
-                told.append(f"{got} has {parts} files of weights")
-    return told
+                failures.append(f"{got} has {parts} files of weights")
+    return failures
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
@@ -79,13 +78,13 @@ def saving_job(base: str, model_type: str, tied: bool) -> list[str]:
 def test_the_files_are_the_unsharded_models(
     ranks: RanksFixture, tmp_path: Path, world: int, tied: bool, model_type: str
 ) -> None:
-    told = ranks(world).run(saving_job, str(tmp_path), model_type, tied, timeout=120)
-    report(failure for rank in told for failure in rank)
+    results = ranks(world).run(saving_job, str(tmp_path), model_type, tied, timeout=120)
+    report(failure for rank in results for failure in rank)
 
 
 def arguments_job(base: str) -> list[str]:
-    """State dicts of the caller's, whole or of shards; the base model alone; a copy; twice."""
-    folder, told, mesh = Path(base), [], hf_models.mesh_of_all()
+    """Saves the caller's state dict, whole or sharded; the base model alone; a copy; twice."""
+    folder, failures, mesh = Path(base), [], hf_models.mesh_of_all()
     model = hf_models.make("llama")
     parallel = tpkernels.parallelize(copy.deepcopy(model), mesh)
     other = copy.deepcopy(parallel)
@@ -107,13 +106,13 @@ def arguments_job(base: str) -> list[str]:
             if name == "base":
                 names = {each[6:] for each in names if each.startswith("model.")}
             if set(got) != names:
-                told.append(f"{name}: has {sorted(got)}")
+                failures.append(f"{name}: has {sorted(got)}")
             for each, value in got.items():
                 full = want[each if name != "base" else f"model.{each}"]
                 zero = name == "copy" and each == "model.norm.weight"
                 if not torch.equal(value, torch.zeros_like(full) if zero else full):
-                    told.append(f"{name}: {each} differs")
-    return told
+                    failures.append(f"{name}: {each} differs")
+    return failures
 
 
 def test_what_it_is_given(ranks: RanksFixture, tmp_path: Path) -> None:
@@ -121,7 +120,7 @@ def test_what_it_is_given(ranks: RanksFixture, tmp_path: Path) -> None:
 
 
 def passed_on_job() -> list[Any]:
-    """The calls of transformers' method, with the values that matter."""
+    """Calls of transformers' method, with the arguments that matter."""
     model = hf_models.make("llama")
     calls = []
 
@@ -148,11 +147,11 @@ def test_rank_0_alone_calls_transformers(ranks: RanksFixture) -> None:
 
 
 def groups_job(base: str) -> list[str]:
-    """Ranks 1 and 2 of three, who are ranks 0 and 1 of their mesh."""
+    """Ranks 1 and 2 of three, which are ranks 0 and 1 of their mesh."""
     mesh, rank = DeviceMesh("cpu", [1, 2]), dist.get_rank()
     model = hf_models.make("llama")
     folder, want = Path(base) / "model", Path(base) / "wanted"
-    if rank == 0:  # transformers itself writes on no other
+    if rank == 0:  # transformers itself writes only there
         model.save_pretrained(want)
     else:
         tpkernels.parallelize(copy.deepcopy(model), mesh).save_pretrained(folder)
@@ -165,7 +164,7 @@ def test_a_group_that_is_not_all_ranks(ranks: RanksFixture, tmp_path: Path) -> N
 
 
 def replicas_job(base: str) -> list[str]:
-    """Two replicas in two shards each: one is told to write."""
+    """Two replicas of two shards each; only one writes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallel = tpkernels.parallelize(hf_models.make("llama"), mesh["tp"])
     mine = Path(base) / f"{mesh['dp'].get_local_rank()}"
@@ -180,7 +179,7 @@ def test_one_replica_writes(ranks: RanksFixture, tmp_path: Path) -> None:
 
 
 def pickled_job(base: str) -> list[str]:
-    """A model saved as a whole on each rank, and one loaded so, save the weights."""
+    """A model that was pickled whole on each rank, and loaded again, saves its weights."""
     path, model = Path(base) / f"{dist.get_rank()}.pt", hf_models.make("llama")
     torch.save(tpkernels.parallelize(copy.deepcopy(model), hf_models.mesh_of_all()), path)
     again = torch.load(path, weights_only=False)

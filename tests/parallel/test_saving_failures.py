@@ -1,5 +1,5 @@
-"""``save_pretrained`` after `tpkernels.parallelize`, where something goes wrong: what fails on
-rank 0 fails on all ranks, in time, and what cannot be saved is refused."""
+"""Failures of ``save_pretrained`` after `tpkernels.parallelize`: an error of rank 0 is raised on
+all ranks, in time, and what cannot be saved is refused."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 
 def _saves(model: Any, does: Callable[..., None]) -> Any:
-    """The model, with another ``save_pretrained`` of its class."""
+    """A model whose class has another ``save_pretrained``."""
     model.__class__ = type(type(model).__name__, (type(model),), {"save_pretrained": does})
     return model
 
 
 def failing_job(base: str) -> list[str]:
-    """What each rank raises, where rank 0 cannot make the folder or runs out of space."""
-    mesh, told = hf_models.mesh_of_all(), []
+    """What each rank raises if rank 0 cannot create the folder or runs out of space."""
+    mesh, messages = hf_models.mesh_of_all(), []
     (Path(base) / "file").touch()
 
     def full(self: Any, save_directory: Any, **_: Any) -> None:
@@ -52,13 +52,13 @@ def failing_job(base: str) -> list[str]:
         begin = time.monotonic()
         try:
             model.save_pretrained(Path(base) / "file" / "folder")
-            told.append("nothing")
+            messages.append("nothing")
         except BaseException as error:
-            told.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
         assert time.monotonic() - begin < PROMPT
-    models["folder"].save_pretrained(Path(base) / "folder")  # the group goes on
-    told.append(str((Path(base) / "folder" / "model.safetensors").exists()))
-    return told
+    models["folder"].save_pretrained(Path(base) / "folder")  # the group still works
+    messages.append(str((Path(base) / "folder" / "model.safetensors").exists()))
+    return messages
 
 
 @pytest.mark.parametrize("world", [2, 1])
@@ -67,16 +67,18 @@ def test_an_error_of_rank_0_is_raised_on_all(
 ) -> None:
     first, *others = ranks(world).run(failing_job, str(tmp_path))
     expected = ["NotADirectoryError: ", "OSError: [Errno 28] No space left", "KeyboardInterrupt"]
-    for said, part in zip(first, [*expected, "True"], strict=True):
-        assert said.startswith(part), first
+    for message, part in zip(first, [*expected, "True"], strict=True):
+        assert message.startswith(part), first
     for other in others:
-        for said, part in zip(other, expected, strict=False):
-            assert said.startswith(f"RuntimeError: rank 0 could not save the model: {part}"), other
+        for message, part in zip(other, expected, strict=False):
+            assert message.startswith(f"RuntimeError: rank 0 could not save the model: {part}"), (
+                other
+            )
         assert other[-1] == "True"
 
 
 def own_group(seconds: float) -> DeviceMesh:
-    """All ranks, who wait so long for each other."""
+    """All ranks, with a timeout."""
     group = dist.new_group()
     assert group is not None
     tpkernels.init(group, timeout=seconds)
@@ -84,7 +86,7 @@ def own_group(seconds: float) -> DeviceMesh:
 
 
 def slow_job(base: str) -> float:
-    """Rank 0 writes for longer than ranks wait for each other."""
+    """Rank 0 writes for longer than the timeout."""
 
     def write(self: Any, save_directory: Any, **_: Any) -> None:
         time.sleep(2.5)
@@ -103,21 +105,21 @@ def alone_job(base: str, rank: int) -> tuple[str, float]:
     model = tpkernels.parallelize(hf_models.make("llama"), own_group(1.0))
     dist.barrier()
     begin = time.monotonic()
-    told = "did not call"
+    ending = "did not call"
     if dist.get_rank() == rank:
         try:
             model.save_pretrained(base)
         except Exception as error:
-            told = type(error).__name__
+            ending = type(error).__name__
     took = time.monotonic() - begin
     dist.barrier()
-    return told, took
+    return ending, took
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_alone_does_not_hang(ranks: RanksFixture, tmp_path: Path, rank: int) -> None:
-    told, took = ranks(2).run(alone_job, str(tmp_path), rank)[rank]
-    assert told == "CollectiveTimeoutError" and took < 1.0 + PROMPT
+    ending, took = ranks(2).run(alone_job, str(tmp_path), rank)[rank]
+    assert ending == "CollectiveTimeoutError" and took < 1.0 + PROMPT
 
 
 def dying_job(base: str) -> tuple[str, float]:
@@ -139,8 +141,8 @@ def test_rank_0_dies_while_it_writes(tmp_path: Path) -> None:
         pool.submit(dying_job, str(tmp_path))
         outcomes = pool.collect(timeout=60)
     assert outcomes[0].exitcode == -signal.SIGKILL
-    told, took = outcomes[1].value
-    assert told == "PeerLostError" and took < PROMPT
+    ending, took = outcomes[1].value
+    assert ending == "PeerLostError" and took < PROMPT
 
 
 def refusals_job(base: str) -> list[str]:
@@ -150,7 +152,7 @@ def refusals_job(base: str) -> list[str]:
     adapted._hf_peft_config_loaded = True
     with torch.device("meta"):
         empty = tpkernels.parallelize(hf_models.make("llama"), mesh)
-    doings: list[Callable[[], Any]] = [
+    attempts: list[Callable[[], Any]] = [
         lambda: model.save_pretrained(folder, distributed_checkpoint=True),
         lambda: adapted.save_pretrained(folder),
         lambda: empty.save_pretrained(folder),
@@ -160,15 +162,15 @@ def refusals_job(base: str) -> list[str]:
         lambda: safetensors.save_model(model, str(folder / "file")),
         lambda: torch.save(model.state_dict(), folder / "file"),
     ]
-    told = []
-    for do in doings:
+    messages = []
+    for do in attempts:
         try:
             do()
-            told.append("nothing")
+            messages.append("nothing")
         except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
     model.save_pretrained(folder / "after")
-    return told
+    return messages
 
 
 def test_what_is_refused(ranks: RanksFixture, tmp_path: Path) -> None:
@@ -182,6 +184,6 @@ def test_what_is_refused(ranks: RanksFixture, tmp_path: Path) -> None:
         "TypeError: a ShardTensor is one rank's shard and has no storage of the unsharded tensor",
         "TypeError: a ShardTensor is one rank's shard and cannot be pickled: save with",
     ]
-    for told in ranks(2).run(refusals_job, str(tmp_path)):
-        for said, part in zip(told, expected, strict=True):
-            assert said.startswith(part), said
+    for messages in ranks(2).run(refusals_job, str(tmp_path)):
+        for message, part in zip(messages, expected, strict=True):
+            assert message.startswith(part), message

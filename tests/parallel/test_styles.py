@@ -1,5 +1,5 @@
-"""One Linear under the fused styles beside the unsharded one: every layout, with uneven shards;
-what the styles leave to torch's, and what they refuse."""
+"""One Linear under the fused styles against the unsharded one: every layout, also with uneven
+shards; layouts that the styles leave to torch's; and what they refuse."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ops(TorchDispatchMode):
 
     @property
     def collective(self) -> set[str]:
-        """What communicates. ``_matmul`` is the local product."""
+        """The ops that communicate; ``_matmul`` is local."""
         ours = {name for name in self.names if name.startswith(("tpkernels", "_c10d"))}
         return ours - {"tpkernels::_matmul", "_c10d_functional::wait_tensor"}
 
@@ -50,7 +50,7 @@ def _mesh() -> DeviceMesh:
 def _whole(
     x: torch.Tensor, mesh: DeviceMesh, layout: Placement, like: torch.Tensor
 ) -> torch.Tensor:
-    """The tensor of the shape of ``like`` that this rank has its part of."""
+    """The unsharded tensor, of the shape of ``like``, of which this rank has a shard."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [layout], shape=like.shape, stride=like.stride())
     return x.full_tensor()
@@ -64,8 +64,8 @@ def _one(
     output: Placement,
     uneven: int = 0,
 ) -> list[str]:
-    """One Linear under the style in float64, its input laid out as ``given``; so many features
-    more than the ranks divide."""
+    """Checks one Linear under the style, in float64, with its input laid out as ``given``.
+    ``uneven``: by how much the numbers of features exceed a multiple of the ranks."""
     mesh = _mesh()
     features = 6 * mesh.size() + uneven
     torch.manual_seed(1)
@@ -81,11 +81,11 @@ def _one(
     expected.backward(cotangent)
     with Ops() as ops:
         y = linear(mine)
-    told = f"{style}, {given}"
+    case = f"{style}, {given}"
     if isinstance(y, DTensor) == style.use_local_output:
-        return [f"{told}: gives {type(y)}"]
+        return [f"{case}: gives {type(y)}"]
     if isinstance(y, DTensor) and y.placements != (output,):
-        return [f"{told}: gives {y.placements}"]
+        return [f"{case}: gives {y.placements}"]
     part: Any = distribute_tensor(cotangent, mesh, [output])
     y.backward(part if isinstance(y, DTensor) else part.to_local())
     pairs = {"y": (_whole(y.detach(), mesh, output, expected), expected)}
@@ -93,8 +93,8 @@ def _one(
     for name, p in linear.named_parameters():
         grad: Any = p.grad
         pairs[name] = (grad.full_tensor(), getattr(whole, name).grad)
-    found = [
-        f"{told}: {name} differs by {(got - want).abs().max()}"
+    failures = [
+        f"{case}: {name} differs by {(got - want).abs().max()}"
         for name, (got, want) in pairs.items()
         if not torch.allclose(got, want, rtol=1e-12, atol=1e-12)
     ]
@@ -102,7 +102,7 @@ def _one(
     if isinstance(style, FusedRowwiseParallel):
         replicated = style.output_layouts[0].is_replicate()
         op = f"tpkernels::matmul_{'all_reduce' if replicated else 'reduce_scatter'}"
-    return found + ([] if op in ops.collective else [f"{told}: {ops.collective}"])
+    return failures + ([] if op in ops.collective else [f"{case}: {ops.collective}"])
 
 
 def layouts_job() -> list[str]:
@@ -127,7 +127,7 @@ def layouts_job() -> list[str]:
 
 
 def uneven_job() -> list[str]:
-    """DTensors know the size of the whole; with one row, some ranks have none."""
+    """DTensors know the unsharded size; with one row, some ranks have none."""
     world = dist.get_world_size()
     failures = []
     column = FusedColwiseParallel(input_layouts=Shard(1), use_local_output=False)
@@ -143,7 +143,7 @@ def uneven_job() -> list[str]:
 
 
 def torch_s_own_job() -> list[str]:
-    """Layouts with nothing to fuse are torch's own: the same bits, by the same ops."""
+    """Layouts with nothing to fuse give the bits of torch's styles."""
     mesh, failures = _mesh(), []
     x = torch.randn(2, 4, 8)
     dist.broadcast(x, 0)

@@ -1,5 +1,5 @@
-"""The fused styles in a model, among torch's own: the gradients, optimizer steps and state dict of
-the unsharded model; compiled; and beside FSDP2, with checkpoints."""
+"""The fused styles in a model, together with torch's: gradients, optimizer steps and state dict are
+those of the unsharded model, also compiled, and with FSDP2 and checkpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
         return self.head(x + self.gated(self.norm2(x)))
 
 
-# The gated block gathers once for gate and up, and keeps to DTensors; its end is fused.
+# The gated block gathers once for gate and up, with DTensors; its last layer is fused.
 PLAN = {
     "norm1": SequenceParallel(),
     "up": FusedColwiseParallel(input_layouts=Shard(1)),
@@ -74,7 +74,7 @@ PLAN = {
 
 
 def _models(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
-    """(unsharded, parallel), both in float64: what differs by more than its roundings is wrong."""
+    """(unsharded, parallel), in float64: a difference larger than rounding is an error."""
     torch.manual_seed(2)
     whole, model = Model().double(), Model().double()
     model.load_state_dict(whole.state_dict())
@@ -92,15 +92,15 @@ def _tokens(tokens: int = TOKENS) -> torch.Tensor:
 
 
 def _differences(model: nn.Module, whole: nn.Module) -> list[str]:
-    """Gradients that are not those of the unsharded model."""
-    found = []
+    """Gradients that differ from those of the unsharded model."""
+    failures = []
     for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
         grad, want = p.grad, q.grad
         got = grad.full_tensor() if isinstance(grad, DTensor) else grad
         assert got is not None and want is not None
         if not torch.allclose(got, want, rtol=1e-12, atol=1e-12):
-            found.append(f"the gradient of {name} differs by {(got - want).abs().max()}")
-    return found
+            failures.append(f"the gradient of {name} differs by {(got - want).abs().max()}")
+    return failures
 
 
 def mixed_job() -> list[str]:
@@ -127,8 +127,8 @@ def test_among_torchs_styles(ranks: RanksFixture) -> None:
 
 
 def compiled_job() -> list[str]:
-    """One graph, which holds the ops; the second size makes it dynamic, and none after it compiles
-    again."""
+    """One graph, which contains the ops. The second size makes it dynamic; later ones do not
+    compile again."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     whole, model = _models(mesh)
     torch._dynamo.reset()
@@ -146,7 +146,7 @@ def compiled_job() -> list[str]:
         failures.append(f"{counters['stats']['unique_graphs']} graphs")
     gathers = [ops["tpkernels::all_gather_matmul"] for ops in seen]
     scatters = [ops["tpkernels::matmul_reduce_scatter"] for ops in seen]
-    # One graph forward: up, and the two downs; backward their adjoints, and up's second gather.
+    # Forward: up and the two downs. Backward: their adjoints, and up's second gather.
     if not all(gathers) or not all(scatters):
         failures.append(f"graphs of {gathers} and {scatters}")
     return failures

@@ -1,5 +1,5 @@
-"""A compiler for tests: inductor up to its graphs after all passes, which then run as they are. No
-code is generated, and inductor's own patterns, whose set-up takes most of the time, are off."""
+"""A compiler for tests. Inductor makes its graphs with all passes, and they are run as graphs: no
+code is generated. Inductor's own patterns are off, because their set-up takes most of the time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.ordered import called
 
 
 def graph_runner(seen: list[Counter[str]]) -> Callable[..., Any]:
-    """A backend for ``torch.compile``. ``seen`` gets how often each op is in each graph."""
+    """A backend for ``torch.compile``. ``seen`` gets the count of each op in each graph."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.fx_passes.post_grad import post_grad_passes
     from torch._inductor.virtualized import V

@@ -1,4 +1,4 @@
-"""A libnccl that tests command: built once from fake_nccl.cpp, one copy with its own state each."""
+"""A libnccl that tests control. Built once from fake_nccl.cpp; each copy has its own state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Config(ctypes.Structure):
 
 
 class Fake:
-    """One loaded copy: what it is to do, and what was asked of it."""
+    """One loaded copy: sets what it does, and reads which calls it got."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -56,23 +56,23 @@ class Fake:
         self._library.fake_version(value)
 
     def result(self, function: str, code: int) -> None:
-        """What a function returns from now on."""
+        """Sets what a function returns from now on."""
         self._library.fake_result(function.encode(), code)
 
     def delay(self, function: str, seconds: float) -> None:
-        """How long a function takes from now on."""
+        """Sets how long a function takes from now on."""
         self._library.fake_delay(function.encode(), ctypes.c_double(seconds))
 
     def progress(self, polls: int) -> None:
-        """How many polls find a call in progress; -1: all."""
+        """Sets how many polls find a call in progress; -1: all."""
         self._library.fake_progress(polls)
 
     def asynchronous(self, code: int) -> None:
-        """What polls find afterwards."""
+        """Sets what polls find afterwards."""
         self._library.fake_async(code)
 
     def finish(self) -> None:
-        """Ends what is in progress."""
+        """Ends the call in progress."""
         self._library.fake_finish()
 
     def calls(self, function: str) -> int:
@@ -80,7 +80,7 @@ class Fake:
 
     @property
     def misuse(self) -> int:
-        """Calls with a communicator that was gone, or on which another was in progress."""
+        """Calls on a communicator that no longer existed, or had another call in progress."""
         return int(self._library.fake_misuse())
 
     @property

@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and what a parallel copy of one should do."""
+"""Small models of transformers with random weights, and the checks of a parallel copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SWEEP = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)
 
 
 def make(model_type: str, *, tied: bool = False, attention: str = "sdpa") -> Any:
-    """A causal model of 2 layers with 9 heads in 3 key-value groups; the same on all ranks."""
+    """A causal model of 2 layers with 9 heads in 3 key-value groups, the same on all ranks."""
     import transformers
 
     torch.manual_seed(9)
@@ -40,7 +40,7 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa") -> Any
         pad_token_id=0,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():  # norms of ones and biases of zeros would not show whose they are
+    with torch.no_grad():  # with norms of ones and biases of zeros, mixing them up would not show
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
@@ -64,8 +64,8 @@ def batch(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def norms_in_full(model: Any) -> Iterator[None]:
-    """transformers computes its norms in float32 whatever the model's dtype; here in the model's,
-    so that float64 shows every error."""
+    """Computes norms in the model's dtype, so that float64 shows every error. transformers always
+    computes them in float32."""
     kind = type(model.model.norm)
     own = kind.forward
 
@@ -82,8 +82,8 @@ def norms_in_full(model: Any) -> Iterator[None]:
 def run(
     model: Any, *lengths: int, call: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """(logits, loss, gradients) of batches of these lengths, in one backward; the logits are those
-    of the last. ``call`` in place of the model, if it is compiled."""
+    """(logits of the last batch, loss, gradients) of batches of these lengths, in one backward.
+    ``call``: the compiled model, if it is compiled."""
     call = model if call is None else call
     outs = [call(**batch(tokens), use_cache=False) for tokens in lengths or (TOKENS,)]
     loss = torch.stack([out.loss for out in outs]).sum()
@@ -93,7 +93,7 @@ def run(
 
 
 def error(got: torch.Tensor, want: torch.Tensor, of: torch.Tensor) -> float:
-    """The largest error, over the largest value of ``of``, which ``want`` is a part of."""
+    """The largest error relative to the largest value of ``of``, of which ``want`` is a part."""
     off = (got.double() - want).abs().max() if want.numel() else torch.zeros(())
     return float(off / of.abs().max())
 
@@ -101,12 +101,12 @@ def error(got: torch.Tensor, want: torch.Tensor, of: torch.Tensor) -> float:
 def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
     """What is wrong with a parallel copy of ``model``.
 
-    In float64 it must be the unsharded model but for its roundings. In float32 it may be off the
-    exact result by twice what transformers' own is: the same sums, in another order, and one
-    rounding more for each that travels. For gradients that is transformers' worst: some have a
-    handful of values, whose error is a matter of luck.
+    In float64 it must match the unsharded model up to rounding. In float32 its error may be twice
+    that of transformers: it computes the same sums in another order, and rounds each that is sent
+    once more. For gradients the bound is transformers' largest error, because some gradients have
+    only a few values, whose error varies a lot.
     """
-    told: dict[str, str | None] = {}
+    failures: dict[str, str | None] = {}
     with norms_in_full(model):
         exact = copy.deepcopy(model).double()
         parallel = tpkernels.parallelize(
@@ -114,11 +114,11 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
         )
         logits, loss, grads = run(exact)
         got_logits, got_loss, got = run(parallel)
-    told |= {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
+    failures |= {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
     for name, _ in parallel.named_parameters():
-        told[name] = far(got.get(name), shard(parallel, name, grads[name]), 1e-11)
+        failures[name] = far(got.get(name), shard(parallel, name, grads[name]), 1e-11)
     if set(got) != set(grads):
-        told["parameters"] = f"{sorted(set(got) ^ set(grads))} are in one only"
+        failures["parameters"] = f"{sorted(set(got) ^ set(grads))} are in one only"
 
     single = copy.deepcopy(model)
     parallel = tpkernels.parallelize(copy.deepcopy(model), mesh, sequence_parallel=sequence)
@@ -132,5 +132,5 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
     for name, off in errors.items():
         limit = 2 * limits.get(name, worst)
         if off > limit:
-            told[f"{name} in fp32"] = f"off by {off:.3g}, allowed {limit:.3g}"
-    return [f"{name}: {said}" for name, said in told.items() if said is not None]
+            failures[f"{name} in fp32"] = f"off by {off:.3g}, allowed {limit:.3g}"
+    return [f"{name}: {failure}" for name, failure in failures.items() if failure is not None]

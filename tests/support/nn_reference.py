@@ -1,5 +1,5 @@
-"""A small language model of the layers of ``tpkernels.nn``, and what it should compute: the same in
-plain torch, unsharded, from the unsharded parameters."""
+"""A small language model made of the layers of ``tpkernels.nn``, and its reference: the same model
+in plain torch, from the unsharded parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tpkernels
 from tpkernels import nn as tnn
 
 F64 = torch.float64
-#: World sizes: by 3 the sizes here do not divide.
+#: World sizes. The sizes here are not multiples of 3.
 SWEEP = (3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2, 4)))
 
 
@@ -80,7 +80,7 @@ def whole_logits(
     rotary: tuple[torch.Tensor, torch.Tensor],
     sequence_dim: int,
 ) -> torch.Tensor:
-    """What `Model` computes, from unsharded parameters."""
+    """The logits of `Model`, from unsharded parameters."""
     x = F.embedding(ids, p["embed.weight"], 2)
     if sequence_dim == 0:
         x = x.transpose(0, 1)
@@ -127,15 +127,15 @@ def inputs(
 
 
 def shard(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """The part of an unsharded parameter, or its gradient, that is this rank's."""
+    """This rank's shard of an unsharded parameter, or of its gradient."""
     owner, _, last = name.rpartition(".")
     splits = getattr(model.get_submodule(owner), "splits", {})
     return splits[last].shard(whole) if last in splits else whole
 
 
 def far(got: torch.Tensor | None, want: torch.Tensor, scale: float = 1e-12) -> str | None:
-    """How far float64 results are apart, if they are; None where they agree. Both err by at most
-    some hundreds of roundings of 1.1e-16 of the largest term, and no wrong term is so small."""
+    """How far two float64 results are apart; None if they agree. Each has an error of at most a few
+    hundred roundings, of 1.1e-16 of the largest term; a wrong term is never that small."""
     if got is None:
         return "there is none"
     if got.shape != want.shape:

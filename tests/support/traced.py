@@ -1,5 +1,4 @@
-"""Functions with functional collectives, traced and rewritten without a compiler: what the pass
-does to a graph, op by op."""
+"""Traces functions with functional collectives and applies the pass, without a compiler."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ _c10d = torch.ops._c10d_functional
 
 
 def gather(x: torch.Tensor, dim: int, world: int, group: str) -> torch.Tensor:
-    """As torch writes it: along dim 0, then chunks moved to ``dim``."""
+    """A gather as torch writes it: along dim 0, then chunks are moved to ``dim``."""
     whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), world, group))
     return whole if dim == 0 else torch.cat(whole.chunk(world, 0), dim)
 
 
 def scatter(x: torch.Tensor, dim: int, world: int, group: str, op: str = "sum") -> torch.Tensor:
-    assert x.shape[dim] % world == 0  # as torch has it: a guard where the size is symbolic
+    assert x.shape[dim] % world == 0  # torch has this too: a guard if the size is symbolic
     if dim:
         x = torch.cat(x.chunk(world, dim), 0)
     part = _c10d.reduce_scatter_tensor(x.contiguous(), op, world, group)
@@ -49,7 +48,7 @@ def rewritten(
     only: Sequence[GroupLike] = (),
     symbolic: bool = False,
 ) -> tuple[fx.GraphModule, Report]:
-    """The function's graph after the pass, ready to run, and what the pass says of it."""
+    """The function's graph after the pass, ready to run, and the pass's report."""
     mode = "symbolic" if symbolic else "fake"
     traced = make_fx(function, tracing_mode=mode)(*inputs)
     fusion = tpkernels.compile.fuse_collectives(*only)
@@ -60,19 +59,17 @@ def rewritten(
 
 @dataclass(frozen=True)
 class Graph:
-    """A function of inputs of the given shapes ("W" is the number of ranks, "2W" twice that), of
-    the group's size and its name; what the pass puts in, with how many products, and what it says
-    of the rest. ``reference`` computes the same where gloo cannot."""
+    """A function, and what the pass does with its graph."""
 
-    function: Callable[..., Any]
-    shapes: tuple[tuple[int | str, ...], ...]
-    ops: tuple[tuple[str, int], ...] = ()
-    reasons: tuple[str, ...] = ()
-    reference: Callable[..., Any] | None = None
+    function: Callable[..., Any]  #: of the inputs, the group's size and the group's name
+    shapes: tuple[tuple[int | str, ...], ...]  #: of the inputs; "2W": twice the number of ranks
+    ops: tuple[tuple[str, int], ...] = ()  #: ops put in, and the number of matmuls in each
+    reasons: tuple[str, ...] = ()  #: why collectives are left alone
+    reference: Callable[..., Any] | None = None  #: computes the same, if gloo cannot
 
 
 def _integers(graph: Graph, rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Inputs so small that all sums are exact, in whatever order, in 16 bits too."""
+    """Inputs so small that all sums are exact in any order, also in 16 bits."""
     draw = torch.Generator().manual_seed(rank)
 
     def size(given: int | str) -> int:
@@ -88,15 +85,17 @@ def check(
     dtype: torch.dtype = torch.float32,
     symbolic: bool = False,
 ) -> list[str]:
-    """Whether the graph holds what it should, and gives to the bit what the function gives."""
+    """Checks that the graph contains what it should, and gives the same bits as the function."""
     where = (group.size(), group.group_name)
     inputs = _integers(graph, group.rank(), group.size(), dtype)
-    traced, said = rewritten(lambda *x: graph.function(*x, *where), inputs, symbolic=symbolic)
+    traced, pass_report = rewritten(
+        lambda *x: graph.function(*x, *where), inputs, symbolic=symbolic
+    )
     failures = []
-    ops = tuple((each.op, each.products) for each in said.rewritten)
-    reasons = tuple(each.reason for each in said.left_alone)
+    ops = tuple((each.op, each.matmuls) for each in pass_report.rewritten)
+    reasons = tuple(each.reason for each in pass_report.left_alone)
     if (ops, reasons) != (graph.ops, graph.reasons):
-        failures.append(f"{said}, expected {graph.ops}, {graph.reasons}")
+        failures.append(f"{pass_report}, expected {graph.ops}, {graph.reasons}")
     names = [str(target) for target in called(traced)]
     if sum("tpkernels" in name for name in names) != len(graph.ops):
         failures.append(f"the graph holds {names}")

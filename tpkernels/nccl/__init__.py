@@ -1,6 +1,6 @@
-"""NCCL by itself: a communicator over the ranks of a process group, in which every call is bounded.
+"""NCCL without torch: a communicator over the ranks of a process group, with bounded calls.
 
-Nothing is loaded before it is asked for: this imports on a machine with neither NCCL nor CUDA.
+NCCL is loaded on first use, so this module imports on machines without NCCL and CUDA.
 """
 
 from tpkernels.nccl.communicator import Communicator, Window

@@ -1,5 +1,8 @@
-"""How the ranks of a group come to make one communicator: each says through the store whether and
-how it can take part, and rank 0 the id. So all go on or all fail before NCCL waits for anybody."""
+"""How the ranks of a group agree on a communicator before NCCL is initialised.
+
+Through the store, each rank reports whether it can take part, and with which NCCL and options; rank
+0 adds the unique id. So either all ranks go on or all fail, before NCCL waits for any of them.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,22 @@ from tpkernels.symm.exchange import Participant, exchange
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """What this rank brings to the communicator."""
+    """What a rank needs to join the communicator."""
 
     library: _C.nccl.Library
     device: torch.device
-    unique_id: bytes
+    unique_id: bytes  #: rank 0's; empty on the other ranks until they have received it
 
 
 def current_device() -> torch.device:
-    """The CUDA device that is current, with its context made: NCCL takes that one."""
+    """The current CUDA device, with its context created, as NCCL needs it.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
     if not torch.cuda.is_available():
-        found = facts()
-        library = found.get("unsupported") or f"NCCL {found['version']} is here ({found['path']})"
+        nccl = facts()
+        library = nccl.get("unsupported") or f"NCCL {nccl['version']} is here ({nccl['path']})"
         raise NotImplementedError(
             f"a NCCL communicator needs a CUDA device, and torch {torch.__version__} sees none; "
             f"{library}"
@@ -37,52 +44,58 @@ def current_device() -> torch.device:
     return device
 
 
-def meet(participant: Participant, library: str | None, options: dict[str, Any]) -> Bootstrap:
-    """Collective.
+def bootstrap(participant: Participant, library: str | None, options: dict[str, Any]) -> Bootstrap:
+    """Agrees with the other ranks. Collective.
+
+    Args:
+        participant: this rank.
+        library: path of the NCCL to use; None: the one that `library.load` finds.
+        options: what all ranks must pass alike.
 
     Raises:
-        ValueError: the ranks give different options.
+        ValueError: the ranks pass different options.
         TpkernelsError: another rank cannot take part, or has another NCCL.
-        CollectiveTimeoutError: one did not come.
+        CollectiveTimeoutError: a rank did not come in time.
     """
-    mine: Bootstrap | None = None
+    own: Bootstrap | None = None
     own_error: Exception | None = None
     try:
         device = current_device()
         loaded = load(library)
-        mine = Bootstrap(loaded, device, loaded.unique_id() if participant.rank == 0 else b"")
-    except Exception as error:  # all ranks must hear of it, whatever it is
+        own = Bootstrap(loaded, device, loaded.unique_id() if participant.rank == 0 else b"")
+    except Exception as error:  # of any kind: the other ranks must learn of it
         own_error = error
-    say: dict[str, Any] = {"options": {**options, "timeout": participant.timeout}}
-    if mine is None:
-        say["error"] = f"{type(own_error).__name__}: {own_error}"
+    report: dict[str, Any] = {"options": {**options, "timeout": participant.timeout}}
+    if own is None:
+        report["error"] = f"{type(own_error).__name__}: {own_error}"
     else:
-        say |= {"version": mine.library.version, "unique_id": mine.unique_id.hex()}
-    said = exchange(participant, "NCCL communicator", say)
+        report |= {"version": own.library.version, "unique_id": own.unique_id.hex()}
+    reports = exchange(participant, "NCCL communicator", report)
     if own_error is not None:
         raise own_error
-    assert mine is not None  # one of the two
-    _compare(participant, said)
-    return Bootstrap(mine.library, mine.device, bytes.fromhex(said[0]["unique_id"]))
+    assert own is not None  # there was no error
+    _compare(participant, reports)
+    return Bootstrap(own.library, own.device, bytes.fromhex(reports[0]["unique_id"]))
 
 
-def _compare(participant: Participant, said: list[dict[str, Any]]) -> None:
+def _compare(participant: Participant, reports: list[dict[str, Any]]) -> None:
+    """Raises unless all ranks can take part, with the same options and NCCL."""
     where = f"NCCL communicator of group '{participant.group}'"
-    own = said[participant.rank]
-    for rank, other in enumerate(said):
-        if "error" in other:
+    own = reports[participant.rank]
+    for rank, report in enumerate(reports):
+        if "error" in report:
             raise TpkernelsError(
-                f"{where}: rank {rank} cannot take part: {other['error']}", peer=rank
+                f"{where}: rank {rank} cannot take part: {report['error']}", peer=rank
             )
-    for rank, other in enumerate(said):
-        if other["options"] != own["options"]:
+    for rank, report in enumerate(reports):
+        if report["options"] != own["options"]:
             raise ValueError(
-                f"{where}: rank {participant.rank} gives {own['options']}, rank {rank} "
-                f"{other['options']}; all ranks must give the same"
+                f"{where}: rank {participant.rank} passes {own['options']}, rank {rank} "
+                f"{report['options']}; all ranks must pass the same"
             )
-        if other["version"] != own["version"]:
+        if report["version"] != own["version"]:
             raise TpkernelsError(
                 f"{where}: rank {participant.rank} has NCCL {own['version']}, rank {rank} "
-                f"{other['version']}; all ranks must have the same",
+                f"{report['version']}; all ranks must have the same",
                 peer=rank,
             )

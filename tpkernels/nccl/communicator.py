@@ -1,6 +1,6 @@
 """A NCCL communicator over the ranks of a process group.
 
-csrc/nccl/communicator.h tells how a call that NCCL cannot complete ends.
+csrc/nccl/communicator.h describes how a call ends that NCCL cannot complete.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tpkernels._C.nccl import Operation, OperationKind
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups import GroupLike
 from tpkernels.nccl import checks, memory
-from tpkernels.nccl.bootstrap import meet
+from tpkernels.nccl.bootstrap import bootstrap
 
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-_PAUSE = 1e-3  # between looks at the device, s
+_POLL_INTERVAL = 1e-3  # s, between queries of an event
 
 
 @dataclass(frozen=True)
 class Window:
-    """Memory that all ranks have registered."""
+    """Memory that all ranks have registered with `Communicator.register_window`."""
 
-    handle: int
-    tensor: torch.Tensor
+    handle: int  #: NCCL's ``ncclWindow_t``
+    tensor: torch.Tensor  #: the memory of this rank
 
 
 def _stream(device: torch.device) -> int:
@@ -38,27 +38,28 @@ def _stream(device: torch.device) -> int:
 
 
 class Communicator:
-    """A NCCL communicator. Making one is collective: all ranks of ``group`` do it together, each
-    with the CUDA device current that it is to use, and with the same options.
+    """A NCCL communicator. Creating one is collective: all ranks of ``group`` do it together, with
+    the same options. Each rank uses the CUDA device that is current when it does.
 
-    Every method returns within ``timeout`` or raises, and then no further call can run. Those that
-    move data enqueue on torch's current stream and return; `check` and `wait` find out how that
-    went. `close` it: one that is merely dropped is aborted, with all that is on its way.
+    Every method returns within ``timeout`` or raises; after an error no further call is possible.
+    Methods that move data enqueue their work on torch's current stream and return; `check` and
+    `wait` report whether it succeeded. `close` the communicator when it is no longer needed: one
+    that is garbage-collected first is aborted, together with all work in flight.
 
     Args:
-        group: a ProcessGroup, a mesh dimension or a group's name. It passes the communicator's id
-            on, and may be destroyed afterwards.
-        timeout: seconds that one call may take.
-        library: path of the NCCL to use; by default the one that `tpkernels info` shows.
-        name: shown in errors and, from NCCL 2.27 on, in NCCL's logs; the group's by default.
-        cta_policy: "default", "efficiency" or "zero" (copy engines, no CTAs); NCCL 2.27.
-        min_ctas, max_ctas: how many CTAs NCCL may use.
+        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name. It is used to set up the
+            communicator, and may be destroyed afterwards.
+        timeout: limit for one call, in seconds.
+        library: path of the NCCL to use; by default the one that ``tpkernels info`` shows.
+        name: shown in errors and, from NCCL 2.27 on, in NCCL's logs; by default the group's name.
+        cta_policy: "default", "efficiency" or "zero" (copy engines, no CTAs); needs NCCL 2.27.
+        min_ctas, max_ctas: bounds on the number of CTAs that NCCL uses.
 
     Raises:
         ValueError: an option is out of range or differs between ranks.
-        NotImplementedError: no CUDA device, no NCCL, or it is too old for what is asked.
-        CollectiveTimeoutError, PeerLostError, TpkernelsError: on all ranks, if one does not come or
-            cannot take part.
+        NotImplementedError: there is no CUDA device or no NCCL, or NCCL is too old for an option.
+        CollectiveTimeoutError: a rank did not come in time.
+        TpkernelsError: a rank cannot take part; raised on all ranks.
     """
 
     def __init__(
@@ -77,17 +78,17 @@ class Communicator:
         name = own.name if name is None else name
         with own.lock:
             own.check_usable()
-            met = meet(own.participant(timeout), library, options)
+            agreed = bootstrap(own.participant(timeout), library, options)
             native = _C.nccl.Communicator(
-                met.library,
-                met.unique_id,
+                agreed.library,
+                agreed.unique_id,
                 own.rank,
                 own.world,
                 timeout=timeout,
                 name=name,
                 **options,
             )
-        self._set(native, met.library, met.device, timeout, name)
+        self._set(native, agreed.library, agreed.device, timeout, name)
 
     def _set(
         self,
@@ -105,11 +106,11 @@ class Communicator:
         self.world: int = native.world
         self._native = native
         self._local = threading.local()
-        # Also when the process ends: what runs on the device then would wait for its peers.
+        # Runs at exit too: work left on the device would wait for its peers.
         weakref.finalize(self, native.abort, "it was dropped without having been closed")
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Every rank's ``x``, one after the other along dim 0."""
+        """The ``x`` of all ranks, concatenated along dim 0 in rank order."""
         checks.has_rows(x)
         out = x.new_empty((self.world * x.shape[0], *x.shape[1:])) if out is None else out
         checks.pair(x, out, self.device)
@@ -117,8 +118,8 @@ class Communicator:
         return self._enqueue(OperationKind.ALL_GATHER, x, out, x.numel())
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part along dim 0 of the sum of all ranks' ``x``, in NCCL's order and in x's
-        dtype."""
+        """This rank's shard along dim 0 of the sum of all ranks' ``x``, summed in NCCL's order and
+        in the dtype of ``x``."""
         rows = checks.divisible(x, self.world)
         out = x.new_empty((rows, *x.shape[1:])) if out is None else out
         checks.pair(x, out, self.device)
@@ -126,27 +127,28 @@ class Communicator:
         return self._enqueue(OperationKind.REDUCE_SCATTER, x, out, out.numel())
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of all ranks' ``x``, in NCCL's order and in x's dtype; ``out=x`` is in place."""
+        """The sum of all ranks' ``x``, in NCCL's order and in the dtype of ``x``; ``out=x`` sums in
+        place."""
         out = torch.empty_like(x) if out is None else out
         checks.pair(x, out, self.device)
         checks.elements(out.numel(), x.numel(), "out", "x")
         return self._enqueue(OperationKind.ALL_REDUCE, x, out, x.numel())
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
-        """Overwrites ``x`` with the root's; returns it."""
+        """Overwrites ``x`` with the root's ``x``, and returns it."""
         checks.rank(root, self.world, "root")
         checks.tensor(x, "x", self.device)
         return self._enqueue(OperationKind.BROADCAST, x, x, x.numel(), root)
 
     def send(self, x: torch.Tensor, peer: int) -> None:
-        """Sends ``x``, of which the peer receives as many elements. Sends and receives that wait
-        for each other belong in one `group`."""
+        """Sends ``x``; the peer must receive the same number of elements. Sends and receives that
+        wait for each other must be in one `group`."""
         checks.rank(peer, self.world, "peer")
         checks.tensor(x, "x", self.device)
         self._enqueue(OperationKind.SEND, x, x, x.numel(), peer)
 
     def recv(self, x: torch.Tensor, peer: int) -> torch.Tensor:
-        """Overwrites ``x`` with what the peer sends; returns it."""
+        """Overwrites ``x`` with what the peer sends, and returns it."""
         checks.rank(peer, self.world, "peer")
         checks.tensor(x, "x", self.device)
         return self._enqueue(OperationKind.RECV, x, x, x.numel(), peer)
@@ -158,9 +160,16 @@ class Communicator:
         send_rows: Sequence[int] | None = None,
         recv_rows: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Sends piece r of ``x`` along dim 0 to rank r; returns what the ranks sent here, in rank
-        order. Pieces are equal unless their rows are given: ``send_rows[r]`` here must be
-        ``recv_rows[this rank]`` on rank r."""
+        """Sends piece r of ``x`` along dim 0 to rank r, and returns the pieces received, in rank
+        order.
+
+        Args:
+            x: the pieces to send.
+            out: where received pieces are stored; by default a new tensor.
+            send_rows: rows of each piece that is sent; by default all are equal. ``send_rows[r]``
+                must equal ``recv_rows[this rank]`` on rank r.
+            recv_rows: rows of each piece that is received; by default ``send_rows``.
+        """
         checks.has_rows(x)
         if send_rows is None:
             send_rows = [checks.divisible(x, self.world)] * self.world
@@ -195,11 +204,11 @@ class Communicator:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """What this thread asks of the communicator inside starts as one, when the block ends. An
-        error within the block starts nothing."""
+        """Starts all calls that this thread makes in the block as one, when the block ends. If the
+        block raises, none is started."""
         if getattr(self._local, "batch", None) is not None:
-            raise RuntimeError(f"{self!r}: this thread is within a group already")
-        # Holds the tensors, too, until all are enqueued: memory freed before would be another's.
+            raise RuntimeError(f"{self!r}: this thread is already in a group")
+        # Keeps the tensors alive until all calls are enqueued, so that their memory is not reused.
         batch: list[tuple[list[Operation], tuple[torch.Tensor, ...]]] = []
         self._local.batch = batch
         try:
@@ -209,18 +218,26 @@ class Communicator:
         self._native.enqueue([operation for operations, _ in batch for operation in operations])
 
     def check(self) -> None:
-        """Raises if something that was enqueued has failed, and aborts then. From any thread.
+        """Aborts and raises if an enqueued operation has failed. May be called from any thread.
 
         Raises:
-            PeerLostError: a peer's process or its link is gone.
+            PeerLostError: a peer's process or the link to it is gone.
             TpkernelsError: NCCL reports another error.
         """
         self._native.check()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the current stream has run what was enqueued so far, and checks meanwhile; a
-        stream that does not come to it within ``timeout`` (by default the communicator's) is a
-        `CollectiveTimeoutError`, after an abort."""
+        """Waits until the current stream has run all work enqueued so far, checking for errors
+        meanwhile.
+
+        Args:
+            timeout: in seconds; by default the communicator's.
+
+        Raises:
+            CollectiveTimeoutError: the stream was not done in time; the communicator was aborted.
+            PeerLostError: a peer's process or the link to it is gone.
+            TpkernelsError: NCCL reports another error.
+        """
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         done = torch.cuda.Event()
@@ -228,18 +245,23 @@ class Communicator:
         while not done.query():
             self.check()
             if time.monotonic() >= deadline:
-                text = f"{self!r}: what was enqueued did not end within {limit:g} s"
+                text = f"{self!r}: enqueued work was not done within {limit:g} s"
                 self._native.abort(text)
-                raise CollectiveTimeoutError(f"{text}. It is broken: make a new one.")
-            time.sleep(_PAUSE)
+                raise CollectiveTimeoutError(f"{text}. The communicator is broken: make a new one.")
+            time.sleep(_POLL_INTERVAL)
         self.check()
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
-        """A communicator of the ranks that give the same color, ordered by key (by default by
-        rank); None for color None. Collective.
+        """Creates a communicator of the ranks that pass the same color. Collective.
+
+        Args:
+            color: at least 0; None: this rank joins none, and gets None.
+            key: the new communicator's ranks are in the order of their keys; by default their ranks
+                here.
 
         Raises:
-            NotImplementedError: NCCL before 2.18.
+            ValueError: ``color`` is negative.
+            NotImplementedError: NCCL is older than 2.18.
         """
         if color is not None and color < 0:
             raise ValueError(f"color is {color}; it must be at least 0, or None")
@@ -252,17 +274,25 @@ class Communicator:
         return child
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor in memory of NCCL's, as windows need it (``ncclMemAlloc``, NCCL 2.19). That is
-        freed with the last tensor on it, whatever a stream still does with it: `wait` first."""
+        """An uninitialised tensor in memory from ``ncclMemAlloc``, which windows need. The memory
+        is freed with the last tensor that uses it, even if a stream still does: `wait` first.
+
+        Raises:
+            ValueError: the shape has no elements.
+            NotImplementedError: NCCL is older than 2.19, or no op takes ``dtype``.
+        """
         dtypes.check_supported(dtype, "the tensor")
         return memory.empty(self.library, shape, dtype, self.device)
 
     def register_window(self, x: torch.Tensor) -> Window | None:
-        """Registers memory made by `empty`, of the same size on all ranks, for NCCL's symmetric
-        kernels; collective. None where the ranks' devices have none.
+        """Registers a tensor from `empty`, of the same size on all ranks, for NCCL's symmetric
+        kernels. Collective.
+
+        Returns:
+            The window; None if the ranks' devices do not support symmetric kernels.
 
         Raises:
-            NotImplementedError: NCCL before 2.27.
+            NotImplementedError: NCCL is older than 2.27.
         """
         checks.tensor(x, "x", self.device)
         handle = self._native.register_window(x.data_ptr(), x.nbytes, _SYMMETRIC)
@@ -273,12 +303,13 @@ class Communicator:
         self._native.deregister_window(window.handle)
 
     def close(self) -> None:
-        """Waits until all ranks are through with all operations, and frees. Collective, idempotent;
-        does nothing after a failure."""
+        """Waits until all ranks have finished all operations, then frees the communicator.
+        Collective and idempotent; does nothing after a failure."""
         self._native.close()
 
     def abort(self) -> None:
-        """Ends what is on its way and frees; the peers fail then. From any thread."""
+        """Cancels all work in flight and frees the communicator; the peers' calls fail. May be
+        called from any thread."""
         self._native.abort("it was aborted")
 
     def __enter__(self) -> Communicator:
@@ -287,7 +318,7 @@ class Communicator:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        else:  # peers may wait for what this rank did not send
+        else:  # Closing would wait for peers that may wait for this rank.
             self._native.abort(f"{type(error).__name__}: {error}")
 
     def __repr__(self) -> str:

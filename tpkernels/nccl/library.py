@@ -1,4 +1,4 @@
-"""Which NCCL: the one that this process has loaded already (torch's), else torch's own copy, else
+"""Finds NCCL: the one that this process has already loaded (torch's), else torch's own copy, else
 that of an ``nvidia-nccl`` wheel, else the system's."""
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SONAME = "libnccl.so.2"
 
 
 def _loaded() -> Iterator[Path]:
-    """Mapped files of this process, in the order of their addresses."""
+    """The copies of NCCL that this process has mapped, in the order of their addresses."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if "libnccl.so" in line)
     return map(Path, files)
 
 
 def _wheels() -> Iterator[Path]:
-    """Of the wheels installed, the one for torch's CUDA first."""
+    """The copies in installed wheels; the one for torch's version of CUDA comes first."""
     names = ["nvidia-nccl-cu13", "nvidia-nccl-cu12"]
     if (torch.version.cuda or "").startswith("12."):
         names.reverse()
@@ -36,13 +36,18 @@ def _wheels() -> Iterator[Path]:
 
 
 def _candidates() -> Iterator[tuple[str, Path]]:
-    """(where from, file) of what is there, the best first."""
+    """(origin, file) of each candidate, the best first; the files may be missing."""
     yield from (("loaded in this process", path) for path in _loaded())
     yield "part of torch", Path(torch.__file__).parent / "lib" / SONAME
     yield from (("from a wheel", path) for path in _wheels())
 
 
 def _find() -> tuple[str, _C.nccl.Library]:
+    """The best NCCL and its origin.
+
+    Raises:
+        NotImplementedError: there is none that is new enough.
+    """
     refused = []
     for origin, path in _candidates():
         if path.is_file():
@@ -61,33 +66,43 @@ def _find() -> tuple[str, _C.nccl.Library]:
 
 
 def load(library: str | None = None) -> _C.nccl.Library:
-    """NCCL, from a file or, by default, the first that is found (see above).
+    """Loads NCCL.
+
+    Args:
+        library: path of the file; by default the process's own copy of NCCL, torch's, that of an
+            ``nvidia-nccl`` wheel or the system's is loaded, in this order.
 
     Raises:
-        NotImplementedError: there is none, or one older than 2.14.
+        NotImplementedError: there is none, or it is older than 2.14.
     """
     return _find()[1] if library is None else _C.nccl.Library(library)
 
 
 def version(library: str | None = None) -> str:
-    """The version of NCCL, such as ``2.28.9``."""
+    """The version of NCCL, such as ``2.28.9``; ``library`` and errors as for `load`."""
     return load(library).version
 
 
 def unique_id(library: str | None = None) -> bytes:
-    """128 bytes that name a new communicator: for those who make one without a process group."""
+    """The 128 bytes that identify a new communicator, to create one without a process group;
+    ``library`` and errors as for `load`."""
     return load(library).unique_id()
 
 
 def facts() -> dict[str, Any]:
-    """Path, version, origin and optional functions of the NCCL that would be used; or why none."""
+    """The NCCL that `load` would load.
+
+    Returns:
+        ``path``, ``version``, ``origin``, and ``features``: which optional functions it has. If
+        there is no NCCL, only ``unsupported``: the reason.
+    """
     try:
-        origin, found = _find()
+        origin, library = _find()
     except NotImplementedError as error:
         return {"unsupported": str(error)}
     return {
-        "path": found.path,
-        "version": found.version,
+        "path": library.path,
+        "version": library.version,
         "origin": origin,
-        "features": found.features,
+        "features": library.features,
     }

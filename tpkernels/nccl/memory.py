@@ -13,7 +13,7 @@ from tpkernels import _C
 
 
 class _Memory:
-    """What torch takes for an array; freed with the last tensor that is made of it."""
+    """An array for torch, freed with the last tensor that uses it."""
 
     def __init__(self, library: _C.nccl.Library, nbytes: int) -> None:
         address = library.mem_alloc(nbytes)
@@ -30,11 +30,12 @@ class _Memory:
 def empty(
     library: _C.nccl.Library, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor of at least one element on a CUDA device, in memory that can be a window.
+    """An uninitialised tensor on a CUDA device, in memory that can be registered as a window.
 
     Raises:
-        NotImplementedError: NCCL before 2.19.
-        TpkernelsError: NCCL has none.
+        ValueError: ``shape`` has no elements.
+        NotImplementedError: NCCL is older than 2.19.
+        TpkernelsError: NCCL has no memory.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if any(size < 1 for size in shape):

@@ -1,9 +1,9 @@
-"""Where and how far a result is from its reference.
+"""Where a result differs from its reference, and by how much::
 
     print(tpkernels.numerics.compare(expected, y, atol=1e-2, rtol=1.6e-2, region_grid=(sizes, 4)))
 
-`compare` sees a tensor as a matrix: all leading dims flattened, times the last one. Regions cut it
-in a grid, so that a wrong share stands out among the right ones.
+`compare` views a tensor as a matrix: all leading dims flattened, by the last dim. It cuts the
+matrix into a grid of regions, so that one wrong shard stands out.
 """
 
 from tpkernels.numerics.comparison import compare

@@ -1,4 +1,4 @@
-"""`compare`: checks of its arguments, and the report put together."""
+"""`compare`: checks the arguments and assembles the report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpkernels.numerics.report import Element, Report
 from tpkernels.numerics.tiles import Pair, Scan, median
 from tpkernels.shards import shard_sizes
 
-# The cuts along one side of the matrix: how many parts, or the size of each.
+# How one side of the matrix is cut: the number of parts, or their sizes.
 Cuts: TypeAlias = int | Sequence[int]
 
 _DEFAULT_GRID = (8, 4)
@@ -28,24 +28,31 @@ def compare(
     rtol: float,
     region_grid: tuple[Cuts, Cuts] | None = None,
 ) -> Report:
-    """Compares ``out`` with ``ref``: an element is above tolerance if
-    ``|out - ref| > atol + rtol * |ref|``, or if one of both is NaN or infinite and the other is not
-    the same.
+    """Compares a result with its reference, element by element and region by region.
 
-    Differences are taken in float64 on the device of ``out``, tile by tile: neither tensor is
+    An element is above tolerance if ``|out - ref| > atol + rtol * |ref|``. It also is if either
+    value is NaN or infinite and the other is not the same.
+
+    Differences are computed in float64 on the device of ``out``, tile by tile; neither tensor is
     converted as a whole. A DTensor is gathered first, which is collective.
 
     Args:
-        ref, out: of one shape; any real dtypes and any devices.
-        atol: one for all, or a tensor of that shape: a bound for each element.
-        region_grid: the cuts of the matrix's rows and of its columns. Each is the number of parts
-            (as ``tpkernels.shard_sizes`` splits) or their sizes: with the shard_sizes of a gathered
-            tensor, row r of the grid is rank r's. By default up to 8 by 4.
+        ref: the reference, of any real dtype, on any device.
+        out: the result, of the same shape, of any real dtype, on any device.
+        atol: absolute tolerance: a number, or a tensor of the same shape with one per element.
+        rtol: relative tolerance.
+        region_grid: how the matrix's rows and columns are cut, each as a number of parts (split as
+            ``tpkernels.shard_sizes`` does) or as their sizes. With the ``shard_sizes`` of a
+            gathered tensor, row r of the grid is rank r's shard. By default up to 8 by 4.
+
+    Returns:
+        The report; print it, or look at its fields.
 
     Raises:
-        ValueError: shapes differ; a tolerance is negative, infinite or NaN; the grid does not fit.
-        TypeError: ``ref`` or ``out`` is no tensor.
-        NotImplementedError: complex numbers.
+        ValueError: the shapes differ; a tolerance is negative, infinite or NaN; or the grid does
+            not fit.
+        TypeError: ``ref`` or ``out`` is not a tensor.
+        NotImplementedError: ``ref`` or ``out`` is complex.
     """
     reference, result = _plain("ref", ref), _plain("out", out)
     shape = tuple(reference.shape)
@@ -89,7 +96,7 @@ def compare(
 
 
 def _plain(name: str, x: Any) -> torch.Tensor:
-    """``x`` without gradient or sharding."""
+    """``x`` as a plain tensor, without gradient or sharding."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.is_complex():
@@ -97,14 +104,15 @@ def _plain(name: str, x: Any) -> torch.Tensor:
             f"{name} has dtype {dtypes.name(x.dtype)}; compare torch.view_as_real of both"
         )
     x = x.detach()
-    sharded = sys.modules.get("torch.distributed.tensor")  # slow to import; without it no DTensor
+    # Slow to import, and unless it has been imported there are no DTensors.
+    sharded = sys.modules.get("torch.distributed.tensor")
     if sharded is not None and isinstance(x, sharded.DTensor):
         x = x.full_tensor()
     return x
 
 
 def _check_tolerances(ref: torch.Tensor, atol: float | torch.Tensor, rtol: float) -> None:
-    least = atol
+    worst = atol
     if isinstance(atol, torch.Tensor):
         if atol.shape != ref.shape:
             raise ValueError(
@@ -112,26 +120,26 @@ def _check_tolerances(ref: torch.Tensor, atol: float | torch.Tensor, rtol: float
                 f"{list(ref.shape)}"
             )
         limits = torch.stack(torch.aminmax(atol.detach())) if atol.numel() else torch.zeros(1)
-        least = float(limits[0] if limits.isfinite().all() else limits[~limits.isfinite()][0])
-    for name, value in {"atol": least, "rtol": rtol}.items():
+        worst = float(limits[0] if limits.isfinite().all() else limits[~limits.isfinite()][0])
+    for name, value in {"atol": worst, "rtol": rtol}.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value}; it must be finite and not negative")
 
 
 def _edges(name: str, cuts: Cuts, extent: int) -> list[int]:
-    """Where the parts of ``extent`` rows or columns begin, and where the last one ends."""
+    """The first index of each part of ``extent`` rows or columns, then ``extent``."""
     if not isinstance(cuts, int):
         sizes = list(cuts)
         if any(size < 0 for size in sizes) or sum(sizes) != extent:
             raise ValueError(
                 f"region_grid has sizes {sizes}, {sum(sizes)} in all; they must add up to the "
-                f"{extent} {name} of the matrix, and none be negative"
+                f"{extent} {name} of the matrix, and must not be negative"
             )
     elif 1 <= cuts <= max(extent, 1):
         sizes = shard_sizes(extent, cuts)
     else:
         raise ValueError(
-            f"region_grid has {cuts} parts for {extent} {name} of the matrix; allowed are 1 to "
+            f"region_grid has {cuts} parts for {extent} {name} of the matrix; it may have 1 to "
             f"{max(extent, 1)}"
         )
     return list(accumulate(sizes, initial=0))

@@ -1,4 +1,4 @@
-"""Passes over two matrices, a tile in float64 at a time: the memory does not grow with them."""
+"""Passes over two matrices, one float64 tile at a time, so that memory does not grow with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LARGEST = torch.finfo(torch.float64).max
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Reference and result as matrices of one shape, and the tolerance."""
+    """Reference and result as matrices of one shape, and the tolerances."""
 
     reference: torch.Tensor
     result: torch.Tensor
@@ -29,7 +29,7 @@ class Pair:
     rtol: float
 
     def tiles(self, begin: int, end: int) -> Iterator[Tile]:
-        """Rows [begin, end) in pieces, in the order of their elements."""
+        """The tiles of rows [begin, end), in row-major order."""
         width = self.reference.shape[1]
         if width == 0:
             return
@@ -39,17 +39,17 @@ class Pair:
                 yield slice(row, min(row + rows, end)), slice(column, min(column + columns, width))
 
     def difference(self, tile: Tile) -> torch.Tensor:
-        """|result - reference|; infinite where either is not finite and they are not the same."""
+        """|result - reference|; infinite where either is not finite and the other not the same."""
         result, reference = self.result[tile].double(), self._reference(tile)
         difference = (result - reference).abs_()
-        if float(difference.amax()) < math.inf:  # not so for NaN either
+        if float(difference.amax()) < math.inf:  # false for NaN too
             return difference
         same = (result == reference) | (result.isnan() & reference.isnan())
         return difference.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
 
     def excess(self, tile: Tile, difference: torch.Tensor) -> torch.Tensor:
-        """How far each difference is above its tolerance. Where the reference makes the tolerance
-        infinite or NaN it is the largest number: only an infinite difference is above it."""
+        """How far each difference is above its tolerance. A tolerance that the reference makes
+        infinite or NaN becomes the largest number, which only an infinite difference exceeds."""
         atol = self.atol[tile].to(difference) if isinstance(self.atol, torch.Tensor) else self.atol
         tolerance = self.rtol * self._reference(tile).abs() + atol
         return difference - tolerance.nan_to_num_(nan=_LARGEST, posinf=_LARGEST)
@@ -59,7 +59,7 @@ class Pair:
 
 
 class Scan:
-    """What one pass over a pair adds up, region by region."""
+    """The sums of one pass over a pair, region by region."""
 
     def __init__(self, pair: Pair) -> None:
         self.above = 0
@@ -85,28 +85,29 @@ class Scan:
         line = []
         for left, right in pairwise(column_edges):
             count = (end - begin) * (right - left)
-            share = int(above[left:right].sum()) / count if count else 0.0
-            most = float(largest[left:right].max()) if count else 0.0
-            line.append(Region((begin, end), (left, right), share, most))
+            fraction = int(above[left:right].sum()) / count if count else 0.0
+            maximum = float(largest[left:right].max()) if count else 0.0
+            line.append(Region((begin, end), (left, right), fraction, maximum))
         return tuple(line)
 
     def _add(self, tile: Tile, difference: torch.Tensor, excess: torch.Tensor) -> None:
         infinite = difference.isinf()
         self.not_finite += int(infinite.sum())
         self.total += float(difference.masked_fill(infinite, 0.0).sum())
-        row, column = divmod(int(excess.argmax()), excess.shape[1])  # the first of equals
+        row, column = divmod(int(excess.argmax()), excess.shape[1])  # of equal ones the first
         if self.worst is None or float(excess[row, column]) > self._worst_excess:
             self._worst_excess = float(excess[row, column])
             self.worst = tile[0].start + row, tile[1].start + column
 
 
 def median(pair: Pair, count: int) -> float:
-    """Of the ``count`` finite differences; of an even number the lower of the two in the middle.
+    """The median of the ``count`` finite differences; the lower of the middle two if ``count`` is
+    even.
 
-    Exact, and without all differences in memory: floats that are not negative are in the order of
-    their bits as integers, so the bits of the median are found digit by digit, a pass for each.
+    Exact, without all differences in memory, by radix selection: non-negative floats have the order
+    of their bits as integers, so each pass finds one digit of the median's bits.
     """
-    rank, prefix = (count - 1) // 2, 0  # the infinite ones come last and do not matter
+    rank, prefix = (count - 1) // 2, 0  # infinite differences come last and do not matter
     size = 1 << _DIGIT_BITS
     for shift in range(64 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         histogram = torch.zeros(size, dtype=torch.int64, device=pair.result.device)

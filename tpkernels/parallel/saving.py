@@ -1,13 +1,13 @@
-"""``save_pretrained`` of a model of transformers of which each rank has a shard.
+"""``save_pretrained`` for a sharded model of transformers.
 
-Problem: rank 0 writes what all ranks have a part of. Writing may take longer than ranks wait for
-each other, and it may fail, on rank 0 alone.
+Problem: rank 0 writes the shards of all ranks. Writing may take longer than the group's timeout,
+and may fail on rank 0 alone.
 
-Algorithm: rank 0 says whether it will write; the ranks gather the weights on it; it writes as
-transformers does, while a thread tells the others every second that it is not done; then it says
-how that went. Each word is an all-gather of the group to which the others add nothing. So every
-wait is bounded, a rank that died is noticed, and no other process group is used. An error of
-rank 0 alone is raised on all ranks, and the group goes on.
+Algorithm: rank 0 announces whether it will write, and the ranks gather the weights on rank 0. It
+writes as transformers does, while a thread tells the others every second that it is not done. Then
+it announces the result. Each message is an all-gather to which the other ranks contribute nothing.
+So every wait is bounded, a rank that dies is noticed, and no other process group is needed. If only
+rank 0 fails, all ranks raise, and the group remains usable.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tpkernels.nn.checkpoint import gathered
 from tpkernels.nn.sharding import ShardedModule
 from tpkernels.ops.all_gather import all_gather
 
-_INTERVAL = 1.0  # s, from one word of rank 0 to the next
-_LENGTH = 1024  # bytes of a word with the text of an error
+_INTERVAL = 1.0  # s, between messages of rank 0
+_LENGTH = 1024  # bytes of a message, with the text of an error
 
 
 class Word(IntEnum):
-    """What rank 0 says."""
+    """The kind of a message from rank 0."""
 
     SKIP = 0
     WRITE = 1
@@ -44,7 +44,7 @@ class Word(IntEnum):
 
 
 def attach(model: nn.Module, group: str) -> None:
-    """Has ``save_pretrained`` of a model of transformers, and of the model within it, write the
+    """Makes ``save_pretrained`` of a model of transformers, and of its base model, write the
     unsharded weights."""
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
@@ -60,19 +60,19 @@ def refuse_to_push(*args: Any, **options: Any) -> NoReturn:
 
 
 class SavePretrained:
-    """``save_pretrained`` of one model; see `tpkernels.parallelize`."""
+    """The ``save_pretrained`` of one model; see `tpkernels.parallelize`."""
 
     def __init__(self, model: Any, group: str) -> None:
         self._model, self._group = model, group
 
     def __call__(self, *args: Any, **options: Any) -> None:
-        """As the method of transformers, with its arguments, for all ranks to call.
+        """Takes the arguments of transformers' method. Collective: all ranks call it.
 
         Raises:
-            NotImplementedError: an option that writes shards; adapters.
+            NotImplementedError: an option writes shards, or the model has adapters.
             ValueError: the model is on the meta device.
-            RuntimeError: rank 0 could not write. Rank 0 raises what it met with.
-            PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+            RuntimeError: rank 0 could not write; rank 0 itself raises its own error.
+            TpkernelsError: a peer was lost, timed out or made a different call.
         """
         write = type(self._model).save_pretrained
         given = _by_name(write, self._model, *args, **options)
@@ -108,7 +108,7 @@ class SavePretrained:
             raise ValueError("the model is on the meta device, and has no weights to save")
 
     def _say(self, word: Word = Word.SKIP, text: str = "") -> tuple[Word, str]:
-        """What rank 0 says, on all ranks. Collective."""
+        """Sends rank 0's message; returns it on all ranks. Collective."""
         group = groups.get(self._group)
         mine = bytes([word, *text.encode()])[:_LENGTH].ljust(_LENGTH, b"\0")
         device = next(self._model.parameters()).device
@@ -118,7 +118,7 @@ class SavePretrained:
         return Word(said[0]), said[1:].rstrip(b"\0").decode(errors="ignore")
 
     def _wait(self) -> None:
-        """Returns when rank 0 has written, and raises if it could not."""
+        """Returns when rank 0 has written; raises if it could not."""
         word = Word.NOT_DONE
         while word is Word.NOT_DONE:
             word, text = self._say()
@@ -127,7 +127,7 @@ class SavePretrained:
 
     @contextlib.contextmanager
     def _others_wait(self) -> Iterator[None]:
-        """Keeps the other ranks waiting, and tells them how it ended."""
+        """Keeps the other ranks waiting during the block, then tells them how it ended."""
         interval = min(_INTERVAL, groups.get(self._group).timeout / 4)
         ended, lost = threading.Event(), list[BaseException]()
 
@@ -157,7 +157,7 @@ class SavePretrained:
 
 
 def _by_name(function: Any, *args: Any, **options: Any) -> dict[str, Any]:
-    """The arguments of a call."""
+    """The arguments of a call, by name."""
     signature = inspect.signature(function)
     given: dict[str, Any] = dict(signature.bind(*args, **options).arguments)
     for name, parameter in signature.parameters.items():
@@ -180,8 +180,8 @@ def _leaving(group: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_unsharded(model: Any) -> Iterator[None]:
-    """Has transformers count all parameters, for the index of several files, and write on a rank
-    that is rank 0 of its group, but maybe not of all."""
+    """Makes transformers count all parameters, for the index of several files, and write on rank 0
+    of the group, which may not be rank 0 of the job."""
     sizes = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
