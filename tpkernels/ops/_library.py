@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.autograd import forward_ad
 from tpkernels import cuda, groups
 from tpkernels.backends import implementation, unsupported
 from tpkernels.call import Call
-from tpkernels.errors import TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
@@ -59,7 +57,7 @@ def define_backward(
             )
         given = ctx.needs_input_grad  # without the defaults at the end
         needs = (*given, *(False,) * (count - len(given)))
-        with torch._C._DisableAutocast(), _told_of_errors(getattr(ctx, "group", None)):
+        with torch._C._DisableAutocast(), groups.told_of_errors(getattr(ctx, "group", None)):
             return backward(ctx, needs, *grads)[: len(given)]
 
     # What torch.library.register_autograd registers. By itself it would go through the dispatcher
@@ -127,21 +125,6 @@ def _has_tangent(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-@contextlib.contextmanager
-def _told_of_errors(group: str | None) -> Iterator[None]:
-    """An error on the way to a call, or between two, leaves this rank out of step with its peers:
-    they are told, and the group is broken."""
-    try:
-        yield
-    except TpkernelsError:  # of a call, which has seen to that
-        raise
-    except BaseException as error:
-        if group is not None:
-            with groups.get(group).lock:
-                groups.get(group).mark_broken(error)
-        raise
-
-
 def define_autocast(op: str) -> None:
     """Has an op with a matmul cast its operands under autocast, as ``torch.matmul`` does.
 
@@ -155,7 +138,7 @@ def define_autocast(op: str) -> None:
         off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         with torch._C._ExcludeDispatchKeyGuard(off):
             given = dict(zip(names, args, strict=False))  # without the defaults at the end
-            with _told_of_errors(given.get("group")):  # no memory for the copies
+            with groups.told_of_errors(given.get("group")):  # no memory for the copies
                 lowered = [_lowered(n, a, dtype, out_dtype) for n, a in given.items()]
             return overload(*lowered, **options)
 
