@@ -75,11 +75,15 @@ def run(call: Call, execute: Callable[..., Any], *args: Any) -> Any:
             group.in_call = True
             if profiling():
                 with recorded_waits(group.workspace):
-                    return execute(call, *args)
-            return execute(call, *args)
+                    result = execute(call, *args)
+            else:
+                result = execute(call, *args)
         except BaseException as error:
             group.mark_broken(error)
             hang_up(call, error)
             raise
         finally:
             group.in_call = False
+    if group.notices:
+        group.warn()
+    return result

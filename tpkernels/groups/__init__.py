@@ -1,5 +1,13 @@
 """Process groups as the ops see them: by name, with what their ranks share and have agreed on."""
 
-from tpkernels.groups.registry import GroupLike, empty, finalize, get, init, name_of
+from tpkernels.groups.registry import (
+    GroupLike,
+    empty,
+    finalize,
+    get,
+    init,
+    name_of,
+    told_of_errors,
+)
 
-__all__ = ["GroupLike", "empty", "finalize", "get", "init", "name_of"]
+__all__ = ["GroupLike", "empty", "finalize", "get", "init", "name_of", "told_of_errors"]

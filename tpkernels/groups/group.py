@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 from tpkernels import defaults
 from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
+from tpkernels.groups.turns import Turns
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
 from tpkernels.planning.machine import this_machine
@@ -25,13 +24,13 @@ from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 from tpkernels.symm.host import HostWorkspace
 
 
-class Group:
-    """A process group with its workspace. Calls on it are ordered by ``lock``."""
+class Group(Turns):
+    """A process group with its workspace."""
 
     def __init__(self, pg: dist.ProcessGroup, forget: Callable[[Group], None]) -> None:
+        super().__init__(pg.group_name)
         # Not ours to keep alive: a destroyed process group takes its workspace with it.
         self._pg = weakref.ref(pg, lambda _: forget(self))
-        self.name: str = pg.group_name
         self.rank: int = pg.rank()
         self.world: int = pg.size()
         self.timeout = defaults.TIMEOUT
@@ -41,13 +40,10 @@ class Group:
         self.hosts = 1
         self._tuned: dict[str, Table] = {}  # rank 0's, by the kind of device
         self.calls: dict[Hashable, Any] = {}  # checked and planned calls, by their arguments
-        self.lock = threading.RLock()
         self.waiter = Waiter()
-        self.in_call = False  #: a call runs on the thread that holds `lock`
+        self.notices: list[str] = []  #: warnings that `warn` is to give
         self._ready = False
-        self._broken: str | None = None
         self._presence = Presence()
-        self._owner: int | None = None  # the process that has the group, where it is not this one
         self._unsupported_kernels: dict[tuple[torch.device, str], str | None] = {}
 
     @property
@@ -78,8 +74,7 @@ class Group:
 
     def init(self, timeout: float, workspace_bytes: int) -> None:
         """See ``tpkernels.init``."""
-        with self.lock:
-            self.check_usable()
+        with self._together(ValueError, MemoryError):  # after these they may try again
             if self._ready:
                 if (timeout, workspace_bytes) == (self.timeout, self.workspace_bytes):
                     return
@@ -89,17 +84,14 @@ class Group:
                     f"{workspace_bytes}"
                 )
             participant = self.participant(timeout)
-            with self._together(ValueError, MemoryError):  # they may try again
-                one_machine = self._agree_on_memory(participant, workspace_bytes)
-                if self.why_not_shared is None:
-                    self.workspace = HostWorkspace(participant, workspace_bytes)
-                elif one_machine and self.rank == 0 and self.world > 1:
-                    warnings.warn(
-                        "the ranks are on one machine but share no memory, and so take the slower "
-                        f"process group: {self.why_not_shared}",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+            one_machine = self._agree_on_memory(participant, workspace_bytes)
+            if self.why_not_shared is None:
+                self.workspace = HostWorkspace(participant, workspace_bytes)
+            elif one_machine and self.rank == 0 and self.world > 1:
+                self.notices.append(
+                    "the ranks are on one machine but share no memory, and so take the slower "
+                    f"process group: {self.why_not_shared}"
+                )
             self.timeout, self.workspace_bytes = timeout, workspace_bytes
             self._ready = True
 
@@ -124,10 +116,9 @@ class Group:
         """The times that rank 0 finds in its cache for tensors of a device type: what each rank
         found by itself might differ, and with it the choices. Collective at the first call."""
         if self.world > 1 and device not in self._tuned:
-            with self.lock:
+            with self._together():
                 if device not in self._tuned:  # another thread was first
-                    with self._together():
-                        self._tuned[device] = self._tuned_by_rank_0(device)
+                    self._tuned[device] = self._tuned_by_rank_0(device)
         return self._tuned.get(device, Table())
 
     def use_times(self, device: str, table: Table) -> None:
@@ -146,8 +137,8 @@ class Group:
             said = self.workspace.exchange(purpose, say)
         else:
             said = exchange(self.participant(self.timeout), purpose, say)
-        if ignored:  # now that nobody waits for this rank: a warning may be an error
-            warnings.warn(ignored, RuntimeWarning, stacklevel=2)
+        if ignored:
+            self.notices.append(ignored)
         return store.from_json(said[0]["table"])
 
     def unsupported_kernels(
@@ -165,10 +156,9 @@ class Group:
                     f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
                     "before the capture of a graph"
                 )
-            with self.lock:
+            with self._together():
                 if key not in self._unsupported_kernels:  # another thread was first
-                    with self._together():
-                        self._unsupported_kernels[key] = self._try_gpu_kernels(device, kernels, own)
+                    self._unsupported_kernels[key] = self._try_gpu_kernels(device, kernels, own)
         return self._unsupported_kernels[key]
 
     def _try_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
@@ -182,21 +172,22 @@ class Group:
     def make_room(self, nbytes: int, text: str) -> None:
         """Has the data buffers hold ``nbytes`` each for a call, as far as they may and can grow.
         Collective where they grow: all ranks ask for the same."""
-        if self.workspace is not None and self.workspace.wants(nbytes):
-            with self.lock, self._together():
-                self.workspace.grow(nbytes, text)
+        workspace = self.workspace
+        if workspace is not None and workspace.wants(nbytes):
+            with self._together():
+                refused = workspace.grow(nbytes, text)
+                if refused is not None and self.rank == 0:
+                    self.notices.append(refused)
 
     def make_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See ``tpkernels.empty``."""
-        with self.lock:
-            self.check_usable()
+        with self._together(MemoryError, NotImplementedError):
             if self.workspace is None:
                 raise NotImplementedError(
                     "symmetric tensors need memory that all ranks share, which those of group "
                     f"'{self.name}' do not: {self.why_not_shared}"
                 )
-            with self._together(MemoryError):
-                return self.workspace.make_symmetric(shape, dtype)
+            return self.workspace.make_symmetric(shape, dtype)
 
     def participant(self, timeout: float) -> Participant:
         """This rank's place in the group, for an exchange through its store."""
@@ -205,16 +196,23 @@ class Group:
 
     @contextlib.contextmanager
     def _together(self, *alike: type[Exception]) -> Iterator[None]:
-        """What all ranks do together: an error breaks the group, unless it is one of ``alike``,
-        which all ranks raise."""
-        self.check_usable()
-        try:
-            yield
-        except alike:
-            raise
-        except BaseException as error:
-            self.mark_broken(error)
-            raise
+        """What all ranks do together beside the calls of `backends.run`, in turn with them: an
+        error breaks the group, unless it is one of ``alike``, which all ranks raise."""
+        with self.turn():
+            try:
+                yield
+            except alike:
+                raise
+            except BaseException as error:
+                self.mark_broken(error)
+                raise
+
+    def warn(self) -> None:
+        """Gives the warnings that have come up in calls, after these: a warning may be an error,
+        with which rank 0 alone would leave a call."""
+        notices, self.notices = self.notices, []
+        for notice in notices:
+            warnings.warn(notice, RuntimeWarning, stacklevel=3)
 
     def mark_broken(self, error: BaseException) -> None:
         """This rank left a call with ``error``: peers that wait for it are told, and no further
@@ -231,52 +229,23 @@ class Group:
                 tell_left(self.participant(self.timeout), error)
 
     def disown(self, owner: int) -> None:
-        """This process is a fork of the rank, process ``owner``: it can neither take its place nor
-        end its calls."""
-        if self._owner is None:  # otherwise it was a fork's already
-            self._owner = owner
-        self.in_call = False
-        self.lock = threading.RLock()  # a thread that the fork did not copy may have held it
+        """See there."""
+        super().disown(owner)
         self.waiter = Waiter()
 
-    def check_usable(self) -> None:
-        """Raises ``GroupBrokenError`` after a failure and in a fork of the rank, ``RuntimeError``
-        within a call. The caller holds ``lock``."""
-        if self._owner is not None:
-            raise GroupBrokenError(
-                f"group '{self.name}' belongs to process {self._owner}, and process {os.getpid()} "
-                "was forked from it: use the group there, or make a process group here"
-            )
-        if self.in_call:  # of this thread, which holds the lock
-            raise RuntimeError(
-                f"group '{self.name}' is in a call already on this thread: a signal handler, or a "
-                "callback, cannot use it within a call"
-            )
-        if self._broken is not None:
-            raise GroupBrokenError(
-                f"group '{self.name}' is broken and can run no more calls; make a new group. "
-                f"It broke with: {self._broken}"
-            )
-
-    def within_call(self) -> bool:
-        """Whether this very thread is in a call."""
+    def close(self, by: str) -> None:
+        """Has no more calls run, and gives the workspace back; in a call, on any thread, nothing:
+        then the workspace goes with the last use of it."""
         if not self.lock.acquire(blocking=False):
-            return False
-        try:
-            return self.in_call
-        finally:
-            self.lock.release()
-
-    def close(self, *, wait: bool = False) -> None:
-        """Gives the workspace back, unless another thread is in a call: then it goes with the last
-        use of it, or this waits for the end of the call."""
-        if not self.lock.acquire(blocking=wait):
             return
         try:
+            if self.in_call:
+                return
+            self._closed = by
             self.calls.clear()
             self.waiter.close()
-            if self.workspace is not None:
-                self.workspace.close()
-                self.workspace = None
+            workspace, self.workspace = self.workspace, None
+            if workspace is not None:
+                workspace.close()
         finally:
             self.lock.release()

@@ -6,10 +6,12 @@ The registry below is the package's only mutable module state.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -18,21 +20,24 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import defaults
+from tpkernels.errors import TpkernelsError
 from tpkernels.groups.group import Group
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 _groups: dict[str, Group] = {}
-_registry_lock = threading.Lock()
+_registry_lock = threading.RLock()  # a signal handler may need it where its thread has it
 # Process groups that were made before this process was forked off, and the process that made them.
 _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def _forget(group: Group, registry: dict[str, Group] = _groups) -> None:
-    """Its process group is gone. That may be when this module's names have gone, too."""
+def _forget(
+    group: Group, by: str = "the end of its process group", registry: dict[str, Group] = _groups
+) -> None:
+    """Takes a group out and closes it. That may be when this module's names have gone."""
     if registry.get(group.name) is group:
-        del registry[group.name]
-        group.close()
+        registry.pop(group.name, None)
+        group.close(by)
 
 
 def _after_fork() -> None:
@@ -98,14 +103,32 @@ def get(name: str) -> Group:
     if group is None or group.pg is not pg:
         with _registry_lock:
             group = _groups.get(name)
-            if group is None or group.pg is not pg:
-                if group is not None:
-                    group.close()
+            if group is not None and group.pg is not pg:
+                _forget(group)
+                group = None
+            if group is None:
                 group = Group(pg, _forget)
                 if pg in _inherited:
                     group.disown(_inherited[pg])
-                _groups[name] = group
+                group = _groups.setdefault(name, group)  # a signal handler may have been first
     return group
+
+
+@contextlib.contextmanager
+def told_of_errors(name: str | None) -> Iterator[None]:
+    """An error on the way to a call of the group of that name, or between two, leaves this rank out
+    of step with its peers: they are told, and the group is broken."""
+    try:
+        yield
+    except TpkernelsError:  # of a call, which has seen to that
+        raise
+    except BaseException as error:
+        # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
+        if name is not None and not get(name).within_call():
+            group = get(name)
+            with group.lock:
+                group.mark_broken(error)
+        raise
 
 
 def init(
@@ -141,7 +164,9 @@ def init(
             raise ValueError("no default process group: call torch.distributed.init_process_group")
         group = dist.group.WORLD
         assert group is not None  # for the type checker: initialised above
-    get(name_of(group)).init(float(timeout), int(nbytes))
+    made = get(name_of(group))
+    made.init(float(timeout), int(nbytes))
+    made.warn()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> torch.Tensor:
@@ -156,25 +181,31 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> 
     """
     if any(size < 0 for size in shape):
         raise ValueError(f"shape {list(shape)} has a negative size")
-    return get(name_of(group)).ready().make_symmetric(tuple(shape), dtype)
+    ready = get(name_of(group)).ready()
+    tensor = ready.make_symmetric(tuple(shape), dtype)
+    ready.warn()
+    return tensor
 
 
 def finalize() -> None:
-    """Gives back the workspaces of all groups. Also happens when the process ends.
+    """Gives back the workspaces of all groups, each once the calls of other threads that have their
+    turn are over. Also happens when the process ends.
 
     Raises:
         RuntimeError: it is called within a call, by a signal handler.
     """
-    with _registry_lock:
-        for group in _groups.values():
-            if group.within_call():
-                raise RuntimeError(
-                    f"group '{group.name}' is in a call on this thread: a signal handler, or a "
-                    "callback, cannot finalize within a call"
-                )
-        for group in _groups.values():
-            group.close(wait=True)
-        _groups.clear()
+    present = list(_groups.values())
+    for group in present:
+        if group.within_call():
+            raise RuntimeError(
+                f"group '{group.name}' is in a call on this thread: a signal handler, or a "
+                "callback, cannot finalize within a call"
+            )
+    # No lock of the registry is held meanwhile: a signal handler may call this, too. An interrupt
+    # leaves the groups that remain as they were.
+    for group in present:
+        with group.lock:
+            _forget(group, by="tpkernels.finalize")
 
 
 # What the process has goes with it, and its end tells the peers. Without this, what is left of the

@@ -76,8 +76,7 @@ class Communicator:
         options = checks.options(timeout, cta_policy, min_ctas, max_ctas)
         own = groups.get(groups.name_of(group))
         name = own.name if name is None else name
-        with own.lock:
-            own.check_usable()
+        with own.turn():
             agreed = bootstrap(own.participant(timeout), library, options)
             native = _C.nccl.Communicator(
                 agreed.library,

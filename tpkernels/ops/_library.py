@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.autograd import forward_ad
 from tpkernels import groups
 from tpkernels.backends import run
 from tpkernels.call import Call
-from tpkernels.errors import TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.ops._arguments import unpacker
 from tpkernels.ops._planning import plan_call, remember
@@ -106,7 +104,7 @@ def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..
                 f"tpkernels.{op} has no second derivative; call backward without create_graph=True"
             )
         needs = needs_of(*ctx.needs_input_grad)  # without the defaults at the end
-        with torch._C._DisableAutocast(), _told_of_errors(getattr(ctx, "group", None)):
+        with torch._C._DisableAutocast(), groups.told_of_errors(getattr(ctx, "group", None)):
             found = backward(ctx, needs, *grads)
         return tuple(found.get(name) for name in names[: len(ctx.needs_input_grad)])
 
@@ -175,21 +173,6 @@ def _has_tangent(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-@contextlib.contextmanager
-def _told_of_errors(group: str | None) -> Iterator[None]:
-    """An error before a call, or between two, leaves this rank out of step with its peers: the
-    group is broken, and the peers are told."""
-    try:
-        yield
-    except TpkernelsError:  # the call has broken the group already
-        raise
-    except BaseException as error:
-        if group is not None:
-            with groups.get(group).lock:
-                groups.get(group).mark_broken(error)
-        raise
-
-
 def define_autocast(op: str) -> None:
     """Makes an op with a matmul cast its operands under autocast, as ``torch.matmul`` does.
 
@@ -203,7 +186,7 @@ def define_autocast(op: str) -> None:
         off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         with torch._C._ExcludeDispatchKeyGuard(off):
             given = dict(zip(names, args, strict=False))  # without the defaults at the end
-            with _told_of_errors(given.get("group")):  # no memory for the copies
+            with groups.told_of_errors(given.get("group")):  # no memory for the copies
                 lowered = [_lowered(n, a, dtype, out_dtype) for n, a in given.items()]
             return overload(*lowered, **options)
 

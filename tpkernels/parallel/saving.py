@@ -79,7 +79,7 @@ class SavePretrained:
         self._check(given)
         group = groups.get(self._group)
         writes = given.get("is_main_process", True)
-        with _leaving(group):
+        with groups.told_of_errors(self._group):
             if self._say(Word.WRITE if writes else Word.SKIP)[0] is Word.SKIP:
                 return
             shards = given.get("state_dict")
@@ -164,18 +164,6 @@ def _by_name(function: Any, *args: Any, **options: Any) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
     return given
-
-
-@contextlib.contextmanager
-def _leaving(group: Any) -> Iterator[None]:
-    """A rank that raises in a collective phase does not have its peers wait: the group breaks."""
-    try:
-        yield
-    except TpkernelsError:  # the op has told them
-        raise
-    except BaseException as error:
-        group.mark_broken(error)
-        raise
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ protocol and its proof). Symmetric tensors that users make are arenas of their o
 from __future__ import annotations
 
 import os
-import warnings
 import zlib
 from dataclasses import replace
 from math import prod
@@ -75,12 +74,12 @@ class HostWorkspace:
         """Whether the data buffers are to grow for a call that would use ``nbytes`` of each."""
         return self._may_grow and min(nbytes, self.workspace_bytes) > self.channel.capacity
 
-    def grow(self, nbytes: int, text: str) -> None:
+    def grow(self, nbytes: int, text: str) -> str | None:
         """Has the data buffers hold ``nbytes`` each, but no more than ``workspace_bytes``.
         Collective. Where a rank has no memory for that all stay as they are: calls then take more
-        and smaller steps."""
+        and smaller steps, and a text, for a warning, says why."""
         if not self.wants(nbytes):  # another thread was first
-            return
+            return None
         wanted = min(1 << (nbytes - 1).bit_length(), self.workspace_bytes)
         self._agree(f"growing the workspace to {wanted} bytes for {text}")
         own = self._commit(wanted)
@@ -88,14 +87,11 @@ class HostWorkspace:
         self._may_grow = not any(errors)
         if self._may_grow:
             self.channel.grow(wanted)
-        elif self.participant.rank == 0:
-            warnings.warn(
-                f"the workspace of group '{self.participant.group}' stays at "
-                f"{self.channel.capacity} bytes a buffer, and large calls take "
-                f"more steps: {next(filter(None, errors))}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            return None
+        return (
+            f"the workspace of group '{self.participant.group}' stays at {self.channel.capacity} "
+            f"bytes a buffer, and large calls take more steps: {next(filter(None, errors))}"
+        )
 
     def _commit(self, capacity: int) -> str | None:
         """Commits what this rank's buffers lack of ``capacity``; what went wrong."""

@@ -1,0 +1,159 @@
+"""``tpkernels.finalize`` against other threads, signal handlers, interrupts and itself."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+
+import faults
+import torch
+import torch.distributed as dist
+from ranked import report
+
+import tpkernels
+from tpkernels import groups
+from tpkernels.launch import Ranks
+
+WORLD = 2
+
+
+def in_call_of_a_thread(group: dist.ProcessGroup) -> threading.Thread:
+    """A thread that waits for its peers in a call."""
+    thread = threading.Thread(
+        target=lambda: faults.ending_of(lambda: faults.run_op("all_gather", group))
+    )
+    thread.start()
+    while not groups.get(group.group_name).in_call:
+        time.sleep(0.001)
+    return thread
+
+
+def used_group(timeout: float = faults.PATIENCE) -> dist.ProcessGroup:
+    group = faults.new_group(timeout)
+    faults.run_op("all_gather", group)
+    return group
+
+
+def nested_job() -> list[str]:
+    """finalize waits for a thread's call; a signal handler finalizes meanwhile."""
+    group, handled = used_group(), list[str]()
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+        faults.run_op("all_gather", group)
+        return []
+    call = in_call_of_a_thread(group)
+
+    def handle(*_: object) -> None:
+        handled.append("begins")
+        tpkernels.finalize()
+        handled.append("ends")
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    tpkernels.finalize()
+    call.join()
+    return [] if handled == ["begins", "ends"] else [str(handled)]
+
+
+def test_a_handler_that_finalizes_while_finalize_waits() -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        report(failure for rank in ranks.run(nested_job, timeout=30) for failure in rank)
+
+
+def waiting_job() -> list[str]:
+    """A thread waits for its turn when its group is closed."""
+    group = used_group()
+    endings: list[faults.Ending] = []
+    waiting = threading.Thread(
+        target=lambda: endings.append(faults.ending_of(lambda: faults.run_op("all_gather", group)))
+    )
+    with groups.get(group.group_name).lock:
+        waiting.start()
+        time.sleep(0.3)
+        tpkernels.finalize()
+    waiting.join()
+    dist.barrier()
+    faults.run_op("all_gather", group)  # which sets it up anew
+    right = endings[0].error == "GroupBrokenError" and "tpkernels.finalize" in endings[0].text
+    return [] if right else [str(endings)]
+
+
+def test_a_call_that_waited_for_its_turn_finds_the_group_closed() -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        report(failure for rank in ranks.run(waiting_job) for failure in rank)
+
+
+def interrupted_job() -> list[str]:
+    """Ctrl-C while finalize waits for the second of two groups; then the first is used."""
+    first, second = used_group(), used_group()
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+        faults.run_op("all_gather", second)
+        tpkernels.finalize()
+        interrupted = True
+    else:
+        call, interrupted = in_call_of_a_thread(second), False
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            tpkernels.finalize()
+        except KeyboardInterrupt:
+            interrupted = True
+        call.join()
+    dist.barrier()
+    faults.run_op("all_reduce", first)
+    shared = faults.shares_memory(first)
+    return [] if interrupted and shared else [f"interrupted {interrupted}, shared {shared}"]
+
+
+def test_an_interrupted_finalize_leaves_no_closed_group_to_be_used() -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        report(failure for rank in ranks.run(interrupted_job) for failure in rank)
+
+
+def destroyed_job() -> list[str]:
+    """Another thread destroys a process group while finalize waits."""
+    first, second, third = used_group(2.0), used_group(), used_group()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(3.0)
+        return []
+    call, doomed = in_call_of_a_thread(first), [second]
+    name = third.group_name
+    del second
+
+    def destroy() -> None:
+        time.sleep(0.3)
+        dist.destroy_process_group(doomed.pop())
+        gc.collect()
+
+    other = threading.Thread(target=destroy)
+    other.start()
+    tpkernels.finalize()
+    call.join()
+    other.join()
+    closed = groups.registry._groups.get(name) is None
+    return [] if closed else ["the third group was not closed"]
+
+
+def test_a_process_group_that_is_destroyed_while_finalize_waits() -> None:
+    with Ranks(WORLD) as ranks:
+        report(failure for rank in ranks.run(destroyed_job) for failure in rank)
+
+
+def destroyed_within_job() -> list[str]:
+    """The process group goes while this thread, in a handler, is within a call on it."""
+    group = used_group()
+    made = groups.get(group.group_name)
+    with made.turn():
+        made.close("the end of its process group")
+    assert made.workspace is not None
+    got = tpkernels.all_reduce(torch.ones(3), group)
+    return [] if torch.equal(got, torch.full((3,), 2.0)) else [str(got)]
+
+
+def test_a_group_is_not_closed_within_a_call() -> None:
+    with Ranks(WORLD) as ranks:
+        report(failure for rank in ranks.run(destroyed_within_job) for failure in rank)
