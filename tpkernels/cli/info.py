@@ -83,10 +83,10 @@ def algorithms(device: str, op: str, *, shared_memory: bool) -> dict[str, str | 
 
 
 def _public_names() -> list[str]:
-    parts = {"host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
+    submodules = {"host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
     return [
-        f"{part}.{name}"
-        for part, module in parts.items()
+        f"{submodule}.{name}"
+        for submodule, module in submodules.items()
         for name in dir(module)
         if not name.startswith("_")
     ]
