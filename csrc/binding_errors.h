@@ -1,4 +1,4 @@
-// What the parts of the Python face share: raising the package's errors, and waiting politely.
+// Shared by all bindings: raising the package's errors, releasing the GIL, handling Ctrl-C.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,19 +6,19 @@
 
 namespace tpkernels {
 
-// Sets an exception of tpkernels.errors; `peer` is the rank to blame, -1 where there is none.
+// Sets an exception of tpkernels.errors. `peer` is the rank to blame, or -1.
 inline void raise_error(const char* name, const char* text, int peer) {
   namespace py = pybind11;
   const py::object cls = py::module_::import("tpkernels.errors").attr(name);
-  const py::object blamed = peer < 0 ? py::object(py::none()) : py::int_(peer);
-  PyErr_SetObject(cls.ptr(), cls(text, py::arg("peer") = blamed).ptr());
+  const py::object culprit = peer < 0 ? py::object(py::none()) : py::int_(peer);
+  PyErr_SetObject(cls.ptr(), cls(text, py::arg("peer") = culprit).ptr());
 }
 
-// A daemon thread may wait here when the interpreter ends. To take the GIL then would end the
-// thread by an unwinding that C++ answers with std::terminate; so it stays, and goes with the
-// process.
+// Parks a daemon thread when the interpreter is shutting down. Taking the GIL at that point would
+// unwind the thread, and unwinding through C++ frames calls std::terminate. The parked thread ends
+// with the process.
 inline void stay_if_python_ends() {
-  if (gettid() == getpid()) return;  // the thread that ends it
+  if (gettid() == getpid()) return;  // the main thread, which shuts the interpreter down
 #if PY_VERSION_HEX >= 0x030D0000
   while (Py_IsFinalizing()) pause();
 #else

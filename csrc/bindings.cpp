@@ -1,5 +1,5 @@
-// The extension tpkernels._C: one submodule per folder of csrc/, each with bindings of its own. No
-// torch headers, so one build serves every torch version.
+// The extension tpkernels._C: one submodule per folder of csrc/, each with its own bindings. There
+// are no torch headers, so one build serves every torch version.
 #include "cuda/bindings.h"
 
 #include <pybind11/pybind11.h>
@@ -7,7 +7,7 @@
 #include "host/bindings.h"
 #include "nccl/bindings.h"
 
-// def_submodule also enters the submodules in sys.modules, so `import tpkernels._C.host` works.
+// def_submodule also adds each submodule to sys.modules, so `import tpkernels._C.host` works.
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ part of tpkernels";
   auto host = m.def_submodule("host", "Shared memory, signals and collectives within one host");

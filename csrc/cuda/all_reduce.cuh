@@ -2,16 +2,17 @@
 //
 // Problem: out = round(sum_r(x_r) + bias + residual) on every rank.
 //
-// Algorithm: the elements are cut into segments and each segment into one part per block. One-shot:
-// one segment, pushed to all ranks, summed by all. Two-shot: a segment per rank, pushed to its
-// owner, summed there, and the result pushed to all. Both sum in rank order: the same bits
-// everywhere. Multimem: every rank lays its x out, the owner of a segment has the switch add it,
-// and stores the result in all ranks' memory at once. The switch adds in an order of its own and
-// rounds to the dtype of x: the numerics contract (fixed rank order) does NOT hold, so nothing
-// chooses it by default.
+// Algorithm: the elements are split into segments, and each segment into one part per block.
+// One-shot: one segment, pushed to all ranks and summed by all. Two-shot: a segment per rank,
+// pushed to its owner and summed there; the owner pushes the result to all. Both sum in rank order,
+// so all ranks get the same bits. Multimem: every rank copies x into its own buffer; the owner of a
+// segment has the switch sum it and stores the result in all ranks' memory at once. The switch adds
+// in an order of its own and rounds to the dtype of x. The numerics contract (fixed rank order)
+// does NOT hold, so multimem is never chosen by default.
 //
-// Sync: the word TILES + b says that block b of the source has laid its shards down here (multimem:
-// at its own place), TILES + blocks + b that its result is here. Blocks wait for namesakes only.
+// Sync: the word TILES + b says that block b of the source has written its parts into this rank's
+// buffer (multimem: into its own), TILES + blocks + b that its result is there. A block waits only
+// for blocks of the same number.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -19,31 +20,31 @@
 
 namespace tpkernels::cuda {
 
-// Where the segment of `owner` begins and ends.
+// The segment of `owner`.
 TPK_DEVICE Range segment_of(const AllReduce& call, int owner) {
   const u64 first = least(owner * call.segment, call.count);
   return {first, least(first + call.segment, call.count)};
 }
 
-// What this block has of a segment.
-TPK_DEVICE Range shard_of(const AllReduce& call, int owner) {
-  return share_in(segment_of(call, owner), call.segment);
+// This block's part of the segment of `owner`.
+TPK_DEVICE Range part_of(const AllReduce& call, int owner) {
+  return part_in(segment_of(call, owner), call.segment);
 }
 
-// Copies elements [range) of x to where element range.first is to be.
-TPK_DEVICE void push_share(const AllReduce& call, u64 to, Range range) {
+// Copies `part` of x to address `to`.
+TPK_DEVICE void push_part(const AllReduce& call, u64 to, Range part) {
   const u64 size = size_of(call.wire);
-  copy_block(to, address_of(call.x) + range.first * size, (range.last - range.first) * size);
+  copy_block(to, address_of(call.x) + part.first * size, (part.last - part.first) * size);
 }
 
-// Where the partials from `source` are in the buffer of `rank`; those of a segment begin there.
+// Address of the slot for the partials from `source` in the buffer of `rank`.
 TPK_DEVICE u64 slot_of(const Peers& peers, const AllReduce& call, int rank, int source) {
   return buffer_of(peers, rank) + source * call.slot_bytes;
 }
 
-// Sums this block's shard of the segment, out of the slots and of x.
+// Sums `part`, this block's part of `segment`, from the slots and from x.
 template <int D>
-TPK_DEVICE void sum_share(const Peers& peers, const AllReduce& call, Range segment, Range shard) {
+TPK_DEVICE void sum_part(const Peers& peers, const AllReduce& call, Range segment, Range part) {
   const u64 in = size_of(D), out = size_of(call.epilogue.out_dtype);
   const auto partials = [&](int r) {
     return r == peers.space.rank ? address_of(call.x) + segment.first * in
@@ -55,24 +56,24 @@ TPK_DEVICE void sum_share(const Peers& peers, const AllReduce& call, Range segme
     epilogue.residual = static_cast<const char*>(epilogue.residual) + segment.first * size;
   }
   sum_range<D>(partials, peers.space.world, address_of(call.out) + segment.first * out,
-               call.begin + segment.first, shard.first - segment.first, shard.last - segment.first,
+               call.begin + segment.first, part.first - segment.first, part.last - segment.first,
                epilogue, thread(), threads());
 }
 
 template <int D>
 TPK_DEVICE void one_shot(const Peers& peers, const AllReduce& call) {
   const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const Range all = segment_of(call, 0), shard = shard_of(call, 0);
+  const Range all = segment_of(call, 0), part = part_of(call, 0);
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
-    push_share(call, slot_of(peers, call, to, rank) + shard.first * size_of(D), shard);
+    push_part(call, slot_of(peers, call, to, rank) + part.first * size_of(D), part);
     publish(peers, to, word);
   }
   wait_for_all(peers, word);
-  sum_share<D>(peers, call, all, shard);
+  sum_part<D>(peers, call, all, part);
 }
 
-// Where the result that begins at element `first` stands in the buffer of `rank`.
+// Address, in the buffer of `rank`, of the result that starts at element `first`.
 TPK_DEVICE u64 result_of(const Peers& peers, const AllReduce& call, int rank, u64 first) {
   return buffer_of(peers, rank) + call.results_at + first * size_of(call.epilogue.out_dtype);
 }
@@ -82,16 +83,16 @@ TPK_DEVICE void two_shot(const Peers& peers, const AllReduce& call) {
   const int rank = peers.space.rank, world = peers.space.world;
   const int word = kTiles + block(), result = word + blocks();
   const u64 size = size_of(call.epilogue.out_dtype);
-  const Range own = shard_of(call, rank);
+  const Range own = part_of(call, rank);
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
-    const Range shard = shard_of(call, to);
-    const u64 offset = (shard.first - segment_of(call, to).first) * size_of(D);
-    push_share(call, slot_of(peers, call, to, rank) + offset, shard);
+    const Range part = part_of(call, to);
+    const u64 offset = (part.first - segment_of(call, to).first) * size_of(D);
+    push_part(call, slot_of(peers, call, to, rank) + offset, part);
     publish(peers, to, word);
   }
   wait_for_all(peers, word);
-  sum_share<D>(peers, call, segment_of(call, rank), own);
+  sum_part<D>(peers, call, segment_of(call, rank), own);
   sync_block();
   const u64 from = address_of(call.out) + own.first * size, bytes = (own.last - own.first) * size;
   for (int i = 1; i < world; ++i) {
@@ -102,9 +103,9 @@ TPK_DEVICE void two_shot(const Peers& peers, const AllReduce& call) {
   for (int i = 1; i < world; ++i) {
     const int owner = (rank + i) % world;
     wait_for(peers, owner, result);
-    const Range shard = shard_of(call, owner);
-    copy_block(address_of(call.out) + shard.first * size, result_of(peers, call, rank, shard.first),
-               (shard.last - shard.first) * size);
+    const Range part = part_of(call, owner);
+    copy_block(address_of(call.out) + part.first * size, result_of(peers, call, rank, part.first),
+               (part.last - part.first) * size);
   }
 }
 
@@ -115,16 +116,16 @@ TPK_DEVICE void multimem(const Peers& peers, const AllReduce& call) {
   const int word = kTiles + block(), result = word + blocks();
   const u64 size = size_of(D), here = buffer_of(peers, space.rank);
   for (int owner = 0; owner < space.world; ++owner) {
-    const Range shard = shard_of(call, owner);
-    push_share(call, here + shard.first * size, shard);
+    const Range part = part_of(call, owner);
+    push_part(call, here + part.first * size, part);
   }
   fence_aliases();
   publish_to_all(peers, word);
   wait_for_all(peers, word);
   fence_aliases();
   const u64 everywhere = call.multicast + (here - space.regions[space.rank]);
-  const Range own = shard_of(call, space.rank);
-  // The last pack may hold bytes behind the end; nobody copies them out.
+  const Range own = part_of(call, space.rank);
+  // The last pack may extend past the end; those bytes are never copied out.
   const u64 last = everywhere + own.last * size, stride = threads() * sizeof(Pack);
   for (u64 at = everywhere + own.first * size + thread() * sizeof(Pack); at < last; at += stride) {
     multimem_store(at, multimem_sum<D>(at));
@@ -134,9 +135,9 @@ TPK_DEVICE void multimem(const Peers& peers, const AllReduce& call) {
   wait_for_all(peers, result);
   fence_aliases();
   for (int owner = 0; owner < space.world; ++owner) {
-    const Range shard = shard_of(call, owner);
-    copy_block(address_of(call.out) + shard.first * size, here + shard.first * size,
-               (shard.last - shard.first) * size);
+    const Range part = part_of(call, owner);
+    copy_block(address_of(call.out) + part.first * size, here + part.first * size,
+               (part.last - part.first) * size);
   }
 }
 #endif

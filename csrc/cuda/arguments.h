@@ -1,4 +1,5 @@
-// What the host gives the kernels, by value. Free of headers: NVRTC compiles it too.
+// Arguments that the host passes to the kernels by value. No includes, because NVRTC compiles this
+// file too.
 #pragma once
 
 namespace tpkernels::cuda {
@@ -9,7 +10,7 @@ using i64 = long long;
 // The codes of host/vector.h.
 constexpr int kF32 = 0, kF16 = 1, kBF16 = 2;
 
-// A group's workspace as DeviceWorkspace.arguments() of tpkernels/symm/device.py tells it.
+// A group's workspace: DeviceWorkspace.arguments() of tpkernels/symm/device.py.
 struct Space {
   const u64* regions;  // the ranks' regions: a table of addresses
   u64* state;
@@ -17,10 +18,10 @@ struct Space {
   int rank;
   int world;
   unsigned signature;
-  int words;  // from one source
+  int words;  // per source
   u64 timeout_ns;
-  u64 buffers_at;     // bytes from the begin of a region
-  u64 buffer_stride;  // bytes from one buffer to the other
+  u64 buffers_at;     // byte offset within a region
+  u64 buffer_stride;  // bytes between the two buffers
   u64 seed;
   u64 chaos;  // 2 * the longest delay in ns (0: none), + 1 if waits return at once
 };
@@ -38,27 +39,28 @@ struct AllReduce {
   const void* x;
   void* out;
   u64 count;
-  u64 begin;  // where x and out stand within the whole output, for the bias
+  u64 begin;  // index of x[0] and out[0] in the whole output, for the bias
   int wire;   // dtype of x
   Epilogue epilogue;
-  u64 segment;     // elements that a rank reduces; count in one-shot
-  u64 slot_bytes;  // of the buffer, for the partials from one rank
-  u64 results_at;  // bytes from the begin of a buffer
-  u64 multicast;   // address of all ranks' regions at once
+  u64 segment;     // elements that a rank reduces; `count` in one-shot
+  u64 slot_bytes;  // buffer space for the partials from one rank
+  u64 results_at;  // byte offset within a buffer
+  u64 multicast;   // multicast address of all ranks' regions
 };
 
-// Of a tensor of rows of `row` elements, rank r has, or is to have, rows [starts[r], starts[r+1]).
+// The shards of a tensor with rows of `row` elements: rank r holds, or receives, rows [starts[r],
+// starts[r+1]).
 struct Shards {
   const void* x;      // all-gather: this rank's rows; reduce-scatter: its partial of all rows
   void* out;          // all-gather: all rows; reduce-scatter: this rank's
-  const int* starts;  // world + 1 of them
+  const int* starts;  // world + 1 entries
   u64 row;
   int wire;           // dtype of x
-  u64 slot_bytes;     // of the buffer, for what comes from one rank
+  u64 slot_bytes;     // buffer space for the data from one rank
   Epilogue epilogue;  // of the sum
 };
 
-constexpr int kMaxWorld = 72;  // GPUs that one NVLink domain connects
+constexpr int kMaxWorld = 72;  // the most GPUs in one NVLink domain
 
 struct SumPartials {
   const void* partials[kMaxWorld];
@@ -70,14 +72,15 @@ struct SumPartials {
   Epilogue epilogue;
 };
 
+// A word to publish or to wait for.
 struct Signal {
-  int rank;  // the receiver, or the source that is waited for; -1: all receivers
+  int rank;  // the receiver, or the source to wait for; -1: all peers receive it
   int index;
-  int source;  // of a word to this rank itself: whose data it tells of
+  int source;  // if the receiver is this rank itself: the rank whose data has arrived
 };
 
-// What a failed call leaves behind.
-struct Poison {
+// The output of a call, which `poison` fills with NaN if the call has failed.
+struct Output {
   void* out;
   u64 bytes;
 };

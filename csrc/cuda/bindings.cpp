@@ -1,4 +1,5 @@
-// The Python face of csrc/cuda: addresses and streams as integers. tpkernels/cuda checks the input.
+// _C.cuda: the kernels, and queries of the driver. Memory and streams are passed as integers.
+// tpkernels/cuda checks the arguments.
 #include "cuda/bindings.h"
 
 #include <pybind11/stl.h>
@@ -24,7 +25,7 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// The keys are those of DeviceWorkspace.arguments().
+// The parameters are the keys of DeviceWorkspace.arguments().
 Space make_space(Address regions, Address state, Address control, int rank, std::int64_t signature,
                  std::uint64_t timeout_ns, int words, std::uint64_t buffers_at,
                  std::uint64_t buffer_stride, int world, std::uint64_t seed, std::uint64_t chaos) {
@@ -51,7 +52,7 @@ Epilogue make_epilogue(int out_dtype, Address bias, std::uint64_t cols, Address 
 std::unique_ptr<Kernels> make_kernels(int device, const std::optional<std::string>& image) {
   if (image) return std::make_unique<Kernels>(device, image->data());
   const Image& embedded = embedded_image();
-  if (embedded.size == 0) throw Unavailable("this extension was built without nvcc");
+  if (embedded.size == 0) throw Unsupported("this extension was built without nvcc");
   return std::make_unique<Kernels>(device, embedded.bytes);
 }
 
@@ -106,7 +107,7 @@ void bind_calls(py::class_<Kernels>& kernels) {
           py::arg("latency_ns"), py::arg("ns_per_byte"), ReleaseGil());
 }
 
-// Of `starts`, in the device's memory, there are world + 1.
+// `starts` is the address of world + 1 ints in device memory.
 void bind_shards(py::class_<Kernels>& kernels) {
   using Function = void (Kernels::*)(Stream, const Space&, int, const Shards&);
   const auto bind = [&](const char* name, Function function) {
@@ -171,8 +172,8 @@ void bind(py::module_& m) {
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
-    } catch (const Unavailable& missing) {
-      PyErr_SetString(PyExc_NotImplementedError, missing.what());
+    } catch (const Unsupported& unsupported) {
+      PyErr_SetString(PyExc_NotImplementedError, unsupported.what());
     }
   });
   py::class_<Space>(m, "Space")

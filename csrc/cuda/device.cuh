@@ -1,13 +1,13 @@
-// All that only a GPU can do, as functions with names: orders of memory, the clock, vectors,
-// conversions. tests/native/emulated/cuda/device.cuh has the same names for a CPU, so that what is
-// built on them also runs where there is no GPU.
+// Everything that needs a GPU, as named functions: memory orderings, the clock, vector accesses,
+// conversions. tests/native/emulated/cuda/device.cuh has the same functions for a CPU, so the code
+// built on them also runs without a GPU.
 #pragma once
 
 #include "cuda/arguments.h"
 
 #define TPK_DEVICE __device__ __forceinline__
 #define TPK_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
-#define TPK_GIVEN const __grid_constant__
+#define TPK_PARAM const __grid_constant__
 
 namespace tpkernels::cuda {
 
@@ -18,7 +18,7 @@ TPK_DEVICE int blocks() { return gridDim.x; }
 
 TPK_DEVICE void sync_block() { __syncthreads(); }
 
-// The same, and whether any thread of the block came with true.
+// The same. Returns whether any thread of the block passed true.
 TPK_DEVICE bool sync_block_or(bool value) { return __syncthreads_or(value) != 0; }
 
 TPK_DEVICE u64 clock_ns() {
@@ -77,7 +77,7 @@ struct alignas(16) Pack {
   unsigned word[4];
 };
 
-// Never through the read-only cache: peers write what is loaded here while the kernel runs.
+// Never through the read-only cache: peers write this memory while the kernel runs.
 TPK_DEVICE Pack load_pack(const void* from) {
   Pack pack;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -115,8 +115,8 @@ TPK_DEVICE unsigned short round_bf16(float value) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// One address that stands for the same place in all ranks' memory. The switch adds in an order of
-// its own.
+// `from` is a multicast address: the same place in all ranks' memory. The switch adds in an order
+// of its own.
 template <int D>
 TPK_DEVICE Pack multimem_sum(u64 from) {
   Pack p;
@@ -147,7 +147,7 @@ TPK_DEVICE void multimem_store(u64 to, Pack pack) {
                : "memory");
 }
 
-// Between accesses to one place under its own address and under the multicast address.
+// Orders accesses to the same memory through its own address and through the multicast address.
 TPK_DEVICE void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 #define TPK_MULTIMEM 1

@@ -15,7 +15,7 @@ template <class Function>
 void find(void* library, const char* name, Function& function) {
   void* found = dlsym(library, name);
   if (found == nullptr) {
-    throw Unavailable(std::string(kLibrary) + " has no " + name +
+    throw Unsupported(std::string(kLibrary) + " has no " + name +
                       ": the NVIDIA driver is too old; install one for CUDA 12 or newer");
   }
   function = reinterpret_cast<Function>(found);
@@ -24,7 +24,7 @@ void find(void* library, const char* name, Function& function) {
 Driver load() {
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    throw Unavailable(std::string("no NVIDIA driver on this machine: ") + dlerror());
+    throw Unsupported(std::string("no NVIDIA driver on this machine: ") + dlerror());
   }
   Driver d;
   find(library, "cuInit", d.init);
@@ -46,7 +46,7 @@ Driver load() {
   if (const int code = d.init(0); code != 0) {
     const char* text = nullptr;
     d.error_string(code, &text);
-    throw Unavailable(std::string("the NVIDIA driver finds no GPU to work with: cuInit: ") +
+    throw Unsupported(std::string("the NVIDIA driver found no usable GPU: cuInit: ") +
                       (text != nullptr ? text : "error " + std::to_string(code)));
   }
   return d;
@@ -65,7 +65,7 @@ void Driver::check(int code, const char* call) const {
 }
 
 const Driver& driver() {
-  static const Driver loaded = load();  // tried again at the next call if it throws
+  static const Driver loaded = load();  // if load() throws, the next call tries again
   return loaded;
 }
 
@@ -85,7 +85,7 @@ int compute_capability(int device) {
   const Driver& d = driver();
   const int count = device_count();
   if (device < 0 || device >= count) {
-    throw Unavailable("no GPU " + std::to_string(device) + ": the driver shows " +
+    throw Unsupported("no GPU " + std::to_string(device) + ": the driver reports " +
                       std::to_string(count));
   }
   int handle = 0, major = 0, minor = 0;
@@ -95,7 +95,7 @@ int compute_capability(int device) {
   return 10 * major + minor;
 }
 
-Current::Current(Handle context) {
+ContextGuard::ContextGuard(Handle context) {
   const Driver& d = driver();
   Handle current = nullptr;
   d.check(d.current_context(&current), "cuCtxGetCurrent");
@@ -104,7 +104,7 @@ Current::Current(Handle context) {
   pushed_ = true;
 }
 
-Current::~Current() {
+ContextGuard::~ContextGuard() {
   Handle popped = nullptr;
   if (pushed_) driver().pop_context(&popped);
 }

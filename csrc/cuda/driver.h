@@ -1,6 +1,6 @@
-// The few functions of the CUDA driver that are needed, found at run time: the extension imports on
-// a machine that has none, and says what is missing when a GPU is asked for. No CUDA header and no
-// CUDA runtime: what is declared here is the driver's stable ABI.
+// The few functions of the CUDA driver that are needed, loaded at run time. So the extension
+// imports on machines without a driver, and reports what is missing when a GPU is first used. There
+// is no CUDA header and no CUDA runtime: the declarations here are the driver's stable ABI.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace tpkernels::cuda {
 
-// What was asked for needs something that is not here; the text says what.
-struct Unavailable : std::runtime_error {
+// A valid request that this machine does not support. The text says what is missing.
+struct Unsupported : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -39,11 +39,11 @@ struct Driver {
                 Handle stream, void** parameters, void** extra);
   int (*copy_async)(Address dst, Address src, std::size_t bytes, Handle stream);
 
-  // Throws std::runtime_error with the name of the call and the driver's words, unless `code` is 0.
+  // Unless `code` is 0, throws std::runtime_error with the name of the call and the driver's text.
   void check(int code, const char* call) const;
 };
 
-// Loads and initialises the driver once. Throws Unavailable.
+// Loads and initialises the driver once. Throws Unsupported.
 const Driver& driver();
 
 int driver_version();
@@ -52,13 +52,13 @@ int device_count();
 // 10 * major + minor.
 int compute_capability(int device);
 
-// Makes a device's primary context, the one that torch uses, current as long as it lives.
-class Current {
+// Makes a device's primary context, which torch uses too, current for the guard's lifetime.
+class ContextGuard {
  public:
-  explicit Current(Handle context);
-  ~Current();
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
+  explicit ContextGuard(Handle context);
+  ~ContextGuard();
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
 
  private:
   bool pushed_ = false;

@@ -15,14 +15,15 @@ Kernels::Kernels(int device, const void* image) {
   int handle = 0;
   d.check(d.device(&handle, device), "cuDeviceGet");
   d.check(d.retain_context(&context_, handle), "cuDevicePrimaryCtxRetain");
-  const Current current(context_);
+  const ContextGuard guard(context_);
   if (const int code = d.load_module(&module_, image); code != 0) {
     const char* text = nullptr;
     d.error_string(code, &text);
-    throw Unavailable("the CUDA kernels do not load on GPU " + std::to_string(device) + " (sm_" +
-                      std::to_string(capability) + "): " + (text != nullptr ? text : "no reason"));
+    throw Unsupported("cannot load the CUDA kernels on GPU " + std::to_string(device) + " (sm_" +
+                      std::to_string(capability) +
+                      "): " + (text != nullptr ? text : "no reason given"));
   }
-  // All at once: a function that is loaded at its first launch would end a capture.
+  // Load all functions now: loading one at its first launch would invalidate a stream capture.
   all_reduce_[0] = function("one_shot_all_reduce");
   all_reduce_[1] = function("two_shot_all_reduce");
   if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
@@ -35,15 +36,15 @@ Kernels::Kernels(int device, const void* image) {
   publish_ = function("call_publish");
   wait_ = function("call_wait");
   end_ = function("call_end");
-  spoil_ = function("call_spoil");
+  poison_ = function("call_poison");
 }
 
-// The primary context stays retained: torch's tensors live in it.
+// The primary context stays retained, because torch's tensors live in it.
 Kernels::~Kernels() {
   try {
-    const Current current(context_);
+    const ContextGuard guard(context_);
     driver().unload_module(module_);
-  } catch (const std::exception&) {  // the driver is gone before the process is
+  } catch (const std::exception&) {  // the driver may be gone before the process exits
   }
 }
 
@@ -57,7 +58,7 @@ template <class... Arguments>
 void Kernels::launch(Handle function, int blocks, int threads, Stream stream,
                      const Arguments&... arguments) {
   const Driver& d = driver();
-  const Current current(context_);
+  const ContextGuard guard(context_);
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
   d.check(d.launch(function, blocks, 1, 1, threads, 1, 1, 0, stream_handle(stream), parameters,
                    nullptr),
@@ -68,7 +69,7 @@ void Kernels::all_reduce(Stream stream, const Space& space, Way way, int blocks,
                          const AllReduce& call) {
   const Handle kernel = all_reduce_[static_cast<int>(way)];
   if (kernel == nullptr) {
-    throw Unavailable("a multimem all-reduce needs a GPU of compute capability 9.0 or newer");
+    throw Unsupported("a multimem all-reduce needs a GPU of compute capability 9.0 or higher");
   }
   launch(kernel, blocks, kReduceThreads, stream, space, call);
 }
@@ -109,8 +110,8 @@ void Kernels::end(Stream stream, const Space& space) {
   launch(end_, 1, kSignalThreads, stream, space);
 }
 
-void Kernels::poison(Stream stream, const Space& space, const Poison& results) {
-  launch(spoil_, 1, kPoisonThreads, stream, space, results);
+void Kernels::poison(Stream stream, const Space& space, const Output& output) {
+  launch(poison_, 1, kPoisonThreads, stream, space, output);
 }
 
 }  // namespace tpkernels::cuda

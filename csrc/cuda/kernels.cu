@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda. nvcc compiles this file when the package is built, NVRTC the very same
-// at first use where there was no nvcc; hence no headers but those beside it.
+// The kernels of csrc/cuda. nvcc compiles this file when the package is built; without nvcc, NVRTC
+// compiles the same file at first use. So it includes only headers of this folder.
 #include "cuda/all_reduce.cuh"
 #include "cuda/paced_copy.cuh"
 #include "cuda/shards.cuh"
@@ -8,15 +8,15 @@ using namespace tpkernels::cuda;
 
 namespace {
 
-// A grid that starts after a failure only poisons its results.
+// A grid that starts after a failure only poisons its output.
 template <class Run>
-TPK_DEVICE void within_call(const Space& space, const Poison& results, const Run& run) {
+TPK_DEVICE void within_call(const Space& space, const Output& output, const Run& run) {
   const Peers peers = enter(space);
   if (peers.usable) run(peers);
-  if (finish(peers)) poison(results);
+  if (finish(peers)) poison(output);
 }
 
-TPK_DEVICE Poison results_of(const AllReduce& call) {
+TPK_DEVICE Output output_of(const AllReduce& call) {
   return {call.out, call.count * size_of(call.epilogue.out_dtype)};
 }
 
@@ -26,16 +26,16 @@ TPK_DEVICE u64 elements(const Shards& shards, int first, int last) {
 
 }  // namespace
 
-TPK_KERNEL(kReduceThreads) one_shot_all_reduce(TPK_GIVEN Space space, TPK_GIVEN AllReduce call) {
-  within_call(space, results_of(call), [&](const Peers& peers) {
+TPK_KERNEL(kReduceThreads) one_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
+  within_call(space, output_of(call), [&](const Peers& peers) {
     if (call.wire == kF32) return one_shot<kF32>(peers, call);
     if (call.wire == kF16) return one_shot<kF16>(peers, call);
     one_shot<kBF16>(peers, call);
   });
 }
 
-TPK_KERNEL(kReduceThreads) two_shot_all_reduce(TPK_GIVEN Space space, TPK_GIVEN AllReduce call) {
-  within_call(space, results_of(call), [&](const Peers& peers) {
+TPK_KERNEL(kReduceThreads) two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
+  within_call(space, output_of(call), [&](const Peers& peers) {
     if (call.wire == kF32) return two_shot<kF32>(peers, call);
     if (call.wire == kF16) return two_shot<kF16>(peers, call);
     two_shot<kBF16>(peers, call);
@@ -43,8 +43,8 @@ TPK_KERNEL(kReduceThreads) two_shot_all_reduce(TPK_GIVEN Space space, TPK_GIVEN 
 }
 
 #ifdef TPK_MULTIMEM
-TPK_KERNEL(kReduceThreads) multimem_all_reduce(TPK_GIVEN Space space, TPK_GIVEN AllReduce call) {
-  within_call(space, results_of(call), [&](const Peers& peers) {
+TPK_KERNEL(kReduceThreads) multimem_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
+  within_call(space, output_of(call), [&](const Peers& peers) {
     if (call.wire == kF32) return multimem<kF32>(peers, call);
     if (call.wire == kF16) return multimem<kF16>(peers, call);
     multimem<kBF16>(peers, call);
@@ -52,22 +52,22 @@ TPK_KERNEL(kReduceThreads) multimem_all_reduce(TPK_GIVEN Space space, TPK_GIVEN 
 }
 #endif
 
-TPK_KERNEL(kReduceThreads) one_shot_gather(TPK_GIVEN Space space, TPK_GIVEN Shards shards) {
+TPK_KERNEL(kReduceThreads) one_shot_gather(TPK_PARAM Space space, TPK_PARAM Shards shards) {
   const u64 bytes = elements(shards, 0, space.world) * size_of(shards.wire);
   within_call(space, {shards.out, bytes}, [&](const Peers& peers) { gather(peers, shards); });
 }
 
-TPK_KERNEL(kReduceThreads) one_shot_scatter(TPK_GIVEN Space space, TPK_GIVEN Shards shards) {
+TPK_KERNEL(kReduceThreads) one_shot_scatter(TPK_PARAM Space space, TPK_PARAM Shards shards) {
   const u64 count = elements(shards, space.rank, space.rank + 1);
-  const Poison results{shards.out, count * size_of(shards.epilogue.out_dtype)};
-  within_call(space, results, [&](const Peers& peers) {
+  const Output output{shards.out, count * size_of(shards.epilogue.out_dtype)};
+  within_call(space, output, [&](const Peers& peers) {
     if (shards.wire == kF32) return scatter<kF32>(peers, shards);
     if (shards.wire == kF16) return scatter<kF16>(peers, shards);
     scatter<kBF16>(peers, shards);
   });
 }
 
-TPK_KERNEL(kSumThreads) sum_of_partials(TPK_GIVEN SumPartials call) {
+TPK_KERNEL(kSumThreads) sum_of_partials(TPK_PARAM SumPartials call) {
   const auto partials = [&](int r) { return address_of(call.partials[r]); };
   const u64 lane = static_cast<u64>(block()) * threads() + thread();
   const u64 lanes = static_cast<u64>(blocks()) * threads();
@@ -83,28 +83,28 @@ TPK_KERNEL(kSumThreads) sum_of_partials(TPK_GIVEN SumPartials call) {
   }
 }
 
-TPK_KERNEL(kPacedThreads) paced_copy(TPK_GIVEN PacedCopy call) { paced_copy_pieces(call); }
+TPK_KERNEL(kPacedThreads) paced_copy(TPK_PARAM PacedCopy call) { paced_copy_pieces(call); }
 
-// Of one block each; see cuda/copies.h for the calls that they make up.
+// The kernels below run as one block each; cuda/copies.h describes the calls made of them.
 
-TPK_KERNEL(kSignalThreads) call_barrier(TPK_GIVEN Space space) { finish(enter(space)); }
+TPK_KERNEL(kSignalThreads) call_barrier(TPK_PARAM Space space) { finish(enter(space)); }
 
-TPK_KERNEL(kSignalThreads) call_begin(TPK_GIVEN Space space) { begin_call(space); }
+TPK_KERNEL(kSignalThreads) call_begin(TPK_PARAM Space space) { begin_call(space); }
 
-TPK_KERNEL(kSignalThreads) call_publish(TPK_GIVEN Space space, TPK_GIVEN Signal signal) {
+TPK_KERNEL(kSignalThreads) call_publish(TPK_PARAM Space space, TPK_PARAM Signal signal) {
   const Peers peers = join_call(space);
   if (signal.rank < 0) return publish_to_all(peers, signal.index);
   if (signal.rank == space.rank) return pass_on(peers, signal.source, signal.index);
   publish(peers, signal.rank, signal.index);
 }
 
-TPK_KERNEL(kSignalThreads) call_wait(TPK_GIVEN Space space, TPK_GIVEN Signal signal) {
+TPK_KERNEL(kSignalThreads) call_wait(TPK_PARAM Space space, TPK_PARAM Signal signal) {
   wait_for(join_call(space), signal.rank, signal.index);
 }
 
-TPK_KERNEL(kSignalThreads) call_end(TPK_GIVEN Space space) { end_call(space); }
+TPK_KERNEL(kSignalThreads) call_end(TPK_PARAM Space space) { end_call(space); }
 
-// Behind the end of a call: its results, if a wait has failed.
-TPK_KERNEL(kPoisonThreads) call_spoil(TPK_GIVEN Space space, TPK_GIVEN Poison results) {
-  if (!join_call(space).usable) poison(results);
+// Runs after call_end: poisons the call's output if a wait has failed.
+TPK_KERNEL(kPoisonThreads) call_poison(TPK_PARAM Space space, TPK_PARAM Output output) {
+  if (!join_call(space).usable) poison(output);
 }

@@ -1,4 +1,4 @@
-// The kernels of kernels.cu on one device: loaded from an image, launched on a stream.
+// The kernels of kernels.cu on one device: loads them from an image, launches them on a stream.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace tpkernels::cuda {
 
-// What the build put into the extension (setup.py writes it): a fat binary where there was nvcc,
-// and the sources, which NVRTC compiles where there was none.
+// What setup.py embeds in the extension: a fat binary if there was nvcc, and the sources, which
+// NVRTC compiles otherwise.
 struct Image {
   const unsigned char* bytes;
   std::size_t size;                                          // 0: built without nvcc
   const char* architectures;                                 // "sm_80 sm_90 ..."
-  std::vector<std::pair<std::string, std::string>> sources;  // name, text; kernels.cu is the last
+  std::vector<std::pair<std::string, std::string>> sources;  // name, text; kernels.cu comes last
 };
 const Image& embedded_image();
 
@@ -25,13 +25,13 @@ enum class Way { kOneShot, kTwoShot, kMultimem };
 
 class Kernels {
  public:
-  // `image` is a cubin, a fat binary or PTX. Throws Unavailable.
+  // `image` is a cubin, a fat binary or PTX. Throws Unsupported.
   Kernels(int device, const void* image);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
-  // Calls of one launch.
+  // Calls that are a single launch.
   void all_reduce(Stream stream, const Space& space, Way way, int blocks, const AllReduce& call);
   void gather(Stream stream, const Space& space, int blocks, const Shards& shards);
   void scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
@@ -39,12 +39,12 @@ class Kernels {
   void barrier(Stream stream, const Space& space);
   void paced_copy(Stream stream, int blocks, const PacedCopy& call);
 
-  // Parts of a call of several launches; see copies.h.
+  // The launches that make up longer calls; see copies.h.
   void begin(Stream stream, const Space& space);
   void publish(Stream stream, const Space& space, const Signal& signal);
   void wait(Stream stream, const Space& space, const Signal& signal);
   void end(Stream stream, const Space& space);
-  void poison(Stream stream, const Space& space, const Poison& results);
+  void poison(Stream stream, const Space& space, const Output& output);
 
   Handle context() const { return context_; }
 
@@ -57,7 +57,7 @@ class Kernels {
   Handle context_ = nullptr;
   Handle module_ = nullptr;
   Handle all_reduce_[3] = {};
-  Handle gather_, scatter_, sum_, barrier_, paced_, begin_, publish_, wait_, end_, spoil_;
+  Handle gather_, scatter_, sum_, barrier_, paced_, begin_, publish_, wait_, end_, poison_;
 };
 
 }  // namespace tpkernels::cuda

@@ -1,16 +1,17 @@
 // A copy that takes as long as a link would: a model of NVLink on one GPU.
 //
-// The blocks take turns at pieces. A piece is copied no earlier than the link would have brought
-// its last byte. Deadlines are absolute, so neither the steps of globaltimer (up to 1 us) nor the
-// time that a copy takes add up. A block that finds no free SM starts, and ends, later. The waits
-// are bounded by the length of the copy; tpkernels/cuda/calls.py limits that.
+// The blocks take the pieces round-robin. A piece is copied no earlier than the link would have
+// delivered its last byte. Deadlines are absolute, so neither the resolution of globaltimer (up to
+// 1 us) nor the duration of each copy accumulates. A block that has to wait for a free SM starts,
+// and ends, later. The waits are bounded by the length of the copy, which tpkernels/cuda/calls.py
+// limits.
 #pragma once
 
 #include "cuda/reduce.cuh"
 
 namespace tpkernels::cuda {
 
-constexpr u64 kPacedPiece = 64 << 10;  // bytes: 4 packs a thread
+constexpr u64 kPacedPiece = 64 << 10;  // bytes: 4 packs per thread
 
 TPK_DEVICE void paced_copy_pieces(const PacedCopy& call) {
   const u64 begin = clock_ns() + call.latency_ns;

@@ -1,16 +1,16 @@
-// Copies and sums by the threads of a block: 16 bytes at a time, and scalars where addresses or
-// sizes do not allow that.
+// Copies and sums by the threads of a block: 16 bytes at a time, and scalars where alignment or
+// size rules that out.
 //
-// Numerics: partials are summed in fp32 in the order of the ranks, then bias, then residual, then
-// one rounding: bit for bit what sum_partials of csrc/host/vector.h computes.
+// Numerics: partials are summed in fp32 in rank order, then bias and residual are added, then the
+// sum is rounded once: bit for bit the result of sum_partials in csrc/host/vector.h.
 #pragma once
 
 #include "cuda/device.cuh"
 
 namespace tpkernels::cuda {
 
-constexpr int kGroup = 8;      // elements that a thread sums at a time
-constexpr u64 kPartUnit = 64;  // elements; a multiple of kGroup and of the cache line
+constexpr int kVector = 8;     // elements that a thread sums at a time
+constexpr u64 kPartUnit = 64;  // elements; a multiple of kVector and of a cache line
 
 struct Range {
   u64 first;
@@ -22,17 +22,18 @@ TPK_DEVICE u64 address_of(const void* pointer) { return reinterpret_cast<u64>(po
 TPK_DEVICE u64 least(u64 a, u64 b) { return a < b ? a : b; }
 TPK_DEVICE u64 size_of(int dtype) { return dtype == kF32 ? 4 : 2; }
 
-// What this block has of a segment; segments that are `length` long at most are cut alike.
-TPK_DEVICE Range share_in(Range segment, u64 length) {
+// This block's part of a segment. Segments of at most `length` elements are all split at the same
+// offsets.
+TPK_DEVICE Range part_in(Range segment, u64 length) {
   const u64 units = (length + kPartUnit - 1) / kPartUnit;
-  const u64 shard = (units + blocks() - 1) / blocks() * kPartUnit;
-  const u64 first = least(segment.first + block() * shard, segment.last);
-  return {first, least(first + shard, segment.last)};
+  const u64 part = (units + blocks() - 1) / blocks() * kPartUnit;
+  const u64 first = least(segment.first + block() * part, segment.last);
+  return {first, least(first + part, segment.last)};
 }
 
 template <int D, int N>
 TPK_DEVICE void load(float (&to)[N], u64 from) {
-  static_assert(N == 1 || N == kGroup);
+  static_assert(N == 1 || N == kVector);
   if constexpr (N == 1 && D == kF32) {
     to[0] = *reinterpret_cast<const float*>(from);
   } else if constexpr (N == 1) {
@@ -90,7 +91,7 @@ TPK_DEVICE void store(u64 to, const float (&from)[N]) {
   }
 }
 
-// By a code that is the same for all threads.
+// `dtype` must be the same for all threads.
 template <int N>
 TPK_DEVICE void load_any(float (&to)[N], u64 from, int dtype) {
   if (dtype == kF32) return load<kF32>(to, from);
@@ -111,7 +112,7 @@ TPK_DEVICE void add(float (&to)[N], const float (&more)[N]) {
   for (int i = 0; i < N; ++i) to[i] += more[i];
 }
 
-// out[i] = round(sum over r of partials(r)[i] + bias + residual) for N elements from i on.
+// out[i] = round(sum over r of partials(r)[i] + bias + residual) for N elements starting at i.
 // `partials(r)` is the address of the first element of rank r.
 template <int D, int N, class Partials>
 TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 begin, u64 i,
@@ -141,23 +142,23 @@ TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 b
   store_any(out + i * size_of(epilogue.out_dtype), acc, epilogue.out_dtype);
 }
 
-// The same for elements [first, last) by lane `lane` of `lanes`; first is a multiple of kGroup.
+// The same for elements [first, last), split among `lanes` lanes; `first` is a multiple of kVector.
 template <int D, class Partials>
 TPK_DEVICE void sum_range(const Partials& partials, int world, u64 out, u64 begin, u64 first,
                           u64 last, const Epilogue& epilogue, u64 lane, u64 lanes) {
-  bool vectors = aligned(out) && aligned(address_of(epilogue.residual));
-  for (int r = 0; r < world; ++r) vectors = vectors && aligned(partials(r));
-  const u64 groups = vectors && first < last ? (last - first) / kGroup : 0;
-  for (u64 g = lane; g < groups; g += lanes) {
-    sum_elements<D, kGroup>(partials, world, out, begin, first + g * kGroup, epilogue);
+  bool vectorized = aligned(out) && aligned(address_of(epilogue.residual));
+  for (int r = 0; r < world; ++r) vectorized = vectorized && aligned(partials(r));
+  const u64 vectors = vectorized && first < last ? (last - first) / kVector : 0;
+  for (u64 v = lane; v < vectors; v += lanes) {
+    sum_elements<D, kVector>(partials, world, out, begin, first + v * kVector, epilogue);
   }
 #pragma unroll 1
-  for (u64 i = first + groups * kGroup + lane; i < last; i += lanes) {
+  for (u64 i = first + vectors * kVector + lane; i < last; i += lanes) {
     sum_elements<D, 1>(partials, world, out, begin, i, epilogue);
   }
 }
 
-// Copies what of `bytes` goes in units of T; returns how many bytes that were.
+// Copies as much as fits whole units of T; returns the number of bytes copied.
 template <class T>
 TPK_DEVICE u64 copy_units(u64 dst, u64 src, u64 bytes) {
   if (((dst | src) % sizeof(T)) != 0) return 0;
@@ -169,7 +170,7 @@ TPK_DEVICE u64 copy_units(u64 dst, u64 src, u64 bytes) {
   return units * sizeof(T);
 }
 
-// By the threads of a block, which must meet before others read it.
+// Copies with all threads of a block. Sync the block before others read the copy.
 TPK_DEVICE void copy_block(u64 dst, u64 src, u64 bytes) {
   constexpr u64 kAtOnce = 4;  // packs in flight per thread
   u64 done = 0;

@@ -1,13 +1,14 @@
 // All-gather and reduce-scatter on symmetric memory, in one launch each.
 //
-// Problem: rank r has, or is to have, rows [starts[r], starts[r+1]) of a tensor.
+// Problem: rank r holds (all-gather), or receives (reduce-scatter), rows [starts[r], starts[r+1])
+// of a tensor: its shard.
 //
-// Algorithm: every rank pushes what a peer is to have into its own slot in that peer's buffer: its
-// rows, or its partial of the peer's rows. The peer copies the slots out, or sums them in rank
-// order. Each shard is cut into one part a block.
+// Algorithm: every rank has a slot in each peer's buffer. It pushes its shard there (all-gather),
+// or its partial of the peer's shard (reduce-scatter). The peer copies the slots out, or sums them
+// in rank order. Each shard is split into one part per block.
 //
-// Sync: the word TILES + b says that block b of the source has laid its part down here. Blocks wait
-// for namesakes only.
+// Sync: the word TILES + b says that block b of the source has written its part into this rank's
+// buffer. A block waits only for blocks of the same number.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -15,15 +16,15 @@
 
 namespace tpkernels::cuda {
 
-// What of the tensor is `rank`'s, in units of which a row has `row`.
-TPK_DEVICE Range rows_of(const Shards& shards, int rank, u64 row) {
+// The shard of `rank`, in units of which each row has `row`.
+TPK_DEVICE Range shard_of(const Shards& shards, int rank, u64 row) {
   return {shards.starts[rank] * row, shards.starts[rank + 1] * row};
 }
 
 TPK_DEVICE u64 length(Range range) { return range.last - range.first; }
 
-// What this block has of it, counted from its begin.
-TPK_DEVICE Range part_of(Range range) { return share_in({0, length(range)}, length(range)); }
+// This block's part of a shard, relative to the shard's start.
+TPK_DEVICE Range part_of(Range shard) { return part_in({0, length(shard)}, length(shard)); }
 
 TPK_DEVICE u64 slot_of(const Peers& peers, const Shards& shards, int rank, int source) {
   return buffer_of(peers, rank) + source * shards.slot_bytes;
@@ -32,7 +33,7 @@ TPK_DEVICE u64 slot_of(const Peers& peers, const Shards& shards, int rank, int s
 TPK_DEVICE void gather(const Peers& peers, const Shards& shards) {
   const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
   const u64 row_bytes = shards.row * size_of(shards.wire);
-  const Range own = rows_of(shards, rank, row_bytes), part = part_of(own);
+  const Range own = shard_of(shards, rank, row_bytes), part = part_of(own);
   const u64 from = address_of(shards.x) + part.first;
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
@@ -42,7 +43,7 @@ TPK_DEVICE void gather(const Peers& peers, const Shards& shards) {
   copy_block(address_of(shards.out) + own.first + part.first, from, length(part));
   for (int i = 1; i < world; ++i) {
     const int source = (rank + i) % world;
-    const Range theirs = rows_of(shards, source, row_bytes), piece = part_of(theirs);
+    const Range theirs = shard_of(shards, source, row_bytes), piece = part_of(theirs);
     wait_for(peers, source, word);
     copy_block(address_of(shards.out) + theirs.first + piece.first,
                slot_of(peers, shards, rank, source) + piece.first, length(piece));
@@ -55,13 +56,13 @@ TPK_DEVICE void scatter(const Peers& peers, const Shards& shards) {
   const u64 size = size_of(D);
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
-    const Range theirs = rows_of(shards, to, shards.row), part = part_of(theirs);
+    const Range theirs = shard_of(shards, to, shards.row), part = part_of(theirs);
     copy_block(slot_of(peers, shards, to, rank) + part.first * size,
                address_of(shards.x) + (theirs.first + part.first) * size, length(part) * size);
     publish(peers, to, word);
   }
   wait_for_all(peers, word);
-  const Range own = rows_of(shards, rank, shards.row), part = part_of(own);
+  const Range own = shard_of(shards, rank, shards.row), part = part_of(own);
   const auto partials = [&](int r) {
     return r == rank ? address_of(shards.x) + own.first * size : slot_of(peers, shards, rank, r);
   };

@@ -1,33 +1,33 @@
 // Signals between the CUDA kernels of a group's ranks, over symmetric memory.
 //
-// Problem: as in tpkernels/kernels/sync.py, and over the same workspace: calls of these kernels and
-// of the Triton kernels may follow each other on one group in any order.
+// Problem: the same as in tpkernels/kernels/sync.py, over the same workspace. Calls of these
+// kernels and of the Triton kernels may follow each other on a group in any order.
 //
-// Algorithm: regions, words, epochs, parity and what is recorded of a failure are those of
-// tpkernels/kernels/sync.py, with its proof. A block is what a program is there. Where one thread
-// polls there, here thread i looks after the i-th peer.
+// Algorithm: regions, words, epochs, parity, failure records and the proof are those of
+// tpkernels/kernels/sync.py. A block here is a program there. Where one thread polls there, thread
+// i polls for the i-th peer here.
 //
-// Sync: `publish` is a release at system scope after a barrier of the block, so it covers what any
-// of its threads wrote. A wait acquires at system scope in one thread and then passes a barrier of
-// the block, so all of its threads may read. The last block of a grid to end advances the epoch.
+// Sync: `publish` is a release at system scope after a barrier of the block, so it covers the
+// writes of all its threads. A wait acquires at system scope in one thread, then passes a barrier
+// of the block, so all its threads may read. The last block of a grid to end advances the epoch.
 //
-// Calls of several launches (`begin_call`, `end_call` below; csrc/cuda/copies.h) hold the same
-// epoch from the first launch to the last. A copy engine's addresses are fixed when a graph is
-// captured, so they cannot follow the parity. Hence such a call waits on both sides: after
-// `begin_call` every peer has ended its call before, so nobody reads any buffer; `end_call` returns
-// when every peer has said DONE, so nobody reads what this call wrote. The calls around it see an
-// epoch like any other.
+// Calls of several launches (`begin_call`, `end_call` below; csrc/cuda/copies.h) keep one epoch
+// from the first launch to the last. The addresses of a copy engine are fixed when a graph is
+// captured, so they cannot follow the parity. Such a call therefore waits on both sides. After
+// `begin_call` every peer has ended its previous call, so nobody reads any buffer. `end_call`
+// returns when every peer has published DONE, so nobody reads what this call wrote. The calls
+// before and after it see an epoch like any other.
 //
-// Failure: as there, and one thing more. Calls are queued before their failure is known. So a grid
-// that starts after a failed wait neither publishes nor stores into a peer's memory: the peer may
-// be an epoch further behind than the proof allows for.
+// Failure: the same as there, with one addition. Calls are queued before their failure is known. So
+// a grid that starts after a failed wait neither publishes nor stores into a peer's memory: that
+// peer may be one epoch further behind than the proof allows.
 #pragma once
 
 #include "cuda/device.cuh"
 
 namespace tpkernels::cuda {
 
-// The names and places of tpkernels/kernels/sync.py.
+// The names and values of tpkernels/kernels/sync.py.
 constexpr int kStateEpoch = 0, kStateEnded = 1, kStateStatus = 2, kStatePeer = 3;
 constexpr int kStateExpected = 4, kStateSeen = 5;
 constexpr int kAbort = 0, kControlFailed = 1;
@@ -35,21 +35,21 @@ constexpr u64 kFailedMismatch = 1, kFailedTimeout = 2, kFailedAbort = 3;
 constexpr int kEntered = 0, kTiles = 1;
 
 constexpr u64 kEpochMask = 0xffffffffull;
-constexpr int kPolls = 32;  // of the word between two looks at all else
+constexpr int kPolls = 32;  // polls of a word between checks for failure
 
-// One call as a block sees it.
+// A call, as seen by one block.
 struct Peers {
   const Space& space;
   u64 word;
   unsigned parity;
-  bool usable;  // no wait has failed before this grid
+  bool usable;  // no wait had failed when this grid started
 };
 
 TPK_DEVICE u64 status_of(const Space& space) {
   return load_relaxed_gpu(space.state + kStateStatus);
 }
 
-// The call that the device's epoch says is next, or is open. All threads of a block.
+// The call that is open, or comes next, by the epoch in device memory. For all threads of a block.
 TPK_DEVICE Peers join_call(const Space& space) {
   const u64 epoch = (space.state[kStateEpoch] + 1) & kEpochMask;
   const bool failed = sync_block_or(thread() == 0 && status_of(space) != 0);
@@ -63,13 +63,13 @@ TPK_DEVICE u64* word_of(const Peers& peers, int rank, int source, int index) {
   return reinterpret_cast<u64*>(space.regions[rank]) + row * space.words + index;
 }
 
-// Address of the buffer of `rank` in this call.
+// Address of `rank`'s buffer in this call.
 TPK_DEVICE u64 buffer_of(const Peers& peers, int rank) {
   const Space& space = peers.space;
   return space.regions[rank] + space.buffers_at + peers.parity * space.buffer_stride;
 }
 
-// For tests: how long follows from seed, call, block and place.
+// For tests: a delay whose length depends on the seed, the call, the block and the place.
 TPK_DEVICE void delay(const Peers& peers, int place) {
   const u64 longest = peers.space.chaos >> 1;
   if (longest == 0) return;
@@ -79,28 +79,28 @@ TPK_DEVICE void delay(const Peers& peers, int place) {
   for (const u64 begin = clock_ns(); clock_ns() - begin < pause_ns;) pause();
 }
 
-// Tells `to` that all that happened before is complete; one thread. Nothing is told after a wait
-// has failed: what was written since is not the data.
+// Announces to `to` that everything before this is complete. For one thread. Does nothing once a
+// wait has failed: what was written since then is not valid data.
 TPK_DEVICE void publish_word(const Peers& peers, int to, int source, int index) {
   delay(peers, index);
   if (status_of(peers.space) != 0) return;
   store_release_sys(word_of(peers, to, source, index), peers.word);
 }
 
-// What the block wrote is complete: told to one rank.
+// Announces to one rank that the block's writes are complete.
 TPK_DEVICE void publish(const Peers& peers, int to, int index) {
   sync_block();
   if (thread() == 0) publish_word(peers, to, peers.space.rank, index);
 }
 
-// What came from `source` is here: told to kernels of this rank, which wait for it as if the source
-// had told them.
+// Announces to kernels of this rank that data from `source` has arrived. They wait for it as if the
+// source had published the word.
 TPK_DEVICE void pass_on(const Peers& peers, int source, int index) {
   sync_block();
   if (thread() == 0) publish_word(peers, peers.space.rank, source, index);
 }
 
-// The same, to all peers.
+// `publish` to all peers.
 TPK_DEVICE void publish_to_all(const Peers& peers, int index) {
   sync_block();
   const int rank = peers.space.rank, world = peers.space.world;
@@ -116,24 +116,24 @@ TPK_DEVICE void fail(const Peers& peers, u64 kind, u64 source, u64 seen) {
   state[kStatePeer] = source;
   state[kStateExpected] = peers.word;
   state[kStateSeen] = seen;
-  store_relaxed_sys(peers.space.control + kControlFailed, 1);  // the host then looks
+  store_relaxed_sys(peers.space.control + kControlFailed, 1);  // tells the host to read the state
 }
 
-// Whether there is reason to give up, which is recorded then.
+// Records a failure if there is a reason to give up.
 TPK_DEVICE void look_around(const Peers& peers, int source, u64 seen, u64 begin) {
   const Space& space = peers.space;
-  const u64 came = load_relaxed_sys(word_of(peers, space.rank, source, kEntered));
+  const u64 entered = load_relaxed_sys(word_of(peers, space.rank, source, kEntered));
   const u64 lost = load_relaxed_sys(space.control + kAbort);
-  if (came != peers.word && ((came ^ peers.word) & kEpochMask) == 0) {
-    fail(peers, kFailedMismatch, source, came);
+  if (entered != peers.word && ((entered ^ peers.word) & kEpochMask) == 0) {
+    fail(peers, kFailedMismatch, source, entered);
   } else if (lost != 0) {
-    fail(peers, kFailedAbort, lost - 1, came);
+    fail(peers, kFailedAbort, lost - 1, entered);
   } else if (clock_ns() - begin > space.timeout_ns) {
     fail(peers, kFailedTimeout, source, seen);
   }
 }
 
-// Returns when the word `index` from `source` has come, or a wait has failed; one thread.
+// Returns when the word `index` from `source` has arrived or a wait has failed. For one thread.
 TPK_DEVICE void await_word(const Peers& peers, int source, int index) {
   delay(peers, index);
   if (peers.space.chaos & 1) return;
@@ -148,7 +148,7 @@ TPK_DEVICE void await_word(const Peers& peers, int source, int index) {
   }
 }
 
-// For all threads of a block.
+// The same for all threads of a block.
 TPK_DEVICE void wait_for(const Peers& peers, int source, int index) {
   if (thread() == 0) await_word(peers, source, index);
   sync_block();
@@ -174,8 +174,9 @@ TPK_DEVICE void advance(const Peers& peers) {
   state[kStateEpoch] = peers.word & kEpochMask;
 }
 
-// Ends it: the first block has then heard of every peer, the last one advances the epoch. True for
-// the last block of a grid in which, or before which, a wait has failed: it is to `poison` results.
+// Ends a call of one launch. The first block waits until every peer has entered it; the last block
+// to end advances the epoch. Returns true in that last block if a wait has failed, in this grid or
+// before: the block must then `poison` the output.
 TPK_DEVICE bool finish(const Peers& peers) {
   if (block() == 0) wait_for_all(peers, kEntered);
   sync_block();
@@ -190,16 +191,17 @@ TPK_DEVICE bool finish(const Peers& peers) {
   return sync_block_or(broken);
 }
 
-// Fills results with ones, which are NaN in every dtype: nobody shall take them for results.
-TPK_DEVICE void poison(const Poison& what) {
-  auto* out = static_cast<unsigned short*>(what.out);
-  for (u64 i = thread(); i < what.bytes / sizeof(*out); i += threads()) out[i] = 0xffff;
+// Sets all bits of the output, which is NaN in every dtype, so it cannot be mistaken for a result.
+TPK_DEVICE void poison(const Output& output) {
+  auto* out = static_cast<unsigned short*>(output.out);
+  for (u64 i = thread(); i < output.bytes / sizeof(*out); i += threads()) out[i] = 0xffff;
 }
 
-// Begins a call of several launches, each of one block: no peer is in an earlier call from here on.
+// Begins a call of several launches of one block each. When it returns, no peer is in an earlier
+// call.
 TPK_DEVICE void begin_call(const Space& space) { wait_for_all(enter(space), kEntered); }
 
-// Ends it when every peer has: what this rank let them read is its own again.
+// Returns when every peer has reached it too: nobody reads what this rank published any more.
 TPK_DEVICE void end_call(const Space& space) {
   const Peers peers = join_call(space);
   publish_to_all(peers, space.words - 1);

@@ -27,10 +27,10 @@
 #define SYS_memfd_create 279
 #endif
 #endif
-#ifndef SYS_pidfd_open  // Linux 5.3; one number on all architectures
+#ifndef SYS_pidfd_open  // Linux 5.3; the same number on all architectures
 #define SYS_pidfd_open 434
 #endif
-#ifndef F_ADD_SEALS  // in <linux/fcntl.h>, which does not go with <fcntl.h>
+#ifndef F_ADD_SEALS  // in <linux/fcntl.h>, which conflicts with <fcntl.h>
 #define F_ADD_SEALS 1033
 #define F_GET_SEALS 1034
 #define F_SEAL_SEAL 1
@@ -71,7 +71,7 @@ int Arena::create(std::size_t region_bytes, int world) {
   if (!ok) {
     const int error = total > 0 ? errno : EOVERFLOW;
     close(fd);
-    fail("cannot size shared memory to " + mebibytes(region_bytes) + " on each of " +
+    fail("cannot size shared memory to " + mebibytes(region_bytes) + " for each of " +
              std::to_string(world) + " ranks",
          error);
   }
@@ -81,19 +81,19 @@ int Arena::create(std::size_t region_bytes, int world) {
 Arena::Arena(int fd, std::size_t region_bytes, int world)
     : region_bytes_(region_bytes), world_(world) {
   struct stat info{};
-  if (fstat(fd, &info) != 0) fail("fstat of shared memory", errno);
+  if (fstat(fd, &info) != 0) fail("cannot read the size of shared memory", errno);
   if (static_cast<std::size_t>(info.st_size) != total()) {
     throw std::runtime_error("shared memory holds " + std::to_string(info.st_size) +
                              " bytes, expected " + std::to_string(total()));
   }
   const int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & kSizeSeals) != kSizeSeals) {
-    throw std::runtime_error("the size of shared memory is not sealed: another process may cut it");
+    throw std::runtime_error("the size of shared memory is not sealed: a peer could truncate it");
   }
   void* base = mmap(nullptr, total(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (base == MAP_FAILED) fail("cannot map " + mebibytes(total()) + " of shared memory", errno);
   base_ = static_cast<std::byte*>(base);
-  madvise(base, total(), MADV_HUGEPAGE);  // a hint: fewer TLB misses where the kernel grants it
+  madvise(base, total(), MADV_HUGEPAGE);  // a hint: fewer TLB misses where it is granted
   if (madvise(base, 0, MADV_POPULATE_WRITE) != 0) fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
 
@@ -105,17 +105,17 @@ Arena::~Arena() {
 void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
   if (rank < 0 || rank >= world_ || offset > region_bytes_ || bytes > region_bytes_ - offset) {
     throw std::out_of_range("bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) +
-                            ") of region " + std::to_string(rank));
+                            ") are outside region " + std::to_string(rank));
   }
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const std::size_t first = region_bytes_ * static_cast<unsigned>(rank) + offset;
   const std::size_t begin = first / page * page;
   const std::size_t end = std::min(total(), (first + bytes + page - 1) / page * page);
   if (begin >= end) return;
-  // Through the mapping, so that the huge-page hint and first-touch NUMA placement apply. Where a
-  // later store would raise SIGBUS, this reports EFAULT or ENOMEM instead.
+  // Commit through the mapping, so that the huge-page hint and first-touch NUMA placement apply.
+  // Where a later store would raise SIGBUS, madvise reports EFAULT or ENOMEM instead.
   int error = 0;
-  if (fd_ >= 0) {  // a kernel before 5.14
+  if (fd_ >= 0) {  // kernels before 5.14
     error = posix_fallocate(fd_, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
   } else if (madvise(base_ + begin, end - begin, MADV_POPULATE_WRITE) != 0) {
     error = errno;

@@ -26,8 +26,8 @@ namespace {
 
 using ReleaseGil = py::call_guard<GilReleased>;
 
-// A rank's region as a Python buffer. It keeps the mapping alive, and so does every tensor made of
-// it.
+// Part of a rank's region, as a Python buffer. It keeps the mapping alive, as does every tensor
+// that views it.
 struct Region {
   std::shared_ptr<Arena> arena;
   int rank;
@@ -38,14 +38,14 @@ struct Region {
 Region make_region(std::shared_ptr<Arena> arena, int rank, std::size_t offset,
                    std::optional<std::size_t> bytes) {
   if (rank < 0 || rank >= arena->world()) {
-    throw py::index_error("rank " + std::to_string(rank) + " of an arena of " +
-                          std::to_string(arena->world()));
+    throw py::index_error("no rank " + std::to_string(rank) + " in an arena of " +
+                          std::to_string(arena->world()) + " ranks");
   }
   const std::size_t size = arena->region_bytes();
   const std::size_t wanted = bytes.value_or(offset > size ? 0 : size - offset);
   if (offset > size || wanted > size - offset) {
     throw py::index_error("bytes [" + std::to_string(offset) + ", +" + std::to_string(wanted) +
-                          ") of a region of " + std::to_string(size));
+                          ") are outside a region of " + std::to_string(size) + " bytes");
   }
   return {std::move(arena), rank, offset, wanted};
 }
@@ -174,9 +174,9 @@ void bind_channel(py::module_& m) {
                 f(begin);
               } catch (py::error_already_set& error) {
                 if (error.matches(PyExc_KeyboardInterrupt)) {
-                  PyErr_SetInterrupt();  // for the wait's next look at signals
+                  PyErr_SetInterrupt();  // seen when the wait next polls for signals
                 } else {
-                  error.discard_as_unraisable("a profiler's range of a wait");
+                  error.discard_as_unraisable("the callback around a wait");
                 }
               }
             });

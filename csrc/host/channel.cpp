@@ -48,7 +48,7 @@ void Channel::grow(std::size_t capacity) {
   if (capacity < capacity_ || capacity > limit_) {
     throw std::invalid_argument("buffers of " + std::to_string(capacity_) +
                                 " bytes cannot grow to " + std::to_string(capacity) +
-                                ", at most to " + std::to_string(limit_));
+                                ": the limit is " + std::to_string(limit_));
   }
   capacity_ = capacity;
 }
@@ -67,12 +67,12 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
       fork_generation_(fork_generation()) {
   const auto ranks = static_cast<std::size_t>(world());
   if (rank < 0 || rank >= world() || pidfds_.size() != ranks || pids_.size() != ranks) {
-    throw std::invalid_argument("rank, pidfds and pids do not fit a world of " +
+    throw std::invalid_argument("rank, pidfds or pids do not match a world of " +
                                 std::to_string(world()));
   }
   if (capacity > limit_) {
     throw std::invalid_argument("buffers of " + std::to_string(capacity) +
-                                " bytes do not fit a region for " + std::to_string(limit_));
+                                " bytes exceed the region's limit of " + std::to_string(limit_));
   }
 }
 
@@ -105,13 +105,13 @@ void Channel::begin(std::uint32_t signature, std::string_view text) {
   }
   ++epoch_;
   signature_ = signature;
-  Header::Call& call = header(rank_).calls[parity()];
+  CallSlot& slot = header(rank_).calls[parity()];
   if (recorded_[parity()] != signature) {
-    call.text.write(text);
+    slot.text.write(text);
     recorded_[parity()] = signature;
   }
-  call.segment.store(0, std::memory_order_relaxed);
-  call.entered.word.store(word_of(signature_, epoch_), std::memory_order_seq_cst);
+  slot.segment.store(0, std::memory_order_relaxed);
+  slot.entered.word.store(word_of(signature_, epoch_), std::memory_order_seq_cst);
 }
 
 void Channel::publish(Phase phase, int index) {
@@ -126,9 +126,9 @@ void Channel::add_segment(std::uint64_t id, std::weak_ptr<Arena> segment) {
 }
 
 void Channel::locate(std::uint64_t segment, std::size_t offset) {
-  Header::Call& call = header(rank_).calls[parity()];
-  call.offset.store(offset, std::memory_order_relaxed);
-  call.segment.store(segment, std::memory_order_relaxed);  // ordered by the publish that follows
+  CallSlot& slot = header(rank_).calls[parity()];
+  slot.offset.store(offset, std::memory_order_relaxed);
+  slot.segment.store(segment, std::memory_order_relaxed);  // ordered by the following publish
 }
 
 bool Channel::in_segment(int peer) const {
@@ -137,15 +137,15 @@ bool Channel::in_segment(int peer) const {
 
 std::pair<std::shared_ptr<Arena>, std::size_t> Channel::segment_of(int peer,
                                                                    std::size_t bytes) const {
-  const Header::Call& call = header(peer).calls[parity()];
-  const std::uint64_t id = call.segment.load(std::memory_order_relaxed);
+  const CallSlot& slot = header(peer).calls[parity()];
+  const std::uint64_t id = slot.segment.load(std::memory_order_relaxed);
   if (id == 0) return {nullptr, 0};
   const auto found = segments_.find(id);
   auto segment = found == segments_.end() ? nullptr : found->second.lock();
-  const std::uint64_t offset = call.offset.load(std::memory_order_relaxed);
+  const std::uint64_t offset = slot.offset.load(std::memory_order_relaxed);
   if (!segment || offset > segment->region_bytes() || bytes > segment->region_bytes() - offset) {
     fail(FailureKind::kMismatch, peer, peer,
-         "is in " + call_text(rank_) + ", for which " + peer_name(peer) +
+         "is in " + call_text(rank_) + ", to which " + peer_name(peer) +
              " passes a symmetric tensor that this rank has released");
   }
   return {std::move(segment), offset};

@@ -1,24 +1,24 @@
-// Problem: ranks on one host exchange buffers call after call, and must never read a buffer before
-// it is written, overwrite one that is still read, or wait for ever.
+// Problem: ranks on one host exchange buffers call after call. A rank must never read a buffer
+// before it is written, overwrite one that a peer still reads, or wait forever.
 //
-// Algorithm: each rank owns one region of an arena: signal words, then two data buffers. A call is
-// numbered by an epoch; even epochs use one set of words and one buffer, odd epochs the other.
+// Algorithm: each rank owns one region of an arena: signal words, then two data buffers. Calls are
+// numbered by an epoch. Even epochs use one set of words and one buffer, odd epochs the other.
 //
-// Sync: only its owner writes a region. The owner writes data first, then a word (release); a peer
-// waits for the word (acquire), then reads the data. A word is (signature << 32 | epoch), where the
-// signature stands for the call: op, shapes, dtypes, options. A peer in another call is thus found
-// by the first wait on it.
+// Sync: only the owner of a region writes to it. The owner writes data, then a word (release). A
+// peer waits for the word (acquire), then reads the data. A word is (signature << 32 | epoch),
+// where the signature identifies the call: op, shapes, dtypes, options. The first wait on a peer
+// that is in a different call therefore detects the mismatch.
 //
-// Invariant (no overwritten read): in every call each rank waits for a word of that epoch from
-// every peer, also where there is no data to come. When rank A starts epoch e+2 it has finished
-// e+1, so it has seen a word of e+1 from every peer B; B published that after it had finished e. So
-// nobody reads A's buffer of epoch e any more when A writes the buffer of e+2, which is the same
-// one. Nor can a word be two epochs ahead of a waiter; hence words are compared for equality, which
-// wraps safely and cannot take a word left by a call 2^31 epochs ago for an arrival.
+// Invariant (no overwritten read): in every call, each rank waits for a word of that epoch from
+// every peer, even if that peer sends no data. When rank A starts epoch e+2 it has finished e+1, so
+// it has seen a word of e+1 from every peer B, and B published that word after finishing e. So no
+// peer still reads A's buffer of epoch e when A writes the buffer of e+2, which is the same buffer.
+// For the same reason a word can never be two epochs ahead of a waiter. Words are therefore
+// compared for equality, which survives wrap-around and cannot mistake a word from 2^31 epochs ago
+// for an arrival.
 //
-// Wake-up: a publisher stores the word and then looks for sleepers; a waiter counts itself as a
-// sleeper and then looks at the word. Both are sequentially consistent, so one of them sees the
-// other.
+// Wake-up: a publisher stores the word, then checks for sleepers. A waiter counts itself as a
+// sleeper, then checks the word. Both are sequentially consistent, so at least one sees the other.
 #pragma once
 
 #include <atomic>
@@ -39,7 +39,8 @@ namespace tpkernels::host {
 
 enum class FailureKind : std::uint32_t { kPeerLost = 1, kTimeout = 2, kMismatch = 3, kBroken = 4 };
 
-// A collective that cannot complete. The message names op, ranks, what was expected and seen.
+// A collective that cannot complete. The message names the op, the ranks, and what was expected and
+// seen.
 class Failure : public std::runtime_error {
  public:
   Failure(FailureKind kind, int peer, const std::string& what)
@@ -48,17 +49,17 @@ class Failure : public std::runtime_error {
   int peer;
 };
 
-// What a word announces. Every phase has one word per rank: for `kData` indexed by the rank the
-// data is for (0 where it is for all), for `kRead` by the rank whose buffer has been read.
+// What a word announces. Every phase has one word per rank. For `kData` the index is the rank that
+// the data is for, 0 if it is for all. For `kRead` it is the rank whose buffer has been read.
 enum class Phase : int { kData = 0, kResult = 1, kRead = 2 };
 
 struct ChannelOptions {
-  double timeout_s = 30.0;  // the longest that one wait may take
-  double spin_us = 100.0;   // polling before the thread goes to sleep
-  double yield_us = 5.0;    // from here on each poll offers the core to others
+  double timeout_s = 30.0;  // limit of one wait
+  double spin_us = 100.0;   // poll this long before going to sleep
+  double yield_us = 5.0;    // after this, yield the core between polls
 };
 
-// Switches for tests: random delays, and the two ways to break the protocol (negative controls).
+// For tests: random delays, and two ways to break the protocol as negative controls.
 struct Chaos {
   std::uint64_t seed = 0;
   unsigned max_delay_us = 0;
@@ -71,9 +72,9 @@ struct Header;
 
 class Channel {
  public:
-  // `pidfds[r]` becomes readable when rank r's process ends; the descriptors now belong to the
-  // channel. Buffers of `capacity` bytes have been committed. Epochs go on from `epoch`. Both must
-  // be the same on all ranks.
+  // `pidfds[r]` becomes readable when rank r's process exits; the channel takes ownership of the
+  // descriptors. Buffers of `capacity` bytes must be committed already. The first call has epoch
+  // `epoch` + 1. `capacity` and `epoch` must be the same on all ranks.
   Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds, std::vector<int> pids,
           ChannelOptions options, std::size_t capacity, std::uint32_t epoch);
   ~Channel();
@@ -85,52 +86,53 @@ class Channel {
   std::uint32_t epoch() const { return epoch_; }
   int parity() const { return static_cast<int>(epoch_ & 1u); }
 
-  // Bytes of one data buffer that may be used, and where rank's buffer of this epoch is.
+  // Usable bytes of one data buffer, and the address of `rank`'s buffer in this epoch.
   std::size_t capacity() const { return capacity_; }
   std::byte* buffer(int rank) const;
   // Offset of a data buffer within a region.
   std::size_t buffer_offset(int parity) const;
-  // The smallest region whose data buffers can grow to `limit` bytes each.
+  // Size of the smallest region whose data buffers can each grow to `limit` bytes.
   static std::size_t region_bytes(int world, std::size_t limit);
-  // The parts (offset, bytes) of a region that must be committed for its buffers to grow from
-  // `from` to `to` bytes each; from nothing: the words, too.
+  // The parts (offset, bytes) of a region to commit before its buffers grow from `from` to `to`
+  // bytes each. With `from` = 0 they include the words.
   static std::vector<std::pair<std::size_t, std::size_t>> parts(int world, std::size_t region_bytes,
                                                                 std::size_t from, std::size_t to);
-  // All ranks, between the same two calls, when all have committed their parts.
+  // Ranks do this between the same two calls, once all of them have committed their parts.
   void grow(std::size_t capacity);
 
-  // Starts the next call. `text` describes it to peers that find themselves in another.
-  // Throws Failure(kBroken) on a channel that has failed before, and in a process that was forked
-  // from the rank.
+  // Starts the next call. `text` describes it to peers that are in a different call. Throws
+  // Failure(kBroken) if the channel has failed before, or in a fork of the rank's process.
   void begin(std::uint32_t signature, std::string_view text);
-  // Announces that all written before is complete. Release.
+  // Announces that everything written so far is complete. Release.
   void publish(Phase phase, int index = 0);
-  // Returns when `peer` has published; what it wrote before is then visible. Acquire.
+  // Returns when `peer` has published; what it wrote before that is then visible. Acquire.
   void wait(int peer, Phase phase, int index = 0);
-  // Waits for whichever of `peers` comes first and returns it.
+  // Waits until one of `peers` has published and returns that peer.
   int wait_any(const std::vector<int>& peers, Phase phase, int index = 0);
-  // A call without data: every rank has started it.
+  // Returns when every rank has started this call. Carries no data.
   void barrier();
-  // This rank leaves the call without completing it; peers that wait for it fail at once. Another
-  // rank may be the culprit (by default this one is).
+  // Leaves the call without completing it; peers that wait for this rank fail at once. They blame
+  // `culprit`, by default this rank.
   void abandon(const std::string& why, FailureKind kind = FailureKind::kPeerLost, int culprit = -1);
   bool broken() const { return broken_; }
-  // For a wait outside the channel: throws what `wait` for each peer would throw by now.
+  // For waits outside the channel: throws what `wait` on any of the peers would throw by now.
   void watch(Phase phase, double waited_s) const;
 
-  // Input that peers read in place lies in a segment, an arena that the user owns. `locate` says
-  // where this rank's data of the epoch is (before publish), `data` where a peer's is (after wait).
+  // Input that peers read in place lies in a segment, an arena that the user owns. `locate`
+  // announces where this rank's data for the epoch is (call it before publish); `data` returns
+  // where a peer's is (call it after wait).
   void add_segment(std::uint64_t id, std::weak_ptr<Arena> segment);
   void locate(std::uint64_t segment, std::size_t offset);
   const std::byte* data(int peer, std::size_t bytes) const;
-  // The segment that holds a peer's data (null: its buffer does) and the offset within its region.
+  // The segment that holds a peer's data, and the offset within its region. Null if the data is in
+  // the peer's buffer.
   std::pair<std::shared_ptr<Arena>, std::size_t> segment_of(int peer, std::size_t bytes) const;
   bool in_segment(int peer) const;
 
-  // Called about 50 times a second by a sleeping waiter; may throw (a user's interrupt).
+  // A sleeping waiter calls `poll` about 50 times a second. It may throw, for example on Ctrl-C.
   void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
-  // For a profiler: called on the waiting thread with true and false around each wait for what is
-  // not there yet. Must not throw. Null: nobody looks on.
+  // For profilers: called on the waiting thread with true before, and false after, each wait that
+  // has to block. Must not throw. May be null.
   void set_on_wait(std::function<void(bool)> on_wait) { on_wait_ = std::move(on_wait); }
   void set_chaos(const Chaos& chaos) { chaos_ = std::make_unique<Chaos>(chaos); }
 
@@ -160,7 +162,7 @@ class Channel {
   ChannelOptions options_;
   std::uint32_t epoch_;
   std::uint32_t signature_ = 0;
-  std::uint32_t recorded_[2] = {0, 0};  // signature whose text stands in the record of a parity
+  std::uint32_t recorded_[2] = {0, 0};  // signature of the text in each slot
   std::size_t limit_;
   std::size_t capacity_;
   std::uint32_t fork_generation_;

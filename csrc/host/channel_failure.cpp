@@ -1,4 +1,4 @@
-// How a channel finds out that a call cannot complete, says so, and stays broken.
+// How a channel detects and reports that a call cannot complete. It is broken from then on.
 #include <poll.h>
 #include <unistd.h>
 
@@ -10,15 +10,15 @@
 
 namespace tpkernels::host {
 
-// What a waiter that has not been served looks at: is the peer in the same call, has it failed,
-// does it live, is there time left.
+// What a waiter checks while the word has not arrived: whether the peer is in the same call,
+// whether it has failed, whether it is alive, and whether time is left.
 void Channel::check(int peer, const Signal& awaited, double waited_s) const {
   if (forked()) fail_forked();
   check_mismatch(peer);
   const Header& theirs = header(peer);
   if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
       kind != FailureKind{}) {
-    if (arrived(peer, awaited)) return;  // it published before it failed or left
+    if (arrived(peer, awaited)) return;  // published before it failed or left
     const int culprit = theirs.culprit.load(std::memory_order_relaxed);
     if (kind == FailureKind::kMismatch && culprit != rank_ && culprit >= 0 && culprit < world()) {
       check_mismatch(culprit);
@@ -27,7 +27,7 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
          "waited for " + peer_name(peer) + ", which failed: " + theirs.fault_text.read());
   }
   if (ended(peer)) {
-    if (arrived(peer, awaited)) return;  // it published before it ended
+    if (arrived(peer, awaited)) return;  // published before it exited
     fail(FailureKind::kPeerLost, peer, peer,
          "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
   }
@@ -35,7 +35,7 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%.2f s", waited_s);
     fail(FailureKind::kTimeout, peer, peer,
-         std::string("waited ") + waited + " for " + peer_name(peer) + ", which lives; " +
+         std::string("waited ") + waited + " for " + peer_name(peer) + ", which is alive; " +
              progress(peer));
   }
 }
@@ -73,7 +73,7 @@ void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& w
 void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) const {
   broken_ = true;
   broken_by_ = what;
-  if (forked()) return;  // the region is the parent's
+  if (forked()) return;  // the region belongs to the parent
   Header& own = header(rank_);
   own.fault_text.write(what);
   own.culprit.store(culprit, std::memory_order_relaxed);
@@ -88,9 +88,10 @@ void Channel::abandon(const std::string& why, FailureKind kind, int culprit) {
 bool Channel::forked() const { return fork_generation() != fork_generation_; }
 
 void Channel::fail_forked() const {
-  throw Failure(FailureKind::kBroken, -1,
-                "process " + std::to_string(getpid()) + " is a fork of " + peer_name(rank_) +
-                    " and cannot take its place in a call; make a process group of its own");
+  throw Failure(
+      FailureKind::kBroken, -1,
+      "process " + std::to_string(getpid()) + " is a fork of " + peer_name(rank_) +
+          " and cannot take its place in a call; create a new process group in the child");
 }
 
 std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }
@@ -105,7 +106,7 @@ std::string Channel::progress(int peer) const {
   const std::uint32_t here = epoch_of(theirs.calls[parity()].entered.word.load());
   const std::uint32_t before = epoch_of(theirs.calls[parity() ^ 1].entered.word.load());
   const std::string expected = "expected call #" + std::to_string(epoch_) + ", ";
-  if (here == epoch_) return expected + "which it had begun and not completed";
+  if (here == epoch_) return expected + "which it had begun but not completed";
   return expected + "seen #" + std::to_string(before == epoch_ - 1 ? before : here);
 }
 

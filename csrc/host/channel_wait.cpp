@@ -1,4 +1,4 @@
-// How a rank waits for its peers: it polls, offers its core to others, then sleeps.
+// How a rank waits for its peers: it polls, then yields its core between polls, then sleeps.
 #include <sched.h>
 
 #include <algorithm>
@@ -14,25 +14,25 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kSlice = 0.02;  // s between looks at peers, while asleep
-// s between looks at words that a waiter cannot sleep on: at first, and when none came for long.
+constexpr double kSlice = 0.02;  // s between checks of the peers while asleep
+// s between checks of words that the waiter cannot sleep on: at first, and after backing off.
 constexpr double kBlindSlice = 5e-4, kLongestBlindSlice = 5e-3;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// A wait that somebody wants to know of: see set_on_wait.
-class Noted {
+// Reports a wait to the callback of set_on_wait.
+class WaitReport {
  public:
-  explicit Noted(const std::function<void(bool)>& on_wait) : on_wait_(on_wait) {
+  explicit WaitReport(const std::function<void(bool)>& on_wait) : on_wait_(on_wait) {
     if (on_wait_) on_wait_(true);
   }
-  ~Noted() {
+  ~WaitReport() {
     if (on_wait_) on_wait_(false);
   }
-  Noted(const Noted&) = delete;
-  Noted& operator=(const Noted&) = delete;
+  WaitReport(const WaitReport&) = delete;
+  WaitReport& operator=(const WaitReport&) = delete;
 
  private:
   const std::function<void(bool)>& on_wait_;
@@ -58,7 +58,7 @@ bool Channel::spin(int peer, Phase phase, int index) {
     }
     const double waited_us = seconds_since(start) * 1e6;
     if (waited_us >= options_.spin_us) return false;
-    // The peer may be waiting for this very core.
+    // The peer may need this core.
     if (waited_us >= options_.yield_us) sched_yield();
   }
 }
@@ -77,14 +77,14 @@ void Channel::sleep_any(const std::vector<int>& peers, Phase phase, int index,
   for (const int peer : peers) {
     signal(peer, phase, index).sleepers.fetch_add(1, std::memory_order_seq_cst);
   }
-  bool one_is_here = false;
+  bool arrived_already = false;
   for (const int peer : peers) {
     Signal& theirs = signal(peer, phase, index);
     const std::uint64_t seen = theirs.word.load(std::memory_order_seq_cst);
-    one_is_here = one_is_here || seen == word_of(signature_, epoch_);
+    arrived_already = arrived_already || seen == word_of(signature_, epoch_);
     waiters.emplace_back(&theirs.word, epoch_of(seen));
   }
-  if (!one_is_here) futex_wait_any(waiters.data(), waiters.size(), kSlice, blind_seconds);
+  if (!arrived_already) futex_wait_any(waiters.data(), waiters.size(), kSlice, blind_seconds);
   for (const int peer : peers) {
     signal(peer, phase, index).sleepers.fetch_sub(1, std::memory_order_seq_cst);
   }
@@ -97,7 +97,7 @@ void Channel::wait(int peer, Phase phase, int index) {
   }
   Signal& theirs = signal(peer, phase, index);
   if (peer == rank_ || arrived(peer, theirs)) return;
-  const Noted noted(on_wait_);
+  const WaitReport report(on_wait_);
   if (spin(peer, phase, index)) return;
   const auto start = Clock::now();
   while (true) {
@@ -115,13 +115,13 @@ int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
     if (chaos_->skip_waits) return peers.front();
   }
   const auto start = Clock::now();
-  std::optional<Noted> noted;
+  std::optional<WaitReport> report;
   double blind_s = kBlindSlice;
   while (true) {
     for (const int peer : peers) {
       if (peer == rank_ || arrived(peer, signal(peer, phase, index))) return peer;
     }
-    if (!noted) noted.emplace(on_wait_);
+    if (!report) report.emplace(on_wait_);
     const double waited = seconds_since(start);
     if (waited * 1e6 < options_.spin_us) {
       waited * 1e6 < options_.yield_us ? cpu_relax() : static_cast<void>(sched_yield());

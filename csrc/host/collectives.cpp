@@ -10,7 +10,7 @@ namespace {
 // AMD EPYC (Zen 3, 512 KiB L2, 32 MiB L3), 2 ranks x 1 thread, 2026-11-21; see
 // benchmarks/results/cpu-2core-zen3.md for the sweep.
 constexpr ChunkLimits kLimits{/*one_shot_bytes=*/16 << 10, /*chunk_bytes=*/512 << 10};
-// Beyond this a result leaves the caches before anybody reads it: write around them.
+// Larger results leave the caches before anyone reads them: use streaming stores.
 constexpr std::size_t kStreamBytes = 8 << 20;
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
@@ -34,7 +34,8 @@ struct Strided {
   bool contiguous_at(std::size_t begin, std::size_t bytes) const {
     return bytes == 0 || width == pitch || begin / width == (begin + bytes - 1) / width;
   }
-  // Calls f(part of the run, offset from `begin`, bytes) for the flat range [begin, begin + bytes).
+  // Calls f(address, offset from `begin`, bytes) for each run of the flat range
+  // [begin, begin + bytes).
   template <class F>
   void for_range(std::size_t begin, std::size_t bytes, F&& f) const {
     if (bytes == 0) return;
@@ -56,8 +57,8 @@ std::size_t rows(const ShardLayout& layout, int first, int last) {
   return std::accumulate(layout.sizes.begin() + first, layout.sizes.begin() + last, std::size_t{0});
 }
 
-// Bytes between the start of a block and rank's shard of it.
-std::size_t share_offset(const ShardLayout& layout, int rank, std::size_t element) {
+// Offset in bytes of rank's shard within a block.
+std::size_t shard_offset(const ShardLayout& layout, int rank, std::size_t element) {
   return rows(layout, 0, rank) * layout.inner * element;
 }
 
@@ -66,30 +67,30 @@ Strided shard(std::byte* tensor, const ShardLayout& layout, int rank, std::size_
   const std::size_t row = layout.inner * element;
   const std::size_t width = rows(layout, rank, rank + 1) * row;
   const std::size_t pitch = layout.outer == 1 ? width : rows(layout, 0, world) * row;
-  return {tensor + share_offset(layout, rank, element), width, pitch};
+  return {tensor + shard_offset(layout, rank, element), width, pitch};
 }
 
-std::size_t share_bytes(const ShardLayout& layout, int rank, std::size_t element) {
+std::size_t shard_bytes(const ShardLayout& layout, int rank, std::size_t element) {
   return layout.outer * layout.sizes[static_cast<std::size_t>(rank)] * layout.inner * element;
 }
 
-std::size_t largest_share(const ShardLayout& layout, std::size_t element) {
+std::size_t largest_shard(const ShardLayout& layout, std::size_t element) {
   return layout.outer * *std::max_element(layout.sizes.begin(), layout.sizes.end()) * layout.inner *
          element;
 }
 
-// The part of [0, total) that chunk [begin, begin + step) covers.
+// How much of [0, total) the chunk [begin, begin + step) covers.
 std::size_t within(std::size_t total, std::size_t begin, std::size_t step) {
   return begin >= total ? 0 : std::min(step, total - begin);
 }
 
-// Ranks after ours first, so that not all read the same peer at once.
+// Starts with the next rank, so that the ranks do not all read the same peer at once.
 template <class F>
 void for_each_peer(const Channel& channel, F&& f) {
   for (int i = 1; i < channel.world(); ++i) f((channel.rank() + i) % channel.world());
 }
 
-// The end of the last chunk: peers that read a symmetric tensor in place say so to its owner.
+// Ends the last chunk: a peer that read a symmetric tensor in place tells its owner so.
 void release_sources(Channel& channel, const Source& in) {
   for_each_peer(channel, [&](int peer) {
     if (channel.in_segment(peer)) channel.publish(Phase::kRead, peer);
@@ -102,12 +103,12 @@ void release_sources(Channel& channel, const Source& in) {
 
 ChunkLimits chunk_limits() { return kLimits; }
 
-void all_gather(Channel& channel, const Call& call, const Source& in, std::byte* out,
+void all_gather(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                 const ShardLayout& layout, DType dtype) {
   const std::size_t element = size_of(dtype);
   const int rank = channel.rank();
-  const std::size_t mine = share_bytes(layout, rank, element);
-  const std::size_t largest = largest_share(layout, element);
+  const std::size_t mine = shard_bytes(layout, rank, element);
+  const std::size_t largest = largest_shard(layout, element);
   const std::size_t step = align_down(std::min(kLimits.chunk_bytes, channel.capacity()));
   const bool stream = largest * layout.sizes.size() >= kStreamBytes;
   const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
@@ -127,8 +128,8 @@ void all_gather(Channel& channel, const Call& call, const Source& in, std::byte*
         });
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData);
-      const std::size_t theirs = within(share_bytes(layout, peer, element), begin, step);
-      if (theirs == 0) return;  // its shard has ended, and what it locates lies behind it
+      const std::size_t theirs = within(shard_bytes(layout, peer, element), begin, step);
+      if (theirs == 0) return;  // its shard has ended, so the located offset is past the end
       const std::byte* from = channel.data(peer, theirs);
       shard(out, layout, peer, element)
           .for_range(begin, theirs, [&](std::byte* to, std::size_t at, std::size_t m) {
@@ -139,18 +140,18 @@ void all_gather(Channel& channel, const Call& call, const Source& in, std::byte*
   }
 }
 
-void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::byte* out,
+void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                     const ShardLayout& layout, DType wire, const Epilogue& epilogue) {
   const std::size_t element = size_of(wire);
   const int world = channel.world();
   const int rank = channel.rank();
-  const std::size_t mine = share_bytes(layout, rank, element);
-  const std::size_t largest = largest_share(layout, element);
+  const std::size_t mine = shard_bytes(layout, rank, element);
+  const std::size_t largest = largest_shard(layout, element);
   // Each rank's buffer holds one piece per destination.
   const std::size_t step = std::max<std::size_t>(
       64,
       align_down(std::min(kLimits.chunk_bytes, channel.capacity() / static_cast<unsigned>(world))));
-  // In a symmetric tensor the pieces are read where they are; that takes shards without gaps.
+  // Peers read a symmetric tensor in place if its shards are contiguous.
   const bool in_place = in.segment != 0 && layout.outer == 1;
   auto* input = const_cast<std::byte*>(in.data);
   const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
@@ -158,7 +159,7 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
     const std::size_t begin = c * step;
     const auto pack = [&](int to_rank) {
       std::byte* piece = channel.buffer(rank) + static_cast<unsigned>(to_rank) * step;
-      const std::size_t n = within(share_bytes(layout, to_rank, element), begin, step);
+      const std::size_t n = within(shard_bytes(layout, to_rank, element), begin, step);
       shard(input, layout, to_rank, element)
           .for_range(begin, n, [&](std::byte* from, std::size_t at, std::size_t m) {
             copy(piece + at, from, m, false);
@@ -178,7 +179,7 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData, rank);
       const bool theirs_in_place = channel.in_segment(peer);
-      const std::size_t at = theirs_in_place ? share_offset(layout, rank, element) + begin
+      const std::size_t at = theirs_in_place ? shard_offset(layout, rank, element) + begin
                                              : static_cast<unsigned>(rank) * step;
       if (n != 0) partials[static_cast<std::size_t>(peer)] = channel.data(peer, at + n) + at;
     });
@@ -200,7 +201,7 @@ void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::b
   }
 }
 
-void all_reduce(Channel& channel, const Call& call, const Source& in, std::byte* out,
+void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                 std::size_t count, DType wire, const Epilogue& epilogue) {
   const std::size_t element = size_of(wire);
   const std::size_t out_element = size_of(epilogue.out_dtype);
@@ -208,16 +209,16 @@ void all_reduce(Channel& channel, const Call& call, const Source& in, std::byte*
   const auto rank = static_cast<std::size_t>(channel.rank());
   const std::size_t bytes = count * element;
   const bool one_shot = bytes <= kLimits.one_shot_bytes;
-  // A buffer holds a chunk of the input and, behind it, this rank's part of the result.
+  // A buffer holds a chunk of the input, followed by this rank's part of the result.
   const std::size_t room = channel.capacity() * element / (element + out_element) - 128;
   const std::size_t step = align_down(std::min(kLimits.chunk_bytes * world, room)) / element;
   const bool stream = count * out_element >= kStreamBytes;
   const std::size_t chunks = std::max<std::size_t>(1, ceil_div(count, step));
   std::vector<const std::byte*> partials(world);
   for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;  // in elements, from here on
+    const std::size_t begin = c * step;  // from here on in elements
     const std::size_t n = within(count, begin, step);
-    // Parts are whole cache lines of either dtype.
+    // Parts are whole cache lines in either dtype.
     const std::size_t part = one_shot ? n : ceil_div(ceil_div(n, world), 64) * 64;
     const auto part_begin = [&](std::size_t r) { return std::min(n, r * part); };
     const auto part_count = [&](std::size_t r) { return part_begin(r + 1) - part_begin(r); };
@@ -229,7 +230,7 @@ void all_reduce(Channel& channel, const Call& call, const Source& in, std::byte*
       channel.locate(in.segment, in.offset + begin * element);
     } else if (one_shot) {
       copy(buffer, source, n * element, false);
-    } else {  // all but the part that only we read
+    } else {  // all but the part that only this rank reads
       const std::size_t after = part_begin(rank + 1);
       copy(buffer, source, part_begin(rank) * element, false);
       copy(buffer + after * element, source + after * element, (n - after) * element, false);

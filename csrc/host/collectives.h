@@ -1,16 +1,16 @@
 // Problem: all-gather, reduce-scatter and all-reduce of CPU tensors over a channel.
 //
-// Algorithm: the payload moves in chunks that stay in the cache between the writer and the readers.
-// Each chunk is one call of the channel (one epoch), so that the channel's proof holds for it and
-// the two data buffers are all the memory it takes, however large the tensors.
-//   all_gather       write own chunk; copy every peer's chunk out.
-//   reduce_scatter   write for each peer its piece of own partial; sum the pieces that are for us.
-//   all_reduce       one-shot (small): write own chunk; everybody sums all of it.
-//                    two-shot: write own chunk; sum the W-th part that is ours into the result
-//                    buffer; copy the peers' results out.
+// Algorithm: data moves in chunks small enough to stay in the cache between the writer and the
+// readers. Each chunk is one call of the channel (one epoch). So the channel's proof covers it, and
+// the two data buffers are all the memory needed, however large the tensors.
+//   all_gather       Write own chunk; copy every peer's chunk out.
+//   reduce_scatter   For each peer, write its piece of own partial; sum the pieces for this rank.
+//   all_reduce       One-shot (small): write own chunk; every rank sums all of it.
+//                    Two-shot: write own chunk; sum this rank's 1/W of it into the result buffer;
+//                    copy the peers' results out.
 // Sums run over ranks 0..W-1 in fp32 and round once, so both all-reduces give the same bits on
-// every rank. Input in a symmetric tensor is read in place by the peers; the last chunk then ends
-// with a word from each of them (`kRead`), after which the memory is the user's again.
+// every rank. Peers read input in a symmetric tensor in place. The last chunk then ends with a word
+// from each of them (`kRead`), after which the memory is the user's again.
 #pragma once
 
 #include <cstddef>
@@ -23,28 +23,29 @@
 
 namespace tpkernels::host {
 
-// Which call this is, for its peers.
-struct Call {
+// Identifies a call to the peers.
+struct CallId {
   std::uint32_t signature;
   std::string_view text;
 };
 
-// Input of this rank: a plain pointer, or one within a segment (0: none).
+// This rank's input. If it lies in a segment (0: none), `offset` is its offset in this rank's
+// region.
 struct Source {
   const std::byte* data;
   std::uint64_t segment = 0;
   std::size_t offset = 0;
 };
 
-// A tensor seen along the dim that is gathered or scattered: `outer` blocks of `sum(sizes)` rows of
-// `inner` elements each; rank r has `sizes[r]` rows of every block.
+// A tensor viewed along the dim that is gathered or scattered: `outer` blocks of `sum(sizes)` rows
+// of `inner` elements each. Rank r's shard is `sizes[r]` rows of every block.
 struct ShardLayout {
   std::size_t outer;
   std::size_t inner;
   std::vector<std::size_t> sizes;
 };
 
-// Limits of one chunk, from measurement (benchmarks/results); see collectives.cpp.
+// Measured limits of one chunk; see collectives.cpp.
 struct ChunkLimits {
   std::size_t one_shot_bytes;
   std::size_t chunk_bytes;
@@ -52,15 +53,15 @@ struct ChunkLimits {
 ChunkLimits chunk_limits();
 
 // in: [outer, sizes[rank], inner]; out: [outer, sum(sizes), inner].
-void all_gather(Channel& channel, const Call& call, const Source& in, std::byte* out,
+void all_gather(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                 const ShardLayout& layout, DType dtype);
 
 // in: [outer, sum(sizes), inner] of `wire`; out: [outer, sizes[rank], inner].
-void reduce_scatter(Channel& channel, const Call& call, const Source& in, std::byte* out,
+void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                     const ShardLayout& layout, DType wire, const Epilogue& epilogue);
 
-// in, out: `count` elements; they may be the same memory (then `in.segment` must be 0).
-void all_reduce(Channel& channel, const Call& call, const Source& in, std::byte* out,
+// in, out: `count` elements. They may be the same memory if `in.segment` is 0.
+void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                 std::size_t count, DType wire, const Epilogue& epilogue);
 
 }  // namespace tpkernels::host

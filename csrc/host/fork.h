@@ -1,12 +1,12 @@
-// Telling a process from its forks, for the price of a load.
+// Distinguishes a process from its forks at the cost of one load.
 #pragma once
 
 #include <cstdint>
 
 namespace tpkernels::host {
 
-// How many forks lie between the process that first asked and this one. What keeps the number of
-// the process that made it knows when it is used in a copy.
+// Number of forks between the process that first called this and the current one. An object that
+// stores it at construction can later detect that it is used in a fork.
 std::uint32_t fork_generation();
 
 }  // namespace tpkernels::host

@@ -1,4 +1,4 @@
-// Sleeping on, and waking, a 64-bit word that processes share.
+// Sleeping on a 64-bit word in shared memory, and waking its sleepers.
 #pragma once
 
 #include <linux/futex.h>
@@ -23,7 +23,7 @@ inline void cpu_relax() {
 #endif
 }
 
-// A futex is 32 bits wide: the half of the word that holds the epoch.
+// A futex is 32 bits wide: use the half of the word that holds the epoch.
 inline std::uint32_t* futex_half(std::atomic<std::uint64_t>* word) {
   auto* halves = reinterpret_cast<std::uint32_t*>(word);
   return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
@@ -36,7 +36,7 @@ inline timespec as_timespec(double seconds) {
   return time;
 }
 
-// Sleeps until woken, for `seconds` at most, unless the low half no longer is `seen`.
+// Sleeps until woken, for at most `seconds`. Returns at once if the low half is no longer `seen`.
 inline void futex_wait(std::atomic<std::uint64_t>* word, std::uint32_t seen, double seconds) {
   const timespec limit = as_timespec(seconds);
   syscall(SYS_futex, futex_half(word), FUTEX_WAIT, seen, &limit, nullptr, 0);
@@ -56,21 +56,22 @@ struct FutexWaiter {
 // Whether the kernel has FUTEX_WAITV (Linux 5.16) and lets this process call it. Tests clear it.
 inline std::atomic<bool> futex_waitv_works{true};
 
-// Sleeps until one of the words is woken, for `seconds` at most, unless the low half of one no
-// longer is what was seen of it. Where the kernel cannot wait for so many, it sleeps on the first
-// one, and for `blind_seconds` at most: another may change meanwhile.
+// Sleeps until one of the words is woken, for at most `seconds`. Returns at once if the low half of
+// any word has changed. If the kernel cannot wait for this many, sleeps on the first word alone,
+// and for at most `blind_seconds`, because the others may change meanwhile.
 inline void futex_wait_any(FutexWaiter* waiters, std::size_t count, double seconds,
                            double blind_seconds) {
-  constexpr long kWaitv = 449;  // on all architectures
-  constexpr std::size_t kMostWaiters = 128;
-  if (count <= kMostWaiters && futex_waitv_works.load(std::memory_order_relaxed)) {
+  constexpr long kWaitv = 449;  // the same on all architectures
+  constexpr std::size_t kMaxWaiters = 128;
+  if (count <= kMaxWaiters && futex_waitv_works.load(std::memory_order_relaxed)) {
     timespec now{};
     clock_gettime(CLOCK_MONOTONIC, &now);
     timespec until = as_timespec(seconds + static_cast<double>(now.tv_nsec) * 1e-9);
     until.tv_sec += now.tv_sec;
     if (syscall(kWaitv, waiters, count, 0, &until, CLOCK_MONOTONIC) >= 0) return;
     if (errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT) return;
-    futex_waitv_works.store(false, std::memory_order_relaxed);  // ENOSYS, or a filter's EPERM
+    // ENOSYS, or EPERM from a seccomp filter.
+    futex_waitv_works.store(false, std::memory_order_relaxed);
   }
   const timespec limit = as_timespec(std::min(seconds, blind_seconds));
   syscall(SYS_futex, waiters[0].address, FUTEX_WAIT, static_cast<std::uint32_t>(waiters[0].seen),

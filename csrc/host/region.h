@@ -1,4 +1,4 @@
-// The layout of the control part of a region: what ranks read of each other besides data.
+// The layout of a region's control part: what ranks read of each other besides data.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ constexpr std::uint32_t signature_of(std::uint64_t word) {
   return static_cast<std::uint32_t>(word >> 32);
 }
 
-// Text that peers may read. It is bounded and never trusted beyond being printed.
+// Text that peers may read. It is bounded, and readers only ever print it.
 struct Text {
   std::atomic<std::uint32_t> length;
   char bytes[kTextBytes];
@@ -38,26 +38,28 @@ struct Text {
   }
 };
 
-// A word and how many wait for it asleep, on a cache line of their own.
+// A word and the number of waiters that sleep on it, on a cache line of their own.
 struct alignas(64) Signal {
   std::atomic<std::uint64_t> word;
   std::atomic<std::uint32_t> sleepers;
 };
 
+// What a rank publishes about a call. There is one slot per parity of the epoch.
+struct CallSlot {
+  Signal entered;
+  std::atomic<std::uint64_t> segment;  // holds the data of this call; 0: the data buffer does
+  std::atomic<std::uint64_t> offset;
+  Text text;
+};
+
 // The start of a region. The signals of the phases follow: [parity][phase][rank].
 struct alignas(64) Header {
-  struct Call {  // one per parity
-    Signal entered;
-    std::atomic<std::uint64_t> segment;  // where the data of this epoch is; 0: the data buffer
-    std::atomic<std::uint64_t> offset;
-    Text text;
-  };
-  Call calls[2];
-  std::atomic<std::uint32_t> fault;  // FailureKind, 0 while all is well; written last
+  CallSlot calls[2];
+  std::atomic<std::uint32_t> fault;  // FailureKind, or 0 if there is none; written last
   std::atomic<std::int32_t> culprit;
   Text fault_text;
 };
 
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "words are shared by processes");
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "processes share the words");
 
 }  // namespace tpkernels::host

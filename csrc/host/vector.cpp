@@ -9,7 +9,7 @@ namespace {
 
 std::atomic<const VectorUnit*> chosen{nullptr};
 
-// Accumulators of one block: 8 KiB, a quarter of an L1 cache.
+// Accumulators of one block: 8 KiB, a quarter of a 32 KiB L1 cache.
 constexpr std::size_t kBlock = 2048;
 
 template <class Add>
@@ -22,7 +22,7 @@ void add_bias(std::size_t begin, std::size_t count, std::size_t cols, Add&& add)
   }
 }
 
-// fp64 serves gradient checks; it is right before it is fast.
+// fp64 is for gradient checks: simple rather than fast.
 void sum_double(void* out, const std::vector<const std::byte*>& partials, std::size_t begin,
                 std::size_t count, const Epilogue& epilogue) {
   auto* to = static_cast<double*>(out);

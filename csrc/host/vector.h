@@ -1,8 +1,8 @@
-// Arithmetic on blocks of elements, in one table per vector unit, chosen at run time.
+// Arithmetic on blocks of elements: one table of functions per vector unit, chosen at run time.
 //
-// Three small kernels compose into every sum the collectives need: load (or add) a block of any
-// dtype into fp32 accumulators that stay in the L1 cache, then store them with one rounding. That
-// keeps "sum of W partials, then bias, then residual, then round" free of a dtype cross product.
+// Three small functions compose into every sum that the collectives need: load (or add) a block of
+// any dtype into fp32 accumulators that stay in the L1 cache, then store them with one rounding. So
+// "sum W partials, add bias, add residual, round" needs no variant per combination of dtypes.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +24,9 @@ struct VectorUnit {
   void (*load[3])(float* acc, const void* src, std::size_t count);
   void (*add[3])(float* acc, const void* src, std::size_t count);
   void (*store[3])(void* dst, const float* acc, std::size_t count);
-  // The plain case, with the sum in registers: dst = round(sum of `world` sources in order).
+  // No bias, no residual, one dtype: dst = round(sum of `world` sources in order), in registers.
   void (*sum[3])(void* dst, const std::byte* const* sources, std::size_t world, std::size_t count);
-  // Copy that leaves the destination out of the cache: for results that nobody reads soon.
+  // Copies with streaming stores: for results that nobody reads soon.
   void (*stream)(void* dst, const void* src, std::size_t bytes);
 };
 
@@ -36,24 +36,24 @@ const VectorUnit& avx2_unit();
 const VectorUnit& avx512_unit();
 #endif
 
-// The units this processor can run, the best one last.
+// The units that this processor supports, the fastest last.
 std::vector<const VectorUnit*> available_units();
-// The unit in use: the best one, unless `use_unit` chose another.
+// The unit in use: the fastest, unless `use_unit` chose another.
 const VectorUnit& vector_unit();
-// Throws std::invalid_argument for a name that is not available here.
+// Throws std::invalid_argument if this processor has no unit of that name.
 void use_unit(const std::string& name);
 
-// One sum: out[i] = round(sum over r of partial_r[i], in rank order, + bias[i % cols] +
-// residual[i]). `begin` is where `out`, `partials` and `residual` stand within the whole output,
-// for the bias.
+// Added after the sum. `bias` is fp32 (fp64 for fp64 partials).
 struct Epilogue {
   DType out_dtype = DType::kF32;
-  const void* bias = nullptr;  // fp32 (fp64 for fp64 partials), `cols` elements
+  const void* bias = nullptr;  // `cols` elements
   std::size_t cols = 1;
   const void* residual = nullptr;
   DType residual_dtype = DType::kF32;
 };
 
+// out[i] = round(sum over r of partial_r[i], in rank order, + bias[(begin + i) % cols] +
+// residual[i]). `begin` is the index of out[0] in the whole output.
 void sum_partials(void* out, const std::vector<const std::byte*>& partials, DType wire,
                   std::size_t begin, std::size_t count, const Epilogue& epilogue);
 

@@ -7,8 +7,8 @@
 
 #include "host/vector_scalar.h"
 
-// Only what stands between here and the end is compiled for AVX2, so that no inline function of a
-// shared header is, which another translation unit could then pick up.
+// Only the code from here to the end of the file is compiled for AVX2. If inline functions of
+// shared headers were, the linker could pick those copies for other translation units.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
@@ -69,8 +69,8 @@ struct Pair {
   Vec second;
 };
 
-// bf16 pairs are the even and the odd elements: a shift and a mask take them apart, without the
-// shuffles of the natural order.
+// A bf16 pair is the even and the odd elements: a shift and a mask separate them, where the natural
+// order would need shuffles.
 template <DType D>
 inline Pair load_pair(const std::byte* from) {
   if constexpr (D == DType::kBF16) {

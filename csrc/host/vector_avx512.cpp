@@ -1,5 +1,5 @@
-// AVX-512 (F, BW, VL, DQ): 16 floats per vector. Conversions to bf16 are done by integer rounding,
-// not by AVX512_BF16, whose instruction flushes subnormals.
+// AVX-512 (F, BW, VL, DQ): 16 floats per vector. Conversions to bf16 use integer rounding, because
+// the instruction of AVX512_BF16 flushes subnormals.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -68,8 +68,8 @@ struct Pair {
   Vec second;
 };
 
-// bf16 pairs are the even and the odd elements: a shift and a mask take them apart, without the
-// shuffles of the natural order.
+// A bf16 pair is the even and the odd elements: a shift and a mask separate them, where the natural
+// order would need shuffles.
 template <DType D>
 inline Pair load_pair(const std::byte* from) {
   if constexpr (D == DType::kBF16) {

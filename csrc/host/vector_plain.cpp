@@ -1,4 +1,4 @@
-// The vector unit of last resort: scalar conversions, vectorised as far as the compiler can.
+// The fallback for any processor: scalar conversions, vectorised where the compiler can.
 #include <cstring>
 
 #include "host/vector_scalar.h"

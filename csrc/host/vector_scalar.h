@@ -1,5 +1,5 @@
-// Scalar conversions between fp32 and the 16-bit formats, rounding to nearest even. Bit for bit
-// what F16C, AVX-512 and torch do; NaN keeps its sign and turns quiet.
+// Scalar conversions between fp32 and the 16-bit formats, rounding to nearest even. Bit for bit the
+// same as F16C, AVX-512 and torch. NaN keeps its sign and becomes quiet.
 #pragma once
 
 #include <cstdint>
@@ -30,12 +30,12 @@ inline std::uint16_t bf16_of(float value) {
 inline float float_of_f16(std::uint16_t half) {
   const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
   const std::uint32_t magnitude = half & 0x7fffu;
-  if (magnitude >= 0x7c00u) {  // infinity or NaN (made quiet)
+  if (magnitude >= 0x7c00u) {  // infinity or NaN, which becomes quiet
     const std::uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
     return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13) | quiet);
   }
-  // A subnormal half is converted as an integer: no operand is ever a subnormal float, which a
-  // thread may have chosen to flush to zero (torch.set_flush_denormal).
+  // A subnormal half is converted as an integer. So no operand is ever a subnormal float, which the
+  // thread may be flushing to zero (torch.set_flush_denormal).
   const std::uint32_t normal = (magnitude << 13) + 0x38000000u;
   const std::uint32_t subnormal = bits_of(static_cast<float>(magnitude) * 0x1p-24f);
   return float_of(sign | (magnitude < 0x400u ? subnormal : normal));

@@ -1,5 +1,5 @@
-// What of NCCL's binary interface is used here, so that no NCCL header is needed to build. NCCL
-// keeps it for all of 2.x: values are never reused, and structs grow at their end only.
+// The part of NCCL's ABI that is used here, so that building needs no NCCL header. The ABI is
+// stable throughout 2.x: values are never reused, and structs grow only at the end.
 #pragma once
 
 #include <climits>
@@ -24,15 +24,15 @@ enum Result : int {
   kInvalidUsage = 5,
   kRemoteError = 6,
   kInProgress = 7,
-  kTimeout = 8,  // from 2.30
+  kTimeout = 8,  // since 2.30
 };
 
 constexpr int kUnset = INT_MIN;
 constexpr int kSum = 0;       // ncclRedOp_t
-constexpr int kNoColor = -1;  // ncclCommSplit: this rank is in no part
+constexpr int kNoColor = -1;  // ncclCommSplit: no communicator for this rank
 
 // ncclConfig_t as of 2.27. `size` and `version` tell the library which fields the caller knows:
-// later ones give the rest its default, earlier ones read as much as they know.
+// newer libraries use defaults for the rest, older ones read only the fields that they know.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;

@@ -1,5 +1,5 @@
-// The Python face of NCCL. Memory, streams, windows and registrations cross as integers, dtypes as
-// the codes of host/vector.h.
+// _C.nccl: a NCCL library and its communicators. Memory, streams, windows and registrations are
+// passed as integers, dtypes as the codes of host/vector.h.
 #include "nccl/bindings.h"
 
 #include <pybind11/stl.h>
@@ -58,18 +58,19 @@ UniqueId unique_id(const py::bytes& bytes) {
   return id;
 }
 
-// The end of a communicator may wait for NCCL.
-struct WithoutGil {
+// Destroying a communicator may wait for NCCL.
+struct DeleteWithoutGil {
   void operator()(Communicator* communicator) const {
     const GilReleased released;
     delete communicator;
   }
 };
-using Held = std::unique_ptr<Communicator, WithoutGil>;
+using CommunicatorPtr = std::unique_ptr<Communicator, DeleteWithoutGil>;
 
-Held make_communicator(std::shared_ptr<Library> library, const py::bytes& id, int rank, int world,
-                       double timeout, const std::string& name, std::optional<int> cta_policy,
-                       std::optional<int> min_ctas, std::optional<int> max_ctas) {
+CommunicatorPtr make_communicator(std::shared_ptr<Library> library, const py::bytes& id, int rank,
+                                  int world, double timeout, const std::string& name,
+                                  std::optional<int> cta_policy, std::optional<int> min_ctas,
+                                  std::optional<int> max_ctas) {
   Options options;
   options.timeout = timeout;
   options.name = name;
@@ -79,7 +80,7 @@ Held make_communicator(std::shared_ptr<Library> library, const py::bytes& id, in
   options.poll = &poll_signals;
   const UniqueId unique = unique_id(id);
   const GilReleased released;
-  return Held(new Communicator(std::move(library), unique, rank, world, options));
+  return CommunicatorPtr(new Communicator(std::move(library), unique, rank, world, options));
 }
 
 void bind_library(py::module_& m) {
@@ -90,11 +91,11 @@ void bind_library(py::module_& m) {
                              [](const Library& library) { return version_text(library.version()); })
       .def_property_readonly("features",
                              [](const Library& library) {
-                               py::dict found;
+                               py::dict features;
                                for (const Feature& feature : library.features()) {
-                                 found[feature.symbol] = feature.present;
+                                 features[feature.symbol] = feature.present;
                                }
-                               return found;
+                               return features;
                              })
       .def("unique_id",
            [](const Library& library) {
@@ -141,9 +142,9 @@ void bind_operations(py::module_& m) {
       [](std::uintptr_t send, std::uintptr_t recv, const std::vector<std::size_t>& send_counts,
          const std::vector<std::size_t>& recv_counts, int dtype, std::uintptr_t stream) {
         if (send_counts.size() != recv_counts.size()) {
-          throw py::value_error("counts for " + std::to_string(send_counts.size()) +
-                                " ranks to send to and " + std::to_string(recv_counts.size()) +
-                                " to receive from");
+          throw py::value_error("send_counts has " + std::to_string(send_counts.size()) +
+                                " entries and recv_counts has " +
+                                std::to_string(recv_counts.size()) + "; both need one per rank");
         }
         return all_to_all(pointer(send), pointer(recv), send_counts, recv_counts,
                           static_cast<host::DType>(dtype), pointer(stream));
@@ -153,7 +154,7 @@ void bind_operations(py::module_& m) {
 }
 
 void bind_communicator(py::module_& m) {
-  py::class_<Communicator, Held>(m, "Communicator")
+  py::class_<Communicator, CommunicatorPtr>(m, "Communicator")
       .def(py::init(&make_communicator), py::arg("library"), py::arg("unique_id"), py::arg("rank"),
            py::arg("world"), py::kw_only(), py::arg("timeout"), py::arg("name") = "",
            py::arg("cta_policy") = py::none(), py::arg("min_ctas") = py::none(),
@@ -166,7 +167,7 @@ void bind_communicator(py::module_& m) {
           "split",
           [](Communicator& c, std::optional<int> color, int key, const std::string& name) {
             const GilReleased released;
-            return Held(c.split(color.value_or(kNoColor), key, name).release());
+            return CommunicatorPtr(c.split(color.value_or(kNoColor), key, name).release());
           },
           py::arg("color"), py::arg("key"), py::arg("name") = "")
       .def(

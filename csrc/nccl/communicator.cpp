@@ -16,7 +16,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-constexpr Seconds kSpin{50e-6};  // starting one of NCCL's threads takes about as long
+constexpr Seconds kSpin{50e-6};  // about the time it takes NCCL to start a thread
 constexpr Seconds kLongestPause{1e-3};
 constexpr Seconds kPoll{20e-3};
 
@@ -31,25 +31,25 @@ Options named(Options options, const std::string& name) {
   return options;
 }
 
-// `name` must live as long as the communicator.
-Config config(const Library& library, const Options& options, const std::string& name) {
+// `name` must outlive the communicator.
+Config make_config(const Library& library, const Options& options, const std::string& name) {
   if (options.cta_policy != kUnset) library.need_version(22703, "cta_policy");
   if (options.min_ctas != kUnset || options.max_ctas != kUnset) {
     library.need_version(21701, "min_ctas and max_ctas");
   }
-  Config asked;
-  asked.blocking = 0;
-  asked.cta_policy = options.cta_policy;
-  asked.min_ctas = options.min_ctas;
-  asked.max_ctas = options.max_ctas;
-  if (!name.empty()) asked.comm_name = name.c_str();
-  return asked;
+  Config config;
+  config.blocking = 0;
+  config.cta_policy = options.cta_policy;
+  config.min_ctas = options.min_ctas;
+  config.max_ctas = options.max_ctas;
+  if (!name.empty()) config.comm_name = name.c_str();
+  return config;
 }
 
 Result async_error(const Library& library, Comm* comm) {
   Result code = kInternalError;
-  const Result asked = library.functions().CommGetAsyncError(comm, &code);
-  return asked == kSuccess ? code : asked;
+  const Result result = library.functions().CommGetAsyncError(comm, &code);
+  return result == kSuccess ? code : result;
 }
 
 ErrorKind kind_of(Result code) {
@@ -57,7 +57,7 @@ ErrorKind kind_of(Result code) {
   return code == kTimeout ? ErrorKind::kTimeout : ErrorKind::kFailed;
 }
 
-// Runs a function that may not come back on a thread of its own; whether it did in time.
+// Runs a function that may never return on its own thread. Returns whether it ended in time.
 bool run_bounded(std::function<void()> function, Seconds limit) {
   auto done = std::make_shared<std::promise<void>>();
   std::future<void> ended = done->get_future();
@@ -66,7 +66,7 @@ bool run_bounded(std::function<void()> function, Seconds limit) {
       function();
       done->set_value();
     }).detach();
-  } catch (const std::system_error&) {  // no thread to be had
+  } catch (const std::system_error&) {  // no thread could be started
     return false;
   }
   return ended.wait_for(limit) == std::future_status::ready;
@@ -78,58 +78,58 @@ Communicator::Communicator(std::shared_ptr<const Library> library, const UniqueI
                            int world, const Options& options)
     : library_(std::move(library)), options_(options), pid_(getpid()), rank_(rank), world_(world) {
   handle_->name = options.name;
-  Config asked = config(*library_, options, handle_->name);
+  Config config = make_config(*library_, options, handle_->name);
   const Result code =
-      library_->functions().CommInitRankConfig(&handle_->comm, world, id, rank, &asked);
-  if (handle_->comm == nullptr) throw Error(kind_of(code), failed("set-up", code));
+      library_->functions().CommInitRankConfig(&handle_->comm, world, id, rank, &config);
+  if (handle_->comm == nullptr) throw Error(kind_of(code), failure_text("set-up", code));
   finish("set-up", code);
 }
 
-// A child without a handle; `split` gets it one.
+// A child without a NCCL communicator; `split` fills it in.
 Communicator::Communicator(const Communicator& parent, const std::string& name)
     : library_(parent.library_), options_(named(parent.options_, name)), pid_(parent.pid_) {
   handle_->name = name;
 }
 
-Communicator::~Communicator() { abort("it was collected without having been closed"); }
+Communicator::~Communicator() { abort("it was destroyed before it was closed"); }
 
-std::string Communicator::place() const {
+std::string Communicator::label() const {
   std::string text = "NCCL communicator";
   if (!options_.name.empty()) text += " '" + options_.name + "'";
   if (world_ > 0) text += ", rank " + std::to_string(rank_) + " of " + std::to_string(world_);
   return text;
 }
 
-std::string Communicator::failed(const std::string& what, Result code) const {
-  return place() + ": " + what + " failed: " + library_->error_text(code);
+std::string Communicator::failure_text(const std::string& what, Result code) const {
+  return label() + ": " + what + " failed: " + library_->error_text(code);
 }
 
 void Communicator::require_usable(const std::string& what) const {
   if (getpid() != pid_) {
-    throw Error(ErrorKind::kBroken, place() + ": " + what + " in process " +
+    throw Error(ErrorKind::kBroken, label() + ": " + what + " in process " +
                                         std::to_string(getpid()) + ", a fork of process " +
                                         std::to_string(pid_) +
-                                        ", which made it; make a communicator here");
+                                        ", which owns it; create a communicator in the child");
   }
   const std::lock_guard lock(state_mutex_);
   if (state_ == State::kBroken) {
     throw Error(ErrorKind::kBroken,
-                place() + " is broken and can run no more calls; make a new one. It broke with: " +
+                label() + " is broken and can run no more calls; make a new one. It broke with: " +
                     broken_by_);
   }
   if (state_ == State::kClosed) {
-    throw Error(ErrorKind::kBroken, place() + ": " + what + " after it was closed");
+    throw Error(ErrorKind::kBroken, label() + ": " + what + " after it was closed");
   }
 }
 
-// One NCCL function, from its start until it is done.
+// Runs one NCCL function, from its start to its completion.
 void Communicator::call(const std::string& what, const std::function<Result(Comm*)>& function) {
   require_usable(what);
   const std::unique_lock turn(calls_, Seconds(options_.timeout));
   if (!turn.owns_lock()) {
-    throw Error(ErrorKind::kTimeout, place() + ": " + what + " waited " +
+    throw Error(ErrorKind::kTimeout, label() + ": " + what + " waited " +
                                          seconds_text(options_.timeout) +
-                                         " for a call of another thread");
+                                         " for another thread's call");
   }
   Result code = kSuccess;
   {
@@ -140,7 +140,7 @@ void Communicator::call(const std::string& what, const std::function<Result(Comm
   finish(what, code);
 }
 
-// Waits until the call is done: NCCL returns success, too, for some of what is in progress.
+// Waits for the call to complete. NCCL returns success for some calls that are still in progress.
 void Communicator::finish(const std::string& what, Result code) {
   const auto start = Clock::now();
   auto polled = start;
@@ -155,9 +155,9 @@ void Communicator::finish(const std::string& what, Result code) {
     if (code != kInProgress) break;
     const auto now = Clock::now();
     if (now - start >= Seconds(options_.timeout)) {
-      fail(ErrorKind::kTimeout, place() + ": " + what + " was not done after " +
+      fail(ErrorKind::kTimeout, label() + ": " + what + " did not complete within " +
                                     seconds_text(options_.timeout) +
-                                    ": a rank did not come, or cannot be reached");
+                                    ": a rank did not join or cannot be reached");
     }
     if (now - polled >= kPoll) {
       polled = now;
@@ -175,20 +175,20 @@ void Communicator::finish(const std::string& what, Result code) {
       pause = std::min(2 * pause, kLongestPause);
     }
   }
-  fail(kind_of(code), failed(what, code));
+  fail(kind_of(code), failure_text(what, code));
 }
 
 void Communicator::fail(ErrorKind kind, std::string text) {
-  if (!abort(text)) text += "; ncclCommAbort did not come back and is left alone";
+  if (!abort(text)) text += "; ncclCommAbort did not return and was abandoned";
   throw Error(kind, text + ". The communicator is broken: make a new one.");
 }
 
 bool Communicator::abort(const std::string& why) {
-  if (getpid() != pid_) return true;  // the parent's: its sockets and its device are in use
+  if (getpid() != pid_) return true;  // the parent still uses its sockets and device
   return end(State::kBroken, why);
 }
 
-// Aborts (to kBroken) or destroys (to kClosed), once. Whether NCCL came back from it in time.
+// Aborts (for kBroken) or destroys (for kClosed), once. Returns whether NCCL returned in time.
 bool Communicator::end(State state, const std::string& why) {
   const Seconds limit(std::min(options_.timeout, kAbortSeconds));
   {
@@ -197,8 +197,9 @@ bool Communicator::end(State state, const std::string& why) {
     state_ = state;
     broken_by_ = why;
   }
-  if (handle_->comm == nullptr) return true;  // a child that never came to be
-  // Who holds the lock for longer is stuck within NCCL; to abort is what gets it out.
+  if (handle_->comm == nullptr) return true;  // a child whose split failed
+  // A thread that holds the lock for longer is stuck in NCCL, and only an abort can free it. So
+  // proceed without the lock after the limit.
   const std::unique_lock lock(handle_mutex_, limit);
   return run_bounded(
       [library = library_, handle = handle_, state] {
@@ -215,9 +216,9 @@ void Communicator::close() {
   }
   call("close", library_->functions().CommFinalize);
   if (!end(State::kClosed, "")) {
-    throw Error(ErrorKind::kTimeout, place() + ": ncclCommDestroy did not come back within " +
+    throw Error(ErrorKind::kTimeout, label() + ": ncclCommDestroy did not return within " +
                                          seconds_text(std::min(options_.timeout, kAbortSeconds)) +
-                                         " and is left alone");
+                                         " and was abandoned");
   }
 }
 
@@ -230,7 +231,7 @@ void Communicator::check() {
     code = async_error(*library_, handle_->comm);
   }
   if (code != kSuccess && code != kInProgress) {
-    fail(kind_of(code), failed("an operation on its way", code));
+    fail(kind_of(code), failure_text("an operation in flight", code));
   }
 }
 
@@ -238,10 +239,10 @@ std::unique_ptr<Communicator> Communicator::split(int color, int key, const std:
   auto* const function = library_->need(library_->functions().CommSplit, "ncclCommSplit");
   std::unique_ptr<Communicator> child(new Communicator(*this, name));
   Handle& handle = *child->handle_;
-  Config asked = config(*library_, child->options_, handle.name);
+  Config config = make_config(*library_, child->options_, handle.name);
   call("split", [&](Comm* comm) {
     handle_->result = child->handle_;
-    return function(comm, color, key, &handle.comm, &asked);
+    return function(comm, color, key, &handle.comm, &config);
   });
   if (handle.comm == nullptr) return nullptr;
   child->finish("set-up by split", kInProgress);

@@ -28,9 +28,9 @@ template <typename F>
 void Library::look_up(void* handle, F*& slot, const char* symbol, int since, bool required) {
   slot = reinterpret_cast<F*>(dlsym(handle, symbol));
   if (required && slot == nullptr) {
-    throw Unsupported(describe() + " is too old: it has no " + symbol + ", which came with NCCL " +
-                      version_text(since) + "; tpkernels needs NCCL " + version_text(kOldest) +
-                      " or newer");
+    throw Unsupported(describe() + " is too old: it has no " + symbol +
+                      ", which was added in NCCL " + version_text(since) +
+                      "; tpkernels needs NCCL " + version_text(kOldest) + " or newer");
   }
   if (!required) features_.push_back({symbol, since, slot != nullptr});
 }
@@ -45,7 +45,7 @@ Library::Library(const std::string& name) {
   Functions& f = functions_;
   f.GetVersion = reinterpret_cast<Result (*)(int*)>(dlsym(handle, "ncclGetVersion"));
   if (f.GetVersion == nullptr || f.GetVersion(&version_) != kSuccess) {
-    throw Unsupported("'" + path_ + "' is not NCCL: it does not tell ncclGetVersion");
+    throw Unsupported("'" + path_ + "' is not NCCL: ncclGetVersion is missing or fails");
   }
   look_up(handle, f.GetUniqueId, "ncclGetUniqueId", 20000, true);
   look_up(handle, f.GetErrorString, "ncclGetErrorString", 20000, true);
@@ -77,7 +77,7 @@ Library::Library(const std::string& name) {
 void Library::missing(const char* symbol) const {
   for (const Feature& feature : features_) {
     if (std::string(feature.symbol) != symbol) continue;
-    throw Unsupported(describe() + " has no " + symbol + ", which came with NCCL " +
+    throw Unsupported(describe() + " has no " + symbol + ", which was added in NCCL " +
                       version_text(feature.since));
   }
   throw Unsupported(describe() + " has no " + symbol);
@@ -112,7 +112,7 @@ std::string Library::describe() const {
 
 std::string Library::error_text(Result code) const {
   std::string text = functions_.GetErrorString(code);
-  // NCCL keeps one last message per process, which outlives its cause; so only beside an error.
+  // NCCL keeps one last message per process, which outlives its cause: show it only with an error.
   const char* last = functions_.GetLastError(nullptr);
   if (last != nullptr && *last != '\0') text += std::string("; last message: ") + last;
   return text;

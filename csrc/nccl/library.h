@@ -1,5 +1,5 @@
-// NCCL, found at run time: one dlopen, and its functions by name. What every version from 2.14 has
-// is required; what came later may be missing, and is named when somebody asks for it.
+// NCCL, loaded at run time: one dlopen, then functions by name. Functions that NCCL 2.14 has are
+// required. Later ones may be missing; using a missing one raises an error that names it.
 #pragma once
 
 #include <memory>
@@ -11,13 +11,13 @@
 
 namespace tpkernels::nccl {
 
-// Right, but not to be had with this library or on this machine; the text says what would be.
+// A valid request that this library or machine does not support. The text says what is needed.
 class Unsupported : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// NCCL could not do what it was asked to.
+// How a NCCL call failed.
 enum class ErrorKind { kFailed, kPeerLost, kTimeout, kBroken };
 
 class Error : public std::runtime_error {
@@ -26,7 +26,7 @@ class Error : public std::runtime_error {
   ErrorKind kind;
 };
 
-// Named as in NCCL, without the prefix. A stream is a cudaStream_t, a window an ncclWindow_t.
+// Named as in NCCL, without the prefix. Streams are cudaStream_t, windows ncclWindow_t.
 struct Functions {
   Result (*GetVersion)(int*);
   Result (*GetUniqueId)(UniqueId*);
@@ -47,7 +47,7 @@ struct Functions {
   Result (*Recv)(void*, std::size_t, int dtype, int peer, Comm*, void* stream);
   Result (*GroupStart)();
   Result (*GroupEnd)();
-  // From here on null where the library has none: call them through `Library::need`.
+  // Those below are null if the library lacks them: call them through `Library::need`.
   Result (*CommSplit)(Comm*, int color, int key, Comm**, Config*);
   Result (*MemAlloc)(void**, std::size_t);
   Result (*MemFree)(void*);
@@ -59,14 +59,14 @@ struct Functions {
 
 struct Feature {
   const char* symbol;
-  int since;  // the version that brought it, as ncclGetVersion counts
+  int since;  // the first version that has it, as ncclGetVersion numbers it
   bool present;
 };
 
 class Library {
  public:
-  // Loads the library at a path, or finds one by its soname. It is never unloaded: NCCL has threads
-  // of its own. Throws Unsupported where there is none, or one without a required symbol.
+  // Loads the library from a path, or by its soname. It is never unloaded, because NCCL has threads
+  // of its own. Throws Unsupported if there is none or a required symbol is missing.
   explicit Library(const std::string& name);
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
@@ -76,7 +76,7 @@ class Library {
   const std::string& path() const { return path_; }
   const std::vector<Feature>& features() const { return features_; }
 
-  // Throws Unsupported for a null function, naming it.
+  // Returns `function`, or throws Unsupported with its name if it is null.
   template <typename F>
   F* need(F* function, const char* symbol) const {
     if (function == nullptr) missing(symbol);
@@ -85,15 +85,15 @@ class Library {
   // Throws Unsupported if the library is older than `since`.
   void need_version(int since, const std::string& what) const;
 
-  // Rank 0 of a future communicator makes one and gives it to all ranks. Opens a socket.
+  // Rank 0 of a new communicator makes the id and gives it to all ranks. Opens a socket.
   UniqueId unique_id() const;
-  // Device memory that can be a window, on the current device.
+  // Memory of the current device that can be registered as a window.
   void* mem_alloc(std::size_t bytes) const;
   void mem_free(void* memory) const;
 
   // "NCCL 2.28.9 (/usr/lib/libnccl.so.2)"
   std::string describe() const;
-  // What went wrong, in NCCL's words.
+  // NCCL's text for an error code, with its last message if there is one.
   std::string error_text(Result code) const;
   // Throws Error unless `code` is success.
   void require(Result code, const std::string& what) const;
@@ -109,7 +109,7 @@ class Library {
   std::vector<Feature> features_;
 };
 
-// 22809 is "2.28.9"; before 2.9 NCCL counted 2.8.4 as 2804.
+// 22809 is "2.28.9". Before 2.9 the scheme was different: 2.8.4 is 2804.
 std::string version_text(int version);
 
 }  // namespace tpkernels::nccl

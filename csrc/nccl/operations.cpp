@@ -1,4 +1,4 @@
-// What a communicator is asked to do, once it stands.
+// The operations of a communicator: collectives, transfers, and registration of memory.
 #include <algorithm>
 #include <iterator>
 
@@ -55,20 +55,21 @@ std::vector<Operation> all_to_all(const void* send, void* recv,
 }
 
 void Communicator::enqueue(const std::vector<Operation>& operations) {
-  std::vector<Operation> wanted;  // ranks agree on what is empty
-  std::copy_if(operations.begin(), operations.end(), std::back_inserter(wanted),
+  std::vector<Operation> nonempty;  // all ranks skip the same empty operations
+  std::copy_if(operations.begin(), operations.end(), std::back_inserter(nonempty),
                [](const Operation& operation) { return operation.count > 0; });
-  if (wanted.empty()) return check();
-  call(describe(wanted), [&](Comm* comm) {
-    if (wanted.size() == 1) return run(wanted.front(), comm);
+  if (nonempty.empty()) return check();
+  call(describe(nonempty), [&](Comm* comm) {
+    if (nonempty.size() == 1) return run(nonempty.front(), comm);
     const Functions& f = library_->functions();
     Result code = f.GroupStart();
     if (code != kSuccess) return code;
-    for (const Operation& operation : wanted) {
+    for (const Operation& operation : nonempty) {
       code = run(operation, comm);
       if (code != kSuccess && code != kInProgress) break;
     }
-    const Result ended = f.GroupEnd();  // always, or the thread's next call would join this group
+    // Even after a failure: otherwise the thread's next call would join this group.
+    const Result ended = f.GroupEnd();
     return code != kSuccess && code != kInProgress ? code : ended;
   });
 }

@@ -66,8 +66,8 @@ def test_spills_would_be_seen() -> None:
 def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
     kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
     assert set(kernels) == entries()
-    waits = entries() - {"sum_of_partials", "paced_copy", "call_spoil", "call_publish"}
-    tells = entries() - {"sum_of_partials", "paced_copy", "call_spoil", "call_wait"}
+    waits = entries() - {"sum_of_partials", "paced_copy", "call_poison", "call_publish"}
+    tells = entries() - {"sum_of_partials", "paced_copy", "call_poison", "call_wait"}
     assert {name for name, ptx in kernels.items() if re.search(ACQUIRE, ptx)} == waits
     assert {name for name, ptx in kernels.items() if re.search(RELEASE, ptx)} == tells
     for name, ptx in kernels.items():
@@ -103,7 +103,7 @@ def test_data_follows_a_wait_behind_a_barrier(kernel: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
-    quiet = ("sum_of_partials", "paced_copy", "call_wait", "call_spoil")
+    quiet = ("sum_of_partials", "paced_copy", "call_wait", "call_poison")
     for name in entries() & set(kernels):
         moves = name in (*REDUCES, *SHARES, "sum_of_partials", "paced_copy")
         assert ("LDG.E.128" in kernels[name]) == moves, name

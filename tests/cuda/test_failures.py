@@ -194,10 +194,10 @@ def driver_job(driver: str) -> dict[str, str | int]:
 def test_driver_errors_have_names(cuda_driver: str) -> None:
     with Ranks(1) as fresh:  # whose driver is not initialised
         told = fresh.run(driver_job, cuda_driver)[0]
-    assert "finds no GPU to work with: cuInit: on request" in str(told["init"])
-    assert "do not load on GPU 0 (sm_75): no kernel image is available" in str(told["load"])
+    assert "found no usable GPU: cuInit: on request" in str(told["init"])
+    assert "CUDA kernels on GPU 0 (sm_75): no kernel image is available" in str(told["load"])
     assert told["launch"] == "cuLaunchKernel: CUDA_ERROR_EMULATED (on request)"
-    assert told["device"] == "no GPU 3: the driver shows 1"
+    assert told["device"] == "no GPU 3: the driver reports 1"
     assert "compute capability 9.0" in str(told["multimem"])
     assert told["status"] == "for CUDA 13.0, GPUs: sm_90"
     assert told["depth"] == 0

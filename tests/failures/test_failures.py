@@ -135,7 +135,9 @@ def _stop(op: str, algorithm: str, where: str) -> list[Ending]:
         continued_at = time.monotonic()
         found = ranks.collect(faults.COLLECT_SECONDS)[VICTIM]
         assert found.ok and found.ended - continued_at < STOP_TIMEOUT + PROMPT, found
-        blamed = re.compile(rf"rank {VICTIM} \(pid {ranks.pids[VICTIM]}\), which lives; expected")
+        blamed = re.compile(
+            rf"rank {VICTIM} \(pid {ranks.pids[VICTIM]}\), which is alive; expected"
+        )
         assert any(blamed.search(first.text) for first in endings), endings
         return endings
 

@@ -1,5 +1,5 @@
-// The frame of the C++ tests: cases that register themselves, CHECK, and the two ways to run the
-// ranks of a group, as threads of this process or as processes.
+// The framework of the C++ tests: self-registering cases, CHECK, and two ways to run the ranks of a
+// group: as threads of this process, or as processes.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ struct CheckFailed : std::runtime_error {
 [[noreturn]] void check_failed(const char* expression, const char* file, int line,
                                const std::string& detail);
 
-// CHECK(expression) or CHECK(expression, detail): throws, and the case fails.
+// CHECK(expression) or CHECK(expression, detail): fails the case by throwing.
 #define CHECK(expression, ...)                                                    \
   do {                                                                            \
     if (!(expression)) {                                                          \
@@ -56,11 +56,11 @@ struct Registration {
                                                         &name);                                 \
   void name()
 
-// What the command line asks for.
+// Options from the command line.
 struct Options {
   int calls = 200;             // of each random sequence
   std::uint64_t seed = 1;      // of the sequences and their delays
-  bool single_buffer = false;  // negative controls: what these break must be found
+  bool single_buffer = false;  // negative controls: the tests must detect what these break
   bool skip_waits = false;
 };
 Options& options();
@@ -68,7 +68,7 @@ Options& options();
 struct Setup {
   int world = 2;
   std::size_t capacity = 1 << 16;
-  std::size_t limit = 1 << 16;  // what buffers can grow to
+  std::size_t limit = 1 << 16;  // maximum size of a buffer
   host::ChannelOptions channel{20.0, 20.0};
   std::uint32_t epoch = 0;
   unsigned max_delay_us = 0;
@@ -76,26 +76,26 @@ struct Setup {
 
 using Body = std::function<void(host::Channel&)>;
 
-// An arena of `world` regions of `bytes`, all of them committed.
+// An arena of `world` regions of `bytes` each, fully committed.
 std::shared_ptr<host::Arena> make_arena(int world, std::size_t bytes);
-// A channel of one rank of this process; it watches no process.
+// The channel of one rank in this process. It watches no process.
 std::unique_ptr<host::Channel> make_channel(const Setup& setup, std::shared_ptr<host::Arena> arena,
                                             int rank);
 
-// Runs `body` on each rank in a thread of its own; rethrows what went wrong first.
+// Runs `body` on each rank in a thread of its own; rethrows the first exception.
 void on_threads(const Setup& setup, const Body& body);
 
-// Runs `body` on each rank in a forked process that watches the others; returns their wait
-// statuses. `parent` runs meanwhile in this process, with the ranks' pids.
+// Runs `body` on each rank in a forked process that watches the others, and returns the processes'
+// wait statuses. Meanwhile `parent` runs in this process, with the ranks' pids.
 std::vector<int> on_processes(const Setup& setup, const Body& body,
                               const std::function<void(const std::vector<int>&)>& parent = {});
-// The same, where every rank must end well.
+// The same; CHECKs that every rank exits with status 0.
 void on_processes_that_succeed(const Setup& setup, const Body& body);
 
-// The Failure that `call` ends with; it must end with one of that kind.
+// The Failure that `call` throws. CHECKs that there is one, of this kind.
 host::Failure failure_of(host::FailureKind kind, const std::function<void()>& call);
 bool contains(const std::string& text, const std::string& part);
-// Milliseconds on one clock of all processes.
+// Milliseconds on a clock that all processes share.
 double now_ms();
 void sleep_ms(double ms);
 

@@ -42,7 +42,7 @@ double get(DType dtype, const std::byte* base, std::size_t i) {
   return host::scalar::to_float<DType::kBF16>(from);
 }
 
-// Element i of what rank puts in: up to 12, so that four ranks, bias and residual stay below 256.
+// Element i of a rank's input: at most 12, so the sum over four ranks, bias and residual is < 256.
 int input_value(int rank, int round, std::size_t i) {
   return static_cast<int>(
       (static_cast<std::size_t>(rank) * 7 + static_cast<unsigned>(round) * 3 + i * 5) % 13);
@@ -54,8 +54,7 @@ std::size_t total_rows(const ShardLayout& layout) {
   return std::accumulate(layout.sizes.begin(), layout.sizes.end(), std::size_t{0});
 }
 
-// Where the tensors of one call lie in memory, with bytes around the output that must stay as they
-// are.
+// The tensors of one call, with guard bytes around the output that must stay untouched.
 class Tensors {
  public:
   Tensors(const Channel& channel, const Collective& call,
@@ -105,7 +104,7 @@ class Tensors {
   std::size_t offset_ = 0;
 };
 
-// Bias and residual of a reduction; the bias runs along the last `cols` elements.
+// Bias and residual of a reduction. The bias has `cols` elements.
 struct Terms {
   Terms(const Collective& call, std::size_t cols, std::size_t out_count) {
     epilogue.out_dtype = call.out;
@@ -139,14 +138,14 @@ int sum_of_inputs(int world, int round, std::size_t i) {
   return sum;
 }
 
-void gather(Channel& channel, const Collective& call, const host::Call& name,
+void gather(Channel& channel, const Collective& call, const host::CallId& id,
             const std::shared_ptr<host::Arena>& segment) {
   const ShardLayout& layout = call.layout;
   const auto rank = static_cast<std::size_t>(channel.rank());
   const std::size_t rows = total_rows(layout), inner = layout.inner;
   Tensors tensors(channel, call, segment, layout.outer * layout.sizes[rank] * inner,
                   layout.outer * rows * inner);
-  all_gather(channel, name, tensors.source(), tensors.out(), layout, call.wire);
+  all_gather(channel, id, tensors.source(), tensors.out(), layout, call.wire);
   for (std::size_t block = 0; block < layout.outer; ++block) {
     std::size_t first = 0;
     for (std::size_t r = 0; r < layout.sizes.size(); ++r) {
@@ -161,7 +160,7 @@ void gather(Channel& channel, const Collective& call, const host::Call& name,
   tensors.check_surroundings();
 }
 
-void scatter(Channel& channel, const Collective& call, const host::Call& name,
+void scatter(Channel& channel, const Collective& call, const host::CallId& id,
              const std::shared_ptr<host::Arena>& segment) {
   const ShardLayout& layout = call.layout;
   const auto rank = static_cast<std::size_t>(channel.rank());
@@ -169,7 +168,7 @@ void scatter(Channel& channel, const Collective& call, const host::Call& name,
   const std::size_t width = layout.sizes[rank] * inner, out_count = layout.outer * width;
   Tensors tensors(channel, call, segment, layout.outer * rows * inner, out_count);
   const Terms terms(call, inner, out_count);
-  reduce_scatter(channel, name, tensors.source(), tensors.out(), layout, call.wire, terms.epilogue);
+  reduce_scatter(channel, id, tensors.source(), tensors.out(), layout, call.wire, terms.epilogue);
   const std::size_t first =
       std::accumulate(layout.sizes.begin(), layout.sizes.begin() + channel.rank(), std::size_t{0});
   for (std::size_t i = 0; i < out_count; ++i) {
@@ -179,12 +178,12 @@ void scatter(Channel& channel, const Collective& call, const host::Call& name,
   tensors.check_surroundings();
 }
 
-void reduce(Channel& channel, const Collective& call, const host::Call& name,
+void reduce(Channel& channel, const Collective& call, const host::CallId& id,
             const std::shared_ptr<host::Arena>& segment) {
   const std::size_t count = call.layout.inner;
   Tensors tensors(channel, call, segment, count, count);
   const Terms terms(call, count < 10 ? 1 : 10, count);
-  all_reduce(channel, name, tensors.source(), tensors.out(), count, call.wire, terms.epilogue);
+  all_reduce(channel, id, tensors.source(), tensors.out(), count, call.wire, terms.epilogue);
   for (std::size_t i = 0; i < count; ++i) {
     tensors.check_output(i, sum_of_inputs(channel.world(), call.round, i) + terms.of(call, i));
   }
@@ -211,10 +210,10 @@ std::string text_of(const Collective& call) {
 void run_collective(Channel& channel, const Collective& call,
                     const std::shared_ptr<host::Arena>& segment) {
   const std::string text = text_of(call);
-  const host::Call name{static_cast<std::uint32_t>(std::hash<std::string>{}(text)) | 1u, text};
-  if (call.op == Op::kAllGather) return gather(channel, call, name, segment);
-  if (call.op == Op::kReduceScatter) return scatter(channel, call, name, segment);
-  reduce(channel, call, name, segment);
+  const host::CallId id{static_cast<std::uint32_t>(std::hash<std::string>{}(text)) | 1u, text};
+  if (call.op == Op::kAllGather) return gather(channel, call, id, segment);
+  if (call.op == Op::kReduceScatter) return scatter(channel, call, id, segment);
+  reduce(channel, call, id, segment);
 }
 
 void run_random_collectives(Channel& channel, std::uint64_t seed, int count,

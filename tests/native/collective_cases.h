@@ -1,4 +1,4 @@
-// Calls of the collectives with integers so small that every sum is exact in every dtype.
+// Collectives on integers small enough that every sum is exact in every dtype.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,8 @@ namespace tpkernels::test {
 
 enum class Op { kAllGather, kReduceScatter, kAllReduce };
 
-// One call as all ranks know it. For `kAllReduce` the layout is a flat tensor of `inner` elements.
+// One call, identical on all ranks. For `kAllReduce` the layout is a flat tensor of `inner`
+// elements.
 struct Collective {
   Op op;
   host::ShardLayout layout;
@@ -24,16 +25,16 @@ struct Collective {
   bool residual = false;
   bool in_place = false;        // all-reduce only
   std::uint32_t symmetric = 0;  // bit r: rank r's input lies in the segment
-  int round = 0;                // tells calls apart
+  int round = 0;                // distinguishes calls
 };
 
 std::string text_of(const Collective& call);
 
-// A symmetric tensor: a segment that all ranks of a group map, registered under identity 1.
+// Size of a symmetric tensor: a segment that all ranks of a group map, registered as segment 1.
 constexpr std::size_t kSegmentBytes = 1 << 18;
 
-// Runs one call on this rank and CHECKs every element of the result, and that nothing around it was
-// written. `segment` may be null where no rank's input is symmetric.
+// Runs one call on this rank. CHECKs every element of the result, and that nothing around it was
+// written. `segment` may be null if no rank's input is symmetric.
 void run_collective(host::Channel& channel, const Collective& call,
                     const std::shared_ptr<host::Arena>& segment = nullptr);
 

@@ -1,5 +1,5 @@
-// Takes orderings out of the file that it is included before, for negative controls: what remains
-// computes the right values on x86, and a race detector must report it all the same.
+// For negative controls: weakens the memory orderings of the file that is compiled with it. The
+// result still computes the right values on x86, but a race detector must report it.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// The arena: sealed, private to its owner, and an error where there is no memory.
+// The arena: sealed, private to its owner, and an error if memory runs out.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -50,8 +50,8 @@ TEST_CASE(an_arena_that_is_not_sealed_is_refused, kThreads) {
   close(fd);
 }
 
-// What is not committed takes no memory, and what is stays within its region.
-TEST_CASE(parts_are_committed_by_themselves, kThreads) {
+// Uncommitted memory takes no space, and a commit stays within its region.
+TEST_CASE(only_committed_parts_take_memory, kThreads) {
   const std::size_t region = std::size_t{4} << 20;
   const int fd = Arena::create(region, 2);
   Arena arena(fd, region, 2);
@@ -71,7 +71,7 @@ TEST_CASE(parts_are_committed_by_themselves, kThreads) {
   close(fd);
 }
 
-TEST_CASE(parts_of_buffers_cover_them, kThreads) {
+TEST_CASE(committed_parts_cover_the_buffers, kThreads) {
   for (const int world : {1, 3, 64}) {
     const std::size_t limit = std::size_t{1} << 20;
     const std::size_t bytes = Channel::region_bytes(world, limit);
@@ -93,7 +93,7 @@ TEST_CASE(parts_of_buffers_cover_them, kThreads) {
   }
 }
 
-TEST_CASE(regions_lie_one_after_the_other, kThreads) {
+TEST_CASE(regions_are_contiguous, kThreads) {
   const auto arena = make_arena(3, 8192);
   CHECK(arena->world() == 3 && arena->region_bytes() == 8192);
   for (int rank = 0; rank < 3; ++rank) {
@@ -107,9 +107,9 @@ TEST_CASE(regions_lie_one_after_the_other, kThreads) {
   }
 }
 
-TEST_CASE(an_arena_that_cannot_be_is_an_error, kThreads) {
+TEST_CASE(an_impossible_arena_is_an_error, kThreads) {
   CHECK(contains(error_of<std::runtime_error>([] { Arena::create(0, 2); }), "cannot size"));
-  const std::size_t most = std::size_t{1} << 63;  // more than a file's length can say
+  const std::size_t most = std::size_t{1} << 63;  // exceeds off_t
   CHECK(contains(error_of<std::runtime_error>([&] { Arena::create(most, 1); }), "cannot size"));
   const int fd = Arena::create(4096, 2);
   const std::string wrong = error_of<std::runtime_error>([&] { Arena(fd, 8192, 2); });
@@ -118,22 +118,22 @@ TEST_CASE(an_arena_that_cannot_be_is_an_error, kThreads) {
   close(fd);
 }
 
-// More than there is, to see that it is an error and no SIGBUS. Nothing is committed: the file has
-// the size, but the address range is what lacks.
+// More memory than exists must be an error, not SIGBUS. Nothing is committed: the file gets its
+// size, but the address space is too small to map it.
 TEST_CASE(memory_that_cannot_be_mapped_is_an_error, kThreads) {
   const std::size_t huge = std::size_t{1} << 60;
   int fd = -1;
   try {
     fd = Arena::create(huge, 1);
   } catch (const std::runtime_error&) {
-    return;  // the file system has a smaller limit: an error as well
+    return;  // the file system has a lower limit: also an error
   }
   const std::string what = error_of<std::runtime_error>([&] { Arena(fd, huge, 1); });
   CHECK(contains(what, "cannot map 1099511627776 MiB"), what);
   close(fd);
 }
 
-TEST_CASE(a_channel_of_other_ranks_is_refused, kThreads) {
+TEST_CASE(a_channel_with_the_wrong_number_of_ranks_is_refused, kThreads) {
   const auto arena = make_arena(2, Channel::region_bytes(2, 4096));
   const std::vector<int> two(2, -1), three(3, -1);
   error_of<std::invalid_argument>([&] { Channel(arena, 2, two, two, {}, 4096, 0); });

@@ -1,4 +1,4 @@
-// The channel between threads: order of data and words, every kind of failure, and what it says.
+// The channel between threads: data and words in order, every kind of failure, and the messages.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,8 +22,8 @@ constexpr std::uint32_t kOther = 0x7654321;
 
 std::string number(std::uint32_t value) { return std::to_string(value); }
 
-// One call in which every rank writes its buffer and reads all others'; the values tell rank, epoch
-// and place.
+// One call in which every rank writes its buffer and reads those of all others. The values encode
+// rank, epoch and index.
 void exchange_values(Channel& channel, std::size_t count) {
   channel.begin(kCall, "exchange_values()");
   const auto value = [&](int rank, std::size_t i) {
@@ -77,7 +77,7 @@ TEST_CASE(epochs_wrap, kThreads) {
   });
 }
 
-// Epoch 0 is what words of fresh memory hold as well: it must not be taken for an arrival.
+// Words in fresh memory also hold epoch 0. They must not be mistaken for an arrival.
 TEST_CASE(epoch_zero_is_no_arrival, kThreads) {
   Setup setup;
   setup.epoch = 0xffffffffu;
@@ -115,8 +115,8 @@ TEST_CASE(buffers_grow_between_calls, kThreads) {
   });
 }
 
-// A fork has the rank's memory, and must not take its place in a call nor tell the peers anything.
-TEST_CASE(a_fork_of_a_rank_is_no_rank, kFork) {
+// A fork has the rank's memory. It must not take the rank's place in a call or signal the peers.
+TEST_CASE(a_fork_of_a_rank_is_not_a_rank, kFork) {
   Setup setup;
   on_processes_that_succeed(setup, [](Channel& channel) {
     exchange_values(channel, 5);
@@ -136,13 +136,13 @@ TEST_CASE(a_fork_of_a_rank_is_no_rank, kFork) {
   });
 }
 
-TEST_CASE(a_mismatch_is_found_by_all, kThreads) {
+TEST_CASE(every_rank_detects_a_mismatch, kThreads) {
   for (const bool late : {false, true}) {
     for (int odd = 0; odd < 3; ++odd) {
       Setup setup;
       setup.world = 3;
       on_threads(setup, [=](Channel& channel) {
-        for (int i = 0; i < 2; ++i) exchange_values(channel, 3);  // leave texts of their own
+        for (int i = 0; i < 2; ++i) exchange_values(channel, 3);  // fill the text slots
         if (late && channel.rank() == 2) sleep_ms(100);           // the others have failed by then
         const bool different = channel.rank() == odd;
         const double start = now_ms();
@@ -161,7 +161,7 @@ TEST_CASE(a_mismatch_is_found_by_all, kThreads) {
   }
 }
 
-TEST_CASE(a_rank_that_leaves_is_told_to_all, kThreads) {
+TEST_CASE(every_rank_learns_of_a_rank_that_leaves, kThreads) {
   Setup setup;
   setup.world = 3;
   on_threads(setup, [](Channel& channel) {
@@ -172,7 +172,7 @@ TEST_CASE(a_rank_that_leaves_is_told_to_all, kThreads) {
       failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "more()"); });
       return;
     }
-    // Rank 0 waits for rank 1 only, and learns through it what became of rank 2.
+    // Rank 0 waits only for rank 1, and learns from it what happened to rank 2.
     const int awaited = channel.rank() + 1;
     const double start = now_ms();
     const Failure failure =
@@ -197,7 +197,7 @@ TEST_CASE(a_rank_that_leaves_may_blame_another, kThreads) {
   });
 }
 
-// A rank that has said all it had to say may leave: the call has succeeded.
+// A rank that has published its last word may leave: the call has succeeded.
 TEST_CASE(leaving_after_the_last_word_is_no_failure, kThreads) {
   for (int i = 0; i < 100; ++i) {
     Setup setup;
@@ -212,7 +212,7 @@ TEST_CASE(leaving_after_the_last_word_is_no_failure, kThreads) {
   }
 }
 
-TEST_CASE(an_exception_of_the_poll_ends_a_wait, kThreads) {
+TEST_CASE(an_exception_from_poll_ends_a_wait, kThreads) {
   on_threads(Setup{}, [](Channel& channel) {
     channel.begin(kCall, "interrupted()");
     if (channel.rank() == 0) {
@@ -233,7 +233,7 @@ TEST_CASE(an_exception_of_the_poll_ends_a_wait, kThreads) {
   });
 }
 
-TEST_CASE(long_texts_are_cut, kThreads) {
+TEST_CASE(long_texts_are_truncated, kThreads) {
   on_threads(Setup{}, [](Channel& channel) {
     const bool different = channel.rank() == 1;
     const std::string text = (different ? "other(" : "call(") + std::string(5000, 'x') + ")";

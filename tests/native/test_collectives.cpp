@@ -1,4 +1,4 @@
-// The collectives between threads, against exact integers.
+// The collectives between threads, checked against exact integers.
 #include <string>
 #include <vector>
 
@@ -23,7 +23,7 @@ std::vector<std::size_t> rows_of(int world, std::vector<std::size_t> pattern) {
   return sizes;
 }
 
-// Every world, in buffers of one page, so that most calls take several chunks.
+// Every world size, with one-page buffers so that most calls take several chunks.
 template <class F>
 void on_every_world(F&& body) {
   for (const int world : {1, 2, 3, 4}) {
@@ -84,7 +84,7 @@ TEST_CASE(reduce_scatters_are_exact, kThreads) {
 TEST_CASE(all_reduces_are_exact, kThreads) {
   on_every_world([](Channel& channel) {
     int round = 0;
-    // Around the size up to which one shot does it, and from one element to many chunks.
+    // Sizes from one element to many chunks, including those around the one-shot limit.
     const std::size_t edge = host::chunk_limits().one_shot_bytes;
     for (const DType dtype : kDTypes) {
       const std::size_t at = edge / size_of(dtype);
@@ -114,7 +114,7 @@ TEST_CASE(symmetric_inputs_are_read_in_place, kThreads) {
     on_threads(setup, [&](Channel& channel) {
       add_segment(channel, segment);
       int round = 0;
-      for (std::uint32_t who = 1; who < 1u << world; ++who) {  // all mixes of ranks
+      for (std::uint32_t who = 1; who < 1u << world; ++who) {  // every subset of ranks
         for (const std::size_t outer : {1, 2}) {
           const ShardLayout layout{outer, 33, rows_of(world, {30, 0, 41})};
           for (const Op op : {Op::kAllGather, Op::kReduceScatter, Op::kAllReduce}) {
@@ -134,7 +134,7 @@ TEST_CASE(a_released_segment_is_an_error_on_all_ranks, kThreads) {
   on_threads(Setup{}, [&](Channel& channel) {
     auto own = channel.rank() == 0 ? theirs : make_arena(2, kSegmentBytes);
     add_segment(channel, own);
-    if (channel.rank() == 1) own.reset();  // rank 0 keeps its own, rank 1 has given it back
+    if (channel.rank() == 1) own.reset();  // rank 0 keeps its segment, rank 1 releases its own
     Collective call{Op::kAllGather, {1, 8, {4, 4}}};
     call.symmetric = 1;
     const Failure failure =
@@ -144,7 +144,7 @@ TEST_CASE(a_released_segment_is_an_error_on_all_ranks, kThreads) {
   });
 }
 
-// Results beyond the caches go around them.
+// Results larger than the caches use streaming stores.
 TEST_CASE(large_results_are_streamed, kThreads) {
   Setup setup;
   setup.capacity = 1 << 20;

@@ -117,12 +117,12 @@ std::vector<int> on_processes(const Setup& setup, const Body& body,
     CHECK(pipe(gate) == 0);
     const int pid = static_cast<int>(fork());
     CHECK(pid >= 0);
-    if (pid == 0) {  // waits for the pids of all ranks, then is one
+    if (pid == 0) {  // waits for the pids of all ranks, then runs its rank
       close(gate[1]);
       std::vector<int> all(static_cast<std::size_t>(setup.world));
       const auto bytes = static_cast<ssize_t>(all.size() * sizeof(int));
-      const bool told = read(gate[0], all.data(), static_cast<std::size_t>(bytes)) == bytes;
-      _exit(told ? run_rank(setup, arena, rank, all, body) : 2);
+      const bool received = read(gate[0], all.data(), static_cast<std::size_t>(bytes)) == bytes;
+      _exit(received ? run_rank(setup, arena, rank, all, body) : 2);
     }
     close(gate[0]);
     pids.push_back(pid);

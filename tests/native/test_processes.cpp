@@ -1,4 +1,4 @@
-// The channel and the collectives between forked processes, and what a process's end does to them.
+// The channel and the collectives between forked processes, some of which die.
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -20,8 +20,8 @@ constexpr std::uint32_t kCall = 0x1234567;
 
 bool killed(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
 
-// The first bytes of a shared page, for ranks to tell the parent the time of what happened.
-struct Board {
+// Slots in a shared page where ranks record the times of events for the parent.
+struct Times {
   std::shared_ptr<host::Arena> arena = make_arena(1, 4096);
   double* at(int i) const { return reinterpret_cast<double*>(arena->region(0)) + i; }
 };
@@ -43,22 +43,22 @@ TEST_CASE(random_collectives_between_processes, kFork) {
   }
 }
 
-// With no spinning every wait goes to sleep: woken by the futex it takes far less than the 20 ms
-// after which a sleeper looks by itself.
+// Without spinning every wait goes to sleep. If the futex wakes it, the wait takes far less than
+// the 20 ms after which a sleeper checks by itself.
 TEST_CASE(processes_wake_each_other, kFork) {
   Setup setup;
   setup.channel.spin_us = 0;
   on_processes_that_succeed(setup, [](Channel& channel) {
-    std::vector<double> times;
+    std::vector<double> took;
     for (int i = 0; i < 60; ++i) {
       const double start = now_ms();
       channel.begin(kCall, "ping()");
       if (channel.rank() == i % 2) sleep_ms(1);
       channel.barrier();
-      times.push_back(now_ms() - start);
+      took.push_back(now_ms() - start);
     }
-    std::nth_element(times.begin(), times.begin() + 30, times.end());
-    CHECK(times[30] < 10, std::to_string(times[30]) + " ms");
+    std::nth_element(took.begin(), took.begin() + 30, took.end());
+    CHECK(took[30] < 10, std::to_string(took[30]) + " ms");
   });
 }
 
@@ -68,7 +68,7 @@ TEST_CASE(a_killed_process_is_reported_to_all, kFork) {
       Setup setup;
       setup.world = 3;
       setup.channel.spin_us = spin_us;
-      const Board board;
+      const Times times;
       int victim = 0;
       const auto statuses = on_processes(
           setup,
@@ -78,10 +78,10 @@ TEST_CASE(a_killed_process_is_reported_to_all, kFork) {
             channel.begin(kCall + 1, "second()");
             channel.publish(Phase::kData);
             if (channel.rank() == 1) {
-              *board.at(0) = now_ms();
+              *times.at(0) = now_ms();
               raise(SIGKILL);
             }
-            // Rank 0 waits for the dead; rank 2 for rank 0, from which it learns.
+            // Rank 0 waits for the dead rank; rank 2 waits for rank 0 and learns from it.
             const int awaited = channel.rank() == 0 ? 1 : 0;
             const Failure failure = failure_of(FailureKind::kPeerLost, [&] {
               if (by_any) {
@@ -90,7 +90,7 @@ TEST_CASE(a_killed_process_is_reported_to_all, kFork) {
                 channel.wait(awaited, Phase::kResult);
               }
             });
-            *board.at(1 + channel.rank()) = now_ms();
+            *times.at(1 + channel.rank()) = now_ms();
             const std::string what = failure.what();
             CHECK(failure.peer == 1, what);
             CHECK(contains(what, "rank 0 waited for rank 1 (pid "), what);
@@ -101,7 +101,7 @@ TEST_CASE(a_killed_process_is_reported_to_all, kFork) {
       CHECK(victim > 0);
       CHECK(killed(statuses[1]) && statuses[0] == 0 && statuses[2] == 0);
       for (const int rank : {0, 2}) {
-        const double took = *board.at(1 + rank) - *board.at(0);
+        const double took = *times.at(1 + rank) - *times.at(0);
         CHECK(took < 1000, std::to_string(took) + " ms");
       }
     }
@@ -114,21 +114,21 @@ TEST_CASE(a_process_killed_from_outside_is_reported, kFork) {
   setup.capacity = 4096;
   setup.max_delay_us = 2000;
   setup.channel.timeout_s = 60;
-  const Board board;
+  const Times times;
   const auto statuses = on_processes(
       setup,
       [&](Channel& channel) {
-        *board.at(1 + channel.rank()) = 1;
+        *times.at(1 + channel.rank()) = 1;
         const Failure failure = failure_of(FailureKind::kPeerLost, [&] {
           run_random_collectives(channel, options().seed, 1 << 30);
         });
-        *board.at(1 + channel.rank()) = now_ms();
+        *times.at(1 + channel.rank()) = now_ms();
         CHECK(failure.peer == 2, failure.what());
         CHECK(contains(failure.what(), "for rank 2 (pid "), failure.what());
       },
       [&](const std::vector<int>& pids) {
         sleep_ms(150);
-        *board.at(0) = now_ms();
+        *times.at(0) = now_ms();
         kill(pids[2], SIGKILL);
       });
   for (int rank = 0; rank < 4; ++rank) {
@@ -138,13 +138,13 @@ TEST_CASE(a_process_killed_from_outside_is_reported, kFork) {
       continue;
     }
     CHECK(status == 0);
-    const double took = *board.at(1 + rank) - *board.at(0);
+    const double took = *times.at(1 + rank) - *times.at(0);
     CHECK(took > 0 && took < 1000, std::to_string(took) + " ms");
   }
 }
 
-// What a process published before its end counts: the call succeeds, the next one fails.
-TEST_CASE(words_of_the_dead_count, kFork) {
+// Words that a process published before it died count: the call succeeds, the next one fails.
+TEST_CASE(words_of_dead_processes_count, kFork) {
   const auto statuses = on_processes(Setup{}, [](Channel& channel) {
     channel.begin(kCall, "last()");
     channel.buffer(channel.rank())[0] = std::byte{42};
@@ -161,24 +161,25 @@ TEST_CASE(words_of_the_dead_count, kFork) {
   CHECK(statuses[0] == 0 && killed(statuses[1]));
 }
 
-// `watch` is for waits outside the channel: it finds who died or is late, and lets go who is done.
-TEST_CASE(watch_finds_the_dead_and_the_late, kFork) {
+// `watch` is for waits outside the channel: it reports a rank that died or is late, but not one
+// that has finished.
+TEST_CASE(watch_reports_dead_and_late_ranks, kFork) {
   Setup setup;
   setup.world = 3;
   setup.channel.timeout_s = 0.2;
   const auto statuses = on_processes(setup, [](Channel& channel) {
     channel.begin(kCall, "watched()");
     channel.barrier();
-    if (channel.rank() == 1) {  // is done, and ends
+    if (channel.rank() == 1) {  // finishes, then dies
       channel.publish(Phase::kResult);
       raise(SIGKILL);
     }
-    if (channel.rank() == 2) {  // waits for rank 0, and ends in the middle
+    if (channel.rank() == 2) {  // waits for rank 0, then dies within the call
       channel.wait(0, Phase::kRead);
       raise(SIGKILL);
     }
     sleep_ms(50);
-    channel.watch(Phase::kResult, 0.1);  // before the deadline, while rank 2 lives
+    channel.watch(Phase::kResult, 0.1);  // before the deadline, while rank 2 is alive
     channel.publish(Phase::kRead);
     sleep_ms(50);
     const Failure lost =
@@ -202,7 +203,8 @@ TEST_CASE(a_stopped_process_is_a_timeout, kFork) {
                        [&] { channel.wait(1 - channel.rank(), Phase::kData); });
         if (channel.rank() != 0) return;
         CHECK(now_ms() - start >= 300);
-        CHECK(contains(failure.what(), ", which lives; expected call #1, seen #0"), failure.what());
+        CHECK(contains(failure.what(), ", which is alive; expected call #1, seen #0"),
+              failure.what());
       },
       [](const std::vector<int>& pids) {
         int status = 0;

@@ -1,4 +1,4 @@
-// How ranks wait: whom they take first, what wakes them, when they give up, and what waiting costs.
+// How ranks wait: in which order, what wakes them, when they give up, and what waiting costs.
 #include <atomic>
 #include <ctime>
 #include <string>
@@ -17,7 +17,7 @@ using host::Phase;
 
 constexpr std::uint32_t kCall = 0x1234567;
 
-// Kernels before 5.16, and filters of system calls, leave only waits for one word.
+// Linux before 5.16 and seccomp filters allow waiting for one word only.
 class WithoutWaitv {
  public:
   WithoutWaitv() { host::futex_waitv_works = false; }
@@ -42,7 +42,7 @@ void relay(double spin_us) {
   on_threads(setup, [](Channel& channel) {
     for (int call = 0; call < 8; ++call) {
       channel.begin(kCall, "relay()");
-      if (channel.rank() == 0) {  // 3, 2, 1: each peer is let go when the one before has come
+      if (channel.rank() == 0) {  // 3, 2, 1: release each peer once the previous one has published
         std::vector<int> waiting{1, 2, 3};
         for (int next = 3; next >= 1; --next) {
           channel.publish(Phase::kResult, next);
@@ -57,7 +57,7 @@ void relay(double spin_us) {
   });
 }
 
-// CPU time of a thread that waits for one of many peers that all come late, per second.
+// CPU time per second of a thread that waits for many late peers.
 double cost_of_waiting(int peers) {
   Setup setup;
   setup.world = peers + 1;
@@ -101,7 +101,7 @@ void timeout_of(double spin_us) {
     const std::string what = failure.what();
     CHECK(contains(what, "lonely(): rank 0 waited 0."), what);
     CHECK(contains(what, "for rank 1 (pid "), what);
-    CHECK(contains(what, "which lives; expected call #1, seen #0"), what);
+    CHECK(contains(what, "which is alive; expected call #1, seen #0"), what);
     const Failure again =
         failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "again()"); });
     CHECK(contains(again.what(), "It broke with: lonely(): rank 0 waited"), again.what());
@@ -110,17 +110,17 @@ void timeout_of(double spin_us) {
 
 }  // namespace
 
-TEST_CASE(wait_any_takes_peers_in_order_of_arrival, kThreads) {
+TEST_CASE(wait_any_returns_peers_in_order_of_arrival, kThreads) {
   const double start = now_ms();
   for (const double spin_us : {0.0, 50.0}) relay(spin_us);
-  // 48 waits. A sleeper that nobody wakes looks every 20 ms.
+  // 48 waits. A sleeper that nobody wakes checks every 20 ms.
   const double took = now_ms() - start;
   CHECK(took < 200, std::to_string(took) + " ms");
   const WithoutWaitv blind;
   for (const double spin_us : {0.0, 50.0}) relay(spin_us);
 }
 
-// A core that waits is a core that a peer may need.
+// A peer may need the core of a waiting thread.
 TEST_CASE(waiting_for_many_is_cheap, kThreads) {
   const double cost = cost_of_waiting(14);
   CHECK(cost < 0.02, std::to_string(cost) + " of a core");

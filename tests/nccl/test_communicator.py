@@ -159,7 +159,7 @@ def test_what_is_empty_is_left_out(fake: Fake) -> None:
     communicator.enqueue([operation(count=0)])
     communicator.enqueue([operation("SEND", 0), operation("SEND", 4), operation("RECV", 0)])
     assert fake.log == ["Send count=4 dtype=7 peer=0 stream=5 group=0"]
-    with pytest.raises(ValueError, match="counts for 2 ranks to send to and 1 to receive from"):
+    with pytest.raises(ValueError, match="send_counts has 2 entries and recv_counts has 1"):
         all_to_all(0, 0, [1, 1], [1], 0, 0)
 
 
@@ -188,8 +188,8 @@ def test_a_call_that_never_ends_is_given_up(fake: Fake, call: str) -> None:
     ending = faults.ending_of(lambda: CALLS[call][1](communicator))
     assert ending.error == "CollectiveTimeoutError" and SHORT <= ending.seconds < LONG / 2, ending
     assert "NCCL communicator 'tp', rank 0 of 1: " in ending.text, ending
-    assert "was not done after 0.30 s: a rank did not come" in ending.text, ending
-    require_broken(fake, communicator, "was not done after 0.30 s")
+    assert "did not complete within 0.30 s: a rank did not join" in ending.text, ending
+    require_broken(fake, communicator, "did not complete within 0.30 s")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_set_up_that_never_ends(fake: Fake) -> None:
     fake.progress(-1)
     ending = faults.ending_of(lambda: make(fake, SHORT))
     assert ending.error == "CollectiveTimeoutError" and ending.seconds < LONG / 2, ending
-    assert "set-up was not done after 0.30 s" in ending.text, ending
+    assert "set-up did not complete within 0.30 s" in ending.text, ending
     assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse) == (1, 0, 0)
 
 

@@ -199,7 +199,7 @@ def wait_job(fake: Fake, comm: Communicator) -> None:
     fake.asynchronous(REMOTE_ERROR)
     lost = wait(NEVER)
     assert lost.error == "PeerLostError" and lost.seconds < NEVER / 2, lost
-    assert "an operation on its way failed" in lost.text and fake.alive == 0
+    assert "an operation in flight failed" in lost.text and fake.alive == 0
 
 
 def test_wait_is_bounded(ranks: RanksFixture, fake_nccl: Build) -> None:

@@ -185,7 +185,7 @@ def stuck_job(path: str) -> tuple[Ending, int]:
 def test_set_up_that_nccl_does_not_end(ranks: RanksFixture, fake_nccl: Build) -> None:
     for ending, alive in ranks(WORLD).run(stuck_job, fake_nccl().path):
         assert ending.error == "CollectiveTimeoutError" and ending.seconds < SHORT + PROMPT, ending
-        assert "set-up was not done after 0.60 s" in ending.text and alive == 0, ending
+        assert "set-up did not complete within 0.60 s" in ending.text and alive == 0, ending
 
 
 def no_cuda_job() -> Ending:

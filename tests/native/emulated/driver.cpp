@@ -1,6 +1,6 @@
-// A libcuda.so.1 whose one device is the CPU: it "loads" any image and runs the kernels of
-// csrc/cuda/kernels.cu, compiled for the CPU. With it the launch code, the Python face, the kernels
-// and the protocol between processes run where there is no GPU. It also fails on request.
+// A libcuda.so.1 whose only device is the CPU. It "loads" any image and runs the kernels of
+// csrc/cuda/kernels.cu, compiled for the CPU. With it the launch code, the Python bindings, the
+// kernels and the protocol between processes run without a GPU. It also fails on request.
 #include <cstring>
 #include <functional>
 #include <map>
@@ -30,7 +30,7 @@ std::function<void(void**)> with(void (*kernel)(T, U)) {
 struct Entry {
   std::function<void(void**)> call;
   bool has_space;
-  int threads;  // that the launch must ask for
+  int threads;  // required of the launch
 };
 
 std::map<std::string, Entry> entries{
@@ -46,7 +46,7 @@ std::map<std::string, Entry> entries{
     {"call_publish", {with(call_publish), true, kSignalThreads}},
     {"call_wait", {with(call_wait), true, kSignalThreads}},
     {"call_end", {with(call_end), true, kSignalThreads}},
-    {"call_spoil", {with(call_spoil), true, kPoisonThreads}},
+    {"call_poison", {with(call_poison), true, kPoisonThreads}},
 };
 
 std::string failing;
@@ -60,13 +60,13 @@ int code_of(const char* function) { return failing == function ? failing_code : 
 
 extern "C" {
 
-// For the tests: the driver function that fails from now on, with which code; "" for none.
+// For tests: from now on the driver function `function` fails with `code`; "": none does.
 void emulated_fail(const char* function, int code) {
   failing = function;
   failing_code = code;
 }
 void emulated_capability(int value) { capability = value; }
-int emulated_depth() { return pushes; }  // contexts pushed and not popped
+int emulated_depth() { return pushes; }  // contexts pushed but not popped
 
 int cuInit(unsigned) { return code_of("cuInit"); }
 int cuDriverGetVersion(int* version) {
@@ -131,9 +131,9 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
                    unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void*,
                    void** parameters, void**) {
   const Entry& entry = *static_cast<Entry*>(function);
-  const bool odd = static_cast<int>(block_x) != entry.threads || grid_x == 0 ||
-                   grid_y * grid_z * block_y * block_z != 1 || current != &context;
-  if (odd) return 1;
+  const bool invalid = static_cast<int>(block_x) != entry.threads || grid_x == 0 ||
+                       grid_y * grid_z * block_y * block_z != 1 || current != &context;
+  if (invalid) return 1;
   if (const int code = code_of("cuLaunchKernel"); code != 0) return code;
   emulated::Grid grid{static_cast<int>(grid_x), kThreads};
   if (entry.has_space) {

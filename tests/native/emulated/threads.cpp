@@ -1,5 +1,5 @@
-// The CUDA kernels between ranks that are threads of one process, for ThreadSanitizer and
-// AddressSanitizer: call after call, each rank late at random places, sums checked.
+// Runs the CUDA kernels with ranks as threads of one process, for ThreadSanitizer and
+// AddressSanitizer: call after call, with random delays on each rank. The sums are checked.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -33,7 +33,7 @@ void launch(const Space& space, int blocks, const std::function<void()>& kernel)
   emulated::run({blocks, kThreads, space.world, space.regions}, kAtOnce, kernel);
 }
 
-// x[i] of a rank in a call, small enough for any dtype.
+// x[i] of a rank in a call; small enough to be exact in any dtype.
 float value(int call, int rank, u64 i) { return static_cast<float>((call + 2 * rank + i) % 7); }
 
 void all_reduce(Rank& own, const Space& space, int call) {
@@ -64,7 +64,7 @@ void all_reduce(Rank& own, const Space& space, int call) {
   }
 }
 
-// A call of several launches: a chunk for every peer, at addresses that do not change.
+// A call of several launches: a chunk for every peer, at fixed addresses.
 void copies(Rank& own, const Space& space, int call) {
   const auto chunk = [&](int rank, int to) {
     return reinterpret_cast<u64*>(space.regions[rank] + kBuffersAt) + 16 * to;

@@ -1,5 +1,5 @@
-// A libnccl that does as it is told, for tests: fails where asked, is in progress for as long as
-// asked, and tells what was asked of it. It moves data only where a rank talks to itself.
+// A scriptable libnccl for tests: it fails on request, stays in progress as long as requested, and
+// logs its calls. It only moves data from a rank to itself.
 #include <chrono>
 #include <cstddef>
 #include <cstdlib>
@@ -35,15 +35,15 @@ struct Message {
   std::size_t bytes;
 };
 
-std::mutex mutex;  // for all below
+std::mutex mutex;  // guards everything below
 int version = 23203;
 std::map<std::string, int> results, calls;
 std::map<std::string, double> delays;
 double poll_delay = 0;
-int polls_to_go = 0;  // how many answers of "in progress" each call starts with; -1: without end
+int polls_to_go = 0;  // how often each call first reports "in progress"; -1: forever
 int async_result = kSuccess;
 std::string log_text, last_error;
-int misuse = 0;  // calls with a communicator that is gone, or on which another is in progress
+int misuse = 0;  // calls with a freed communicator, or with one on which a call is in progress
 int ids_made = 0;
 thread_local int depth = 0;
 std::vector<Message> sends, receives;
@@ -52,8 +52,8 @@ std::vector<Message> sends, receives;
 
 struct ncclComm {
   int rank, world;
-  int polls;                  // left, of those that find it in progress
-  ncclComm* child = nullptr;  // of a split, for `slot` once that is done
+  int polls;                  // how many more polls report "in progress"
+  ncclComm* child = nullptr;  // of a split; goes to `slot` once that completes
   ncclComm** slot = nullptr;
 };
 

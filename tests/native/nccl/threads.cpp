@@ -1,6 +1,6 @@
-// Threads that call, split, check and abort one communicator at once, over the libnccl of
-// fake_nccl.cpp. Exits with 1 if that was misused: called with a communicator that was gone, or
-// with one on which another call was in progress.
+// Threads that concurrently call, split, check and abort one communicator, over the libnccl of
+// fake_nccl.cpp. Exits with 1 if the library was misused: called with a freed communicator, or with
+// one on which another call was in progress.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -27,7 +27,7 @@ int main(int, char** argv) {
   void* fake = dlopen(argv[1], RTLD_NOW);
   if (fake == nullptr) return 2;
   reinterpret_cast<void (*)(int)>(dlsym(fake, "fake_progress"))(3);
-  // Time for an abort to come in between, if it could.
+  // Leaves time for an abort to interfere, if that were possible.
   reinterpret_cast<void (*)(double)>(dlsym(fake, "fake_poll_delay"))(20e-6);
   const auto library = std::make_shared<const Library>(argv[1]);
   std::atomic<int> ended_by_abort{0};

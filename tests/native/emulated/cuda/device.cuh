@@ -1,5 +1,5 @@
-// What csrc/cuda/device.cuh has, for a CPU: threads for threads, atomics for what orders memory.
-// The kernels above it are the very same sources.
+// The functions of csrc/cuda/device.cuh for a CPU: CPU threads for GPU threads, atomics for memory
+// orderings. The kernels built on them are the same sources.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 #define TPK_DEVICE inline
 #define TPK_KERNEL(threads) extern "C" void
-#define TPK_GIVEN const
+#define TPK_PARAM const
 #define TPK_MULTIMEM 1
 
 namespace tpkernels::cuda {
@@ -23,13 +23,13 @@ inline int threads() { return emulated::here.grid->threads; }
 inline int block() { return emulated::here.block; }
 inline int blocks() { return emulated::here.grid->blocks; }
 
-inline bool sync_block_or(bool value) { return emulated::here.team->meet(value); }
+inline bool sync_block_or(bool value) { return emulated::here.barrier->arrive_and_wait(value); }
 inline void sync_block() { sync_block_or(false); }
 
 inline u64 clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void pause() { std::this_thread::yield(); }
 
-// The negative controls of the tests take one ordering away.
+// The tests' negative controls remove one ordering.
 #ifdef WITHOUT_ACQUIRE
 constexpr auto kAcquire = std::memory_order_relaxed;
 #else
@@ -56,7 +56,7 @@ struct alignas(16) Pack {
   unsigned word[4];
 };
 
-// A GPU faults where an address is not aligned; so does this.
+// Traps on a misaligned address, as a GPU faults.
 inline u64 checked(const void* p) {
   const u64 address = reinterpret_cast<u64>(p);
   if (address % sizeof(Pack) != 0) __builtin_trap();
@@ -74,13 +74,13 @@ inline unsigned short round_bf16(float value) { return host::scalar::bf16_of(val
 
 inline void fence_aliases() {}
 
-// The multicast address of an emulated group; what lies there is at the same offset in all regions.
+// A multicast address stands for the same offset in all regions of an emulated group.
 template <int D>
 Pack multimem_sum(u64 from) {
   const emulated::Grid& grid = *emulated::here.grid;
   constexpr int kLanes = D == kF32 ? 4 : 8;
   float sum[kLanes] = {};
-  for (int r = grid.world - 1; r >= 0; --r) {  // in an order that is not the ranks'
+  for (int r = grid.world - 1; r >= 0; --r) {  // not in rank order, as with a switch
     const auto* at = reinterpret_cast<const char*>(grid.regions[r] + (from - emulated::kMulticast));
     for (int i = 0; i < kLanes; ++i) {
       sum[i] += host::scalar::to_float<static_cast<host::DType>(D)>(at + i * (16 / kLanes));
