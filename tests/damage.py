@@ -66,17 +66,17 @@ def good_report() -> Report:
             for name in ("auto", "direct", "unfused")
         }
         left_out = {"nccl": "no GPU: pip install 'tpkernels[cu13]'"}
-        found = CaseReport(choices, samples, left_out, inputs_over_cache=2.5)
-        report["results"].append(result(item, RATES, [found] * 2))
+        case_report = CaseReport(choices, samples, left_out, inputs_over_cache=2.5)
+        report["results"].append(result(item, RATES, [case_report] * 2))
     return {**report, "complete": True}
 
 
-def nodes(found: Any, path: Node = ()) -> Iterator[tuple[Node, Any]]:
+def nodes(tree: Any, path: Node = ()) -> Iterator[tuple[Node, Any]]:
     """Everything in a tree but its root."""
     if path:
-        yield path, found
-    if isinstance(found, (dict, list)):
-        for key, value in found.items() if isinstance(found, dict) else enumerate(found):
+        yield path, tree
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from nodes(value, (*path, key))
 
 
@@ -169,18 +169,18 @@ def altered(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
 def _some(
     tree: Any, pick: random.Random, count: int, where: Callable[[Node, Any], bool] | None = None
 ) -> list[tuple[Node, Any]]:
-    found = [each for each in nodes(tree) if where is None or where(*each)]
-    return pick.sample(found, min(count, len(found)))
+    candidates = [each for each in nodes(tree) if where is None or where(*each)]
+    return pick.sample(candidates, min(count, len(candidates)))
 
 
 def faults(ended: Result, allowed: tuple[int, ...]) -> str:
     """What is wrong with the end of a command: another exit code than those, a traceback, output
     that a terminal would obey, or a refusal that is not one line. "": nothing."""
-    said = f"exit code {ended.exit_code}, {ended.exception!r}: {ended.output[-300:]!r}"
+    description = f"exit code {ended.exit_code}, {ended.exception!r}: {ended.output[-300:]!r}"
     right = ended.exception is None or isinstance(ended.exception, SystemExit)
     right = right and ended.exit_code in allowed
     right = right and all(char == "\n" or char.isprintable() for char in ended.output)
     if ended.exit_code == 2:
         right = right and ended.output.startswith("Error: ") and ended.output.count("\n") == 1
         right = right and len(ended.output) < 1100
-    return "" if right else said
+    return "" if right else description

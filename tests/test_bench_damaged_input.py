@@ -107,13 +107,13 @@ def test_no_tuning_file_ends_in_a_traceback(cache: Path) -> None:
     used = 0
     for what, content in itertools.chain(altered(tree, pick), unusable(tree, pick)):
         cache.write_bytes(content)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")
             table = store.load_or_warn(MACHINE)
-        messages = [str(one.message) for one in told]
+        messages = [str(one.message) for one in raised]
         assert all(message.isprintable() and len(message) < 1000 for message in messages), what
-        assert len(told) == 1 or (not told and table.measurements is not None), what
-        used += not told
+        assert len(raised) == 1 or (not raised and table.measurements is not None), what
+        used += not raised
         plan = choose(spec(64).problem(2), Means(shared_memory=True), tuned=table)
         assert plan.reason.isprintable()
     assert used > 5

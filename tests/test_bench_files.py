@@ -56,15 +56,15 @@ def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) ->
     )
     wait_until(lambda: file.exists() or command.poll() is not None, "no case was measured")
     os.killpg(command.pid, signal.SIGINT)  # as a terminal does
-    said = command.communicate(timeout=SECONDS)
-    assert command.returncode == 130, said[1]
+    output = command.communicate(timeout=SECONDS)
+    assert command.returncode == 130, output[1]
     wait_until(lambda: not processes_of_session(command.pid), "processes are left")
 
     partial = valid(file)
     count = len(partial["results"])
     assert not partial["complete"] and 1 <= count < len(partial["cases"]) == 10
-    assert f"Interrupted: {count} of 10 cases are measured; use --resume to continue." in said[1]
-    assert f"Incomplete: {count} of 10" in said[0]
+    assert f"Interrupted: {count} of 10 cases are measured; use --resume to continue." in output[1]
+    assert f"Incomplete: {count} of 10" in output[0]
     assert {path.name for path in tmp_path.iterdir()} >= {"bench.json", "bench.csv", "report.html"}
     assert not list(tmp_path.glob(".bench*"))
 
@@ -201,8 +201,8 @@ def test_what_is_no_result_is_refused(tmp_path: Path, written: Path, text: str) 
 def slowed(written: Path, target: Path, factor: float, only: str = "auto", keep: int = 6) -> Path:
     """The run again, with the times of ``only`` multiplied, and some repetitions left."""
     report = json.loads(written.read_text())
-    for found in report["results"]:
-        for name, timed in found["times"].items():
+    for case in report["results"]:
+        for name, timed in case["times"].items():
             samples = [1 + i / 100 for i in range(timed["iterations"])]
             scale = factor if only in (name, "all") else 1.0
             timed["samples"] = [scale * each for each in samples][:keep]
@@ -257,9 +257,9 @@ def test_compare_finds_what_has_become_wrong(written: Path, tmp_path: Path) -> N
     assert result.output.count("REGRESSION") == 1 and "WRONG" in result.output
     assert "torch differs" in result.output
     assert invoke("compare", str(tmp_path), str(written)).exit_code == 0
-    for found in report["results"]:
-        found["algorithms"]["auto"]["right"] = False
-        found["times"].pop("auto", None)
+    for case in report["results"]:
+        case["algorithms"]["auto"]["right"] = False
+        case["times"].pop("auto", None)
     other.write_text(json.dumps(report))
     mended = invoke("compare", str(tmp_path), str(written))
     assert mended.exit_code == 0 and mended.output.count("not timed in both") == 4
@@ -282,9 +282,9 @@ def test_compare_refuses(written: Path, args: list[str], message: str) -> None:
 
 def test_compare_needs_something_in_common(written: Path, tmp_path: Path) -> None:
     report = json.loads(written.read_text())
-    for found in report["results"]:
-        found["case"] += " elsewhere"
-    report["cases"] = [found["case"] for found in report["results"]]
+    for case in report["results"]:
+        case["case"] += " elsewhere"
+    report["cases"] = [case["case"] for case in report["results"]]
     (tmp_path / "bench.json").write_text(json.dumps(report))
     result = invoke("compare", str(written), str(tmp_path))
     assert result.exit_code == 2 and "no case and algorithm in common" in result.output

@@ -30,16 +30,16 @@ EFFORT = Effort(repeat=12, seconds=None, cold=False, baselines=False)
 RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)
 
 
-def regressions(found: Result) -> list[str]:
+def regressions(case: Result) -> list[str]:
     """What is slower than its bound for all that the interval says."""
-    speedups = found["algorithms"]["auto"]["speedup"]
-    told = []
+    speedups = case["algorithms"]["auto"]["speedup"]
+    lines = []
     for other, bound in BOUNDS.items():
         high = speedups[other]["high"]
         assert high is not None
         if high < 1 / bound:
-            told.append(f"{found['case']}: at the best {1 / high:.2f} times as long as {other}")
-    return told
+            lines.append(f"{case['case']}: at the best {1 / high:.2f} times as long as {other}")
+    return lines
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if has_matmul(op)])
@@ -61,5 +61,5 @@ def slowed(spec: Spec) -> CaseReport:
 
 def test_a_regression_is_found(ranks: Callable[[int], Ranks]) -> None:
     spec = Spec("matmul_all_reduce", (16, 64, 64), torch.float32)
-    found = regressions(result(Item(spec, 2), RATES, ranks(2).run(slowed, spec)))
-    assert len(found) == 2 and "times as long as unfused" in found[1]
+    slow = regressions(result(Item(spec, 2), RATES, ranks(2).run(slowed, spec)))
+    assert len(slow) == 2 and "times as long as unfused" in slow[1]

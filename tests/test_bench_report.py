@@ -33,8 +33,8 @@ def invoke(*args: str) -> Result:
 def valid(path: Path) -> dict[str, Any]:
     """The JSON in a file, which obeys the schema and does not contradict itself."""
     load(path)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_json_obeys_the_schema(folder: Path) -> None:
-    found = valid(folder / "bench.json")
-    assert found["complete"]
-    assert len(found["results"]) == len(found["cases"]) == 5
-    assert [each["case"] for each in found["results"]] == found["cases"]
-    first = found["results"][0]
+    report = valid(folder / "bench.json")
+    assert report["complete"]
+    assert len(report["results"]) == len(report["cases"]) == 5
+    assert [each["case"] for each in report["results"]] == report["cases"]
+    first = report["results"][0]
     assert (first["op"], first["shape"], first["tp"]) == ("all_gather_matmul", [2, 960, 576], 2)
     assert first["labels"] == ["smollm2-135m qkv"]
     assert set(first["times"]) == {"auto", "unfused", "torch", "matmul", "local_matmul"}
@@ -61,23 +61,23 @@ def test_the_json_obeys_the_schema(folder: Path) -> None:
         assert len(time["samples"]) == time["iterations"] == 6
         assert 0 < time["min"] <= time["median"] <= time["p95"] <= time["max"]
     assert first["times"]["local_matmul"]["gb_per_s"] is None
-    assert found["results"][-1]["times"]["auto"]["tflops"] is None
+    assert report["results"][-1]["times"]["auto"]["tflops"] is None
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda found: found.pop("environment"), "environment"),
-        (lambda found: found["results"][0]["times"]["auto"].update(median=-1), "-1"),
-        (lambda found: found["results"][0].update(op=None), "None"),
-        (lambda found: found["results"][0].update(other=1), "other"),
-        (lambda found: found["results"][0]["times"].update(magic={}), "magic"),
+        (lambda report: report.pop("environment"), "environment"),
+        (lambda report: report["results"][0]["times"]["auto"].update(median=-1), "-1"),
+        (lambda report: report["results"][0].update(op=None), "None"),
+        (lambda report: report["results"][0].update(other=1), "other"),
+        (lambda report: report["results"][0]["times"].update(magic={}), "magic"),
     ],
 )
 def test_the_schema_refuses(folder: Path, tmp_path: Path, change: Any, what: str) -> None:
-    found = json.loads((folder / "bench.json").read_text())
-    change(found)
-    (tmp_path / "bench.json").write_text(json.dumps(found))
+    report = json.loads((folder / "bench.json").read_text())
+    change(report)
+    (tmp_path / "bench.json").write_text(json.dumps(report))
     with pytest.raises(UsageError, match=rf"is damaged: \$.*{what}"):
         load(tmp_path / "bench.json")
 
@@ -85,7 +85,7 @@ def test_the_schema_refuses(folder: Path, tmp_path: Path, change: Any, what: str
 def test_the_csv_holds_every_variant_and_the_environment(folder: Path) -> None:
     lines = list(csv.DictReader((folder / "bench.csv").read_text().splitlines()))
     report = load(folder / "bench.json")
-    assert len(lines) == sum(len(found["times"]) for found in report["results"])
+    assert len(lines) == sum(len(case["times"]) for case in report["results"])
     line = next(line for line in lines if line["variant"] == "auto" and line["N"] == "960")
     assert float(line["median"]) == report["results"][0]["times"]["auto"]["median"]
     assert line["right"] == "True" and line["over_unfused_low"]

@@ -17,10 +17,10 @@ def noisy(center: float, count: int, seed: int, spread: float = 0.02) -> list[fl
 
 
 def test_a_clear_difference_is_told() -> None:
-    found = paired(ratio, noisy(3.0, 20, 1), noisy(2.0, 20, 2))
-    assert found.low is not None and found.high is not None
-    assert found.low < 1.5 < found.high and found.high - found.low < 0.1
-    assert found.verdict == "faster"
+    estimate = paired(ratio, noisy(3.0, 20, 1), noisy(2.0, 20, 2))
+    assert estimate.low is not None and estimate.high is not None
+    assert estimate.low < 1.5 < estimate.high and estimate.high - estimate.low < 0.1
+    assert estimate.verdict == "faster"
     assert paired(ratio, noisy(2.0, 20, 2), noisy(3.0, 20, 1)).verdict == "slower"
 
 
@@ -33,9 +33,9 @@ def test_the_same_is_no_difference() -> None:
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     held = 0
     for seed in range(200):
-        found = paired(ratio, noisy(2.0, 20, seed), noisy(1.0, 20, 1000 + seed))
-        assert found.low is not None and found.high is not None
-        held += found.low <= 2.0 <= found.high
+        estimate = paired(ratio, noisy(2.0, 20, seed), noisy(1.0, 20, 1000 + seed))
+        assert estimate.low is not None and estimate.high is not None
+        held += estimate.low <= 2.0 <= estimate.high
     assert held >= 180  # 95 % of 200, less what chance and a percentile interval allow
 
 
@@ -43,8 +43,8 @@ def test_what_slows_both_is_no_difference_between_them() -> None:
     """The repetitions are drawn as pairs: each holds 1 % between the two, whatever else is on."""
     load = [random.Random(3).uniform(1, 4) for _ in range(1)] + noisy(2.0, 19, 3, spread=0.5)
     slower, faster = [1.01 * each for each in load], load
-    found = paired(ratio, slower, faster)
-    assert (found.low, found.high) == (pytest.approx(1.01), pytest.approx(1.01))
+    estimate = paired(ratio, slower, faster)
+    assert (estimate.low, estimate.high) == (pytest.approx(1.01), pytest.approx(1.01))
     apart = independent(ratio, [slower], [faster])
     assert apart.verdict == "no difference"
 
@@ -64,10 +64,10 @@ def test_few_repetitions_have_no_interval() -> None:
 )
 def test_overlap_is_the_share_that_is_hidden(op: float, share: float, count: int) -> None:
     unfused, gemm = noisy(15.0, count, 1, 0.003), noisy(10.0, count, 2, 0.003)
-    found = overlap(noisy(op, count, 3, 0.003), unfused, gemm)
-    assert found is not None
-    assert found.value == pytest.approx(share, abs=0.05)
-    assert (found.low is None) == (count < FEWEST)
+    estimate = overlap(noisy(op, count, 3, 0.003), unfused, gemm)
+    assert estimate is not None
+    assert estimate.value == pytest.approx(share, abs=0.05)
+    assert (estimate.low is None) == (count < FEWEST)
 
 
 @pytest.mark.parametrize("count", [3, 20])

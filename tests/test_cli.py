@@ -137,9 +137,9 @@ def test_check_tells_right_from_wrong(
 ) -> None:
     # K is such that in bf16 sqrt(K) * eps * (|A| @ |B|) is larger than the result.
     shape = (33, 16, 1024) if "matmul" in op else (4001,)
-    for found in ranks(2).run(judge, Spec(op, shape, dtype)):
-        assert found.pop("right")
-        assert not any(found.values()), found
+    for verdicts in ranks(2).run(judge, Spec(op, shape, dtype)):
+        assert verdicts.pop("right")
+        assert not any(verdicts.values()), verdicts
 
 
 def test_time_is_the_median_of_the_slowest_rank() -> None:
@@ -159,9 +159,9 @@ def test_bench_does_not_time_what_is_wrong(
     result = invoke("bench", "--op", "matmul_all_reduce", *TINY_BENCH, "--out", str(tmp_path))
     assert result.exit_code == 1, result.output
     assert "WRONG" in result.output
-    (found,) = json.loads((tmp_path / "bench.json").read_text())["results"]
-    assert not found["algorithms"]["auto"]["right"]
-    assert set(found["times"]) == {"torch", "matmul", "local_matmul"}
+    (case,) = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert not case["algorithms"]["auto"]["right"]
+    assert set(case["times"]) == {"torch", "matmul", "local_matmul"}
     assert 'class="wrong">WRONG' in (tmp_path / "report.html").read_text()
 
 
@@ -242,15 +242,15 @@ def test_bench_runs_under_torchrun() -> None:
 
 def processes_of_session(leader: int) -> set[int]:
     """Ids of the processes in the session that ``leader`` started, zombies left out."""
-    found = set()
+    pids = set()
     for entry in Path("/proc").iterdir():
         try:
             state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
         except OSError:
             continue
         if int(of) == leader and state != "Z":
-            found.add(int(entry.name))
-    return found
+            pids.add(int(entry.name))
+    return pids
 
 
 def test_interrupt_leaves_no_process() -> None:

@@ -202,7 +202,7 @@ def test_system_exit_in_a_job_is_an_error_too(ranks):
 
 
 @pytest.mark.parametrize(
-    ("job", "argument", "exitcode", "said"),
+    ("job", "argument", "exitcode", "message"),
     [
         (exit_on, 3, 3, "exit code 3"),
         (exit_on, 0, 0, "exit code 0"),
@@ -210,7 +210,7 @@ def test_system_exit_in_a_job_is_an_error_too(ranks):
         (signal_on, signal.SIGSEGV, -signal.SIGSEGV, "killed by SIGSEGV"),
     ],
 )
-def test_a_dead_rank_is_reported(job, argument, exitcode, said):
+def test_a_dead_rank_is_reported(job, argument, exitcode, message):
     with Ranks(2) as pool:
         pool.submit(job, 1, argument)
         alive, dead = pool.collect(10)
@@ -218,7 +218,7 @@ def test_a_dead_rank_is_reported(job, argument, exitcode, said):
         pool.submit(dist.get_rank)  # the others can be asked all the same
         alive, dead = pool.collect(10)
         assert alive.value == 0 and dead.exitcode == exitcode
-        with pytest.raises(RankError, match=said):
+        with pytest.raises(RankError, match=message):
             pool.run(dist.get_rank)
     assert pool.exitcodes == [0, exitcode]
 

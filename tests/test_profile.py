@@ -66,7 +66,7 @@ def test_each_moment_counts_once() -> None:
     """A copy of 10 that waits for 4 of them; a transfer of 20 with a product of 12 in it and a wait
     of 5 behind that."""
     ms = 1000.0
-    found = merge(
+    merged = merge(
         [
             trace(
                 event(f"{CALL} 0", 0, 60 * ms),
@@ -80,16 +80,16 @@ def test_each_moment_counts_once() -> None:
             )
         ]
     )
-    (told,) = times(found, 1)
-    assert (told.total, told.compute, told.copy, told.wait) == (60, 12, 6 + 8, 4)
-    assert (told.moved, told.overlapped) == (6 + 20, 12)
-    assert len(lanes(found)) == 1
+    (spent,) = times(merged, 1)
+    assert (spent.total, spent.compute, spent.copy, spent.wait) == (60, 12, 6 + 8, 4)
+    assert (spent.moved, spent.overlapped) == (6 + 20, 12)
+    assert len(lanes(merged)) == 1
 
 
 def test_a_host_that_waits_hides_no_communication_of_its_gpu() -> None:
     """NCCL for 20, beside a product for the last 10 of them; the host is in `item()` meanwhile."""
     ms = 1000.0
-    found = merge(
+    merged = merge(
         [
             trace(
                 event("aten::mm", 0, 2 * ms),
@@ -101,14 +101,14 @@ def test_a_host_that_waits_hides_no_communication_of_its_gpu() -> None:
             )
         ]
     )
-    (told,) = times(found, 1)
-    assert (told.total, told.compute, told.copy) == (40, 20, 10 + 3)
-    assert (told.moved, told.overlapped) == (23, 10)
+    (spent,) = times(merged, 1)
+    assert (spent.total, spent.compute, spent.copy) == (40, 20, 10 + 3)
+    assert (spent.moved, spent.overlapped) == (23, 10)
 
 
 def test_where_nothing_was_recorded_nothing_is_told() -> None:
-    (told,) = times(merge([trace()]), 1)
-    assert told.total == told.moved == 0
+    (spent,) = times(merge([trace()]), 1)
+    assert spent.total == spent.moved == 0
 
 
 def test_intervals() -> None:
@@ -121,13 +121,13 @@ def loaded(folder: Path) -> list[dict[str, Any]]:
     """The events of a trace that a viewer can load."""
     merged = json.loads((folder / "trace.json").read_text())
     assert set(merged) == {"displayTimeUnit", "traceEvents", "otherData"}
-    found: list[dict[str, Any]] = merged["traceEvents"]
-    for one in found:
+    events: list[dict[str, Any]] = merged["traceEvents"]
+    for one in events:
         assert {"ph", "name", "pid", "tid", "ts"} <= set(one), one
         assert one["ts"] >= 0 and (one["ph"] != "X" or one["dur"] >= 0), one
-    names = {e["args"]["name"] for e in found if e["name"] == "process_name"}
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"rank 0", "rank 1"}
-    return found
+    return events
 
 
 def check_picture(path: Path, *colours: str) -> None:
@@ -158,15 +158,15 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
     assert shown.exit_code == 0, shown.output
     assert re.search(r"^overlapped share: \d+% of [\d.]+ ms$", shown.output, re.MULTILINE)
     assert f"{algorithm}: asked for" in shown.output
-    found = loaded(tmp_path / "new" / "folder")
+    events = loaded(tmp_path / "new" / "folder")
     for rank in (0, 1):
-        names = {e["name"] for e in found if rank_of(e) == rank}
+        names = {e["name"] for e in events if rank_of(e) == rank}
         wanted = {*EXPECTED[algorithm], "tpkernels::all_gather_matmul"}
         assert names >= wanted - {ranges.WAIT}, (rank, names)  # one may always be the later
-    assert {e["name"] for e in found} >= wanted
+    assert {e["name"] for e in events} >= wanted
     # Behind a barrier no call of a rank begins before all have ended the one before it.
     calls: dict[str, list[tuple[float, float]]] = {}
-    for e in found:
+    for e in events:
         if e["name"].startswith(CALL):
             calls.setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
     assert len(calls) == 4
@@ -183,13 +183,13 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     shown = invoke("profile", "--out", str(tmp_path), str(script), "--rows", "64")
     assert shown.exit_code == 0, shown.output
-    found = loaded(tmp_path)
+    events = loaded(tmp_path)
     for rank in (0, 1):
         count = sum(
-            e["name"] == "tpkernels::all_gather_matmul" and rank_of(e) == rank for e in found
+            e["name"] == "tpkernels::all_gather_matmul" and rank_of(e) == rank for e in events
         )
         assert count == 3
-        assert any(e["name"] == "aten::relu" and rank_of(e) == rank for e in found)
+        assert any(e["name"] == "aten::relu" and rank_of(e) == rank for e in events)
     check_picture(tmp_path / "timeline.png", "compute")
 
 

@@ -114,9 +114,9 @@ def test_a_bad_file_is_ignored_with_one_warning(cache: Path, case: str) -> None:
     if not isinstance(content, bytes):
         content = json.dumps(content(json.loads(cache.read_bytes()))).encode()
     cache.write_bytes(content)
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as raised:
         assert store.load_or_warn(MACHINE) == NOTHING_TUNED
-    (warning,) = told
+    (warning,) = raised
     assert f"the tuning cache {cache} is ignored: " in str(warning.message)
     assert reason in str(warning.message)
     assert "\x1b" not in str(warning.message)
@@ -210,8 +210,8 @@ def problems_of_calls(specs: list[Spec]) -> list[Any]:
 def test_what_is_tuned_is_what_is_called(ranks: RanksFixture) -> None:
     """Or no measurement would ever be found."""
     specs = [spec(9, op=op) if "matmul" in op else Spec(op, (77,), torch.float32) for op in OPS]
-    for told in ranks(2).run(problems_of_calls, specs):
-        assert told == [spec.problem(2) for spec in specs]
+    for problems in ranks(2).run(problems_of_calls, specs):
+        assert problems == [spec.problem(2) for spec in specs]
 
 
 def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, Machine]:
@@ -219,7 +219,7 @@ def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, 
     with contextlib.ExitStack() as stack:
         own = {"XDG_CACHE_HOME": folders[dist.get_rank()]}
         stack.enter_context(mock.patch.dict(os.environ, own))
-        told = stack.enter_context(warnings.catch_warnings(record=True))
+        raised = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         if spread:
             stack.enter_context(apart())
@@ -229,7 +229,7 @@ def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, 
         tpkernels.all_gather_matmul(x, w, pg)
         (call,) = group.calls.values()
         machine = this_machine("cpu", 2, group.hosts, group.shared_memory)
-    count = sum("tuning cache" in str(one.message) for one in told)
+    count = sum("tuning cache" in str(one.message) for one in raised)
     return call.plan.algorithm, call.plan.reason, count, machine
 
 
@@ -239,9 +239,9 @@ def test_ranks_with_different_caches_choose_alike(
 ) -> None:
     """Rank 0's counts, and a warning comes from there alone."""
     folders = [str(tmp_path / name) for name in "ab"]
-    told = ranks(2).run(chosen_with_cache, folders, spread)
-    assert [one[0] for one in told] == ["unfused" if spread else "direct"] * 2
-    machine = told[0][3]
+    results = ranks(2).run(chosen_with_cache, folders, spread)
+    assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
+    machine = results[0][3]
     assert (machine.shared_memory, machine.hosts) == (not spread, 1)
     for folder, slow in zip(folders, ("direct", "ring"), strict=True):
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
@@ -252,9 +252,9 @@ def test_ranks_with_different_caches_choose_alike(
         assert one[:3] == ("ring", "tuned: 1 ms, unfused 2 ms, 2026-11-21", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", folders[0])
     store.path_for(machine).write_bytes(b"{")
-    told = ranks(2).run(chosen_with_cache, folders, spread)
-    assert [one[0] for one in told] == ["unfused" if spread else "direct"] * 2
-    assert [one[2] for one in told] == [1, 0]
+    results = ranks(2).run(chosen_with_cache, folders, spread)
+    assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
+    assert [one[2] for one in results] == [1, 0]
 
 
 def first_call(what: str) -> Ending:
@@ -287,8 +287,8 @@ def test_others_find_at_once_that_rank_0_left(what: str) -> None:
 
 
 def test_without_shared_memory_a_warning_comes_after_the_table(ranks: RanksFixture) -> None:
-    told = ranks(2).run(table_apart)
-    assert told == ["RuntimeWarning", ""]
+    results = ranks(2).run(table_apart)
+    assert results == ["RuntimeWarning", ""]
 
 
 def table_apart() -> str:
