@@ -22,11 +22,9 @@ def measured(spec: Spec, **ms: float) -> Measurement:
     return Measurement(*tuning_key, other=spec.other, ms=ms, date="2026-11-21")
 
 
-def plan(
-    spec: Spec, *times: Measurement, shared_memory: bool = True, **changes: Any
-) -> Plan:
+def plan(spec: Spec, *times: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
     problem = replace(spec.problem(2), **changes)
-    return choose(problem, Means(shared_memory=shared_memory), tuned=Table(measurements))
+    return choose(problem, Means(shared_memory=shared_memory), tuned=Table(times))
 
 
 def test_the_fastest_is_taken_and_the_reason_says_so() -> None:
