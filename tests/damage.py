@@ -1,4 +1,4 @@
-"""A report of `tpkernels bench` without a run, and ways in which a file can be damaged."""
+"""A report of `tpkernels bench` made without a run, and ways to damage a file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def options() -> list[str]:
 
 
 def good_report() -> Report:
-    """What a run on this machine might leave."""
+    """A report such as a run on this machine might write."""
     sweep = plan_sweep(Settings(**SWEEP), ranks=None, device="cpu")  # type: ignore[arg-type]
     report = new_report(sweep)
     for item in sweep.items:
@@ -72,7 +72,7 @@ def good_report() -> Report:
 
 
 def nodes(tree: Any, path: Node = ()) -> Iterator[tuple[Node, Any]]:
-    """Everything in a tree but its root."""
+    """All nodes of a tree except its root."""
     if path:
         yield path, tree
     if isinstance(tree, (dict, list)):
@@ -116,12 +116,12 @@ def _deep(levels: int) -> Any:
 
 
 def unusable(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Damage that leaves nothing to use, of each kind some: (what was done, the content)."""
+    """Damage that makes a file unusable, several of each kind: (what was done, the content)."""
     text = json.dumps(tree)
     for path, _ in _some(tree, pick, 80):
         yield f"an object at {path}", json.dumps(changed(tree, path, {"damaged": True})).encode()
     for path, _ in _some(tree, pick, 40, lambda path, _: isinstance(path[-1], str)):
-        if path[-2:-1] not in (("speedup",), ("times",), ("left_out",)):  # what may be missing
+        if path[-2:-1] not in (("speedup",), ("times",), ("left_out",)):  # these may be missing
             yield f"nothing at {path}", json.dumps(without(tree, path)).encode()
     for path, _ in _some(tree, pick, 40, lambda _, v: isinstance(v, (int, float)) and v > 1):
         number = pick.choice(_BAD_NUMBERS)
@@ -145,7 +145,7 @@ def unusable(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
 
 
 def altered(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Damage that may leave a report which can be used."""
+    """Damage that may leave a usable report."""
     for path, value in nodes(tree):
         if isinstance(value, str):
             new = changed(tree, path, ESCAPES + value)
@@ -174,8 +174,8 @@ def _some(
 
 
 def faults(ended: Result, allowed: tuple[int, ...]) -> str:
-    """What is wrong with the end of a command: another exit code than those, a traceback, output
-    that a terminal would obey, or a refusal that is not one line. "": nothing."""
+    """What is wrong with how a command ended: an exit code not in ``allowed``, a traceback, output
+    that a terminal would interpret, or a refusal of more than one line. "": nothing."""
     description = f"exit code {ended.exit_code}, {ended.exception!r}: {ended.output[-300:]!r}"
     right = ended.exception is None or isinstance(ended.exception, SystemExit)
     right = right and ended.exit_code in allowed

@@ -47,7 +47,7 @@ def good(tmp_path: Path, report: Any) -> Path:
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is the command line put together anew for each command: that takes longer than both."""
+    """No ranks run. The command line is built once: that takes longer than the commands."""
     monkeypatch.setattr(typer.testing, "_get_command", cache(get_command), raising=False)
     monkeypatch.delattr(session, "Ranks")
     monkeypatch.setattr(command, "run_sweep", lambda *_, **__: None)
@@ -131,7 +131,7 @@ def times(report: Any) -> Any:
 
 
 def test_output_may_be_ascii(good: Path, report: Any) -> None:
-    """As of a script with LC_ALL=C that asks for it."""
+    """As in a script that sets LC_ALL=C."""
     report = copy.deepcopy(report)
     report["environment"]["cpu"] = "Prozeßor"
     bad = good.with_name("bad.json")
@@ -149,7 +149,7 @@ def test_output_may_be_ascii(good: Path, report: Any) -> None:
 
 
 def test_texts_of_a_file_are_shown_as_they_are(good: Path, report: Any, nothing_runs: None) -> None:
-    """Neither the terminal, nor rich, nor matplotlib takes them for commands."""
+    """Neither the terminal, nor rich, nor matplotlib interprets them."""
     report = copy.deepcopy(report)
     written = r"[bold]x[/no]\x1b[2J\x07\x9b\u202e\ud800\n$\nope$"
     for result in report["results"]:

@@ -71,7 +71,7 @@ def test_yaml_has_no_aliases(tmp_path: Path) -> None:
 
 
 def yaml_kinds(pick: random.Random) -> Iterator[tuple[str, bytes]]:
-    """JSON is YAML."""
+    """Damaged YAML; JSON is YAML too."""
     yield from altered(SWEEP, pick)
     yield from unusable(SWEEP, pick)
     text = yaml.safe_dump(SWEEP).encode()
@@ -101,7 +101,7 @@ def test_yaml_that_is_no_file_is_refused(tmp_path: Path, nothing_runs: None) -> 
 
 
 def test_no_tuning_file_ends_in_a_traceback(cache: Path) -> None:
-    """It is used, or ignored with one warning that a terminal can show."""
+    """A file is used, or ignored with one printable warning."""
     store.update(MACHINE, *TABLE.measurements)
     tree, pick = json.loads(cache.read_bytes()), random.Random(SEED)
     used = 0

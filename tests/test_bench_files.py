@@ -1,4 +1,4 @@
-"""Interrupts, going on, and comparing two runs."""
+"""Interrupting and resuming a run, and comparing two runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
-    """Then --resume measures the rest, and only that."""
+    """Then --resume measures exactly the rest."""
     sizes = ",".join(f"{kib}K" for kib in range(4, 44, 4))
     options = ["bench", "--op", "all_gather", "--bytes", sizes, "--repeat", "6", "--tp", "2"]
     options += ["--warm", "--no-baselines"]
@@ -88,7 +88,7 @@ def test_resuming_what_is_complete_measures_nothing(
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would put back what it read at its start, without what the other has measured since."""
+    """Each would overwrite what the other has measured since the first read the file."""
     file, again = tmp_path / "bench.json", ["bench", *SWEEP, "--json", str(tmp_path / "bench.json")]
     turns, second = iter([True, False]), list[Result]()
 
@@ -121,7 +121,7 @@ def test_results_that_cannot_be_written_are_no_regression(
 def test_a_machine_with_an_odd_name_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names are kept as they are shown."""
+    """Names are stored in printable form, and compare equal when resuming."""
     monkeypatch.setattr("tpkernels.bench.info.processor", lambda: "A\xa0CPU\x1b[2J")
     monkeypatch.setattr(bench_command, "run_sweep", lambda *_, **__: None)
     file = tmp_path / "bench.json"
@@ -199,7 +199,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, written: Path, text: str) 
 
 
 def slowed(written: Path, target: Path, factor: float, only: str = "auto", keep: int = 6) -> Path:
-    """The run again, with the times of ``only`` multiplied, and some repetitions left."""
+    """A copy of the run with the times of ``only`` scaled, and ``keep`` repetitions."""
     report = json.loads(written.read_text())
     for case in report["results"]:
         for name, timed in case["times"].items():
@@ -218,7 +218,7 @@ def slowed(written: Path, target: Path, factor: float, only: str = "auto", keep:
         (1.3, "auto", 6, [], 1, "REGRESSION"),
         (0.7, "auto", 6, [], 0, "faster"),
         (1.3, "auto", 6, ["--threshold", "0.4"], 0, "slower, within the threshold"),
-        # Its interval begins below 1.05.
+        # The interval begins below 1.05.
         (1.06, "auto", 6, [], 0, "slower, within the threshold"),
         (9.0, "auto", 5, [], 0, "too few repetitions"),
         (1.3, "all", 6, [], 1, "REGRESSION"),

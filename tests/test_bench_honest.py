@@ -1,4 +1,4 @@
-"""The benchmark cannot lie: what is slow, serial, free or wrong is shown as such."""
+"""The benchmark is honest: it reports what is slow, serial, free or wrong as such."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPUTE, TRAVEL = 0.06, 0.06
 
 @dataclass(frozen=True)
 class Sleeps:
-    """Seconds that the op and what it is compared with take, instead of doing anything."""
+    """Seconds that the op and its baselines sleep instead of working."""
 
     op: float
     slow_rank: float = 0.0  #: more, on rank 1
@@ -47,7 +47,7 @@ class Sleeps:
 
 
 def asleep(sleeps: Sleeps) -> CaseReport:
-    """On a rank: results are checked as ever, only the times are made up."""
+    """On a rank: results are verified as usual; only the times are fake."""
     with (
         mock.patch.object(measuring, "run_tpkernels", sleeps.call),
         mock.patch.object(baselines, "run_local_matmul", sleeps.product),
@@ -95,7 +95,7 @@ def sabotaged() -> CaseReport:
 
 
 def test_a_wrong_op_is_not_timed(ranks: Callable[[int], Ranks]) -> None:
-    """One element of one rank is off; the other algorithms are as they were."""
+    """One element on one rank is wrong; the other algorithms are unaffected."""
     case = result(Item(SPEC, 2), RATES, ranks(2).run(sabotaged))
     wrong = case["algorithms"]["auto"]
     assert not wrong["right"] and not is_right(case)

@@ -1,4 +1,4 @@
-"""Inputs exceed the cache, or the benchmark says by how much they do not; memory stays bounded."""
+"""Inputs exceed the cache, or the benchmark reports by how much not; memory stays bounded."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_copies_are_as_many_as_it_takes_and_memory_allows(
     assert 1 <= count <= inputs._MOST_COPIES
     assert count == 1 or count * 2 * nbytes <= room
     assert (count - 1) * nbytes < COLD * cache
-    if count * nbytes < COLD * cache:  # there is a reason
+    if count * nbytes < COLD * cache:  # memory or the maximum number prevents more
         assert count == inputs._MOST_COPIES or (count + 1) * 2 * nbytes > room
 
 
 def turns(spec: Spec, cache: int | None, available: int) -> tuple[bool, float, float, int]:
-    """On a rank: whether all copies have the right data; the size of all over that of the cache, by
-    a look at them and by what is said; and what they and the gathered ones take in memory."""
+    """On a rank: whether all copies have the right data; their size relative to the cache, counted
+    and as reported; and the memory that they and the gathered copies occupy."""
     size = cache or last_level_cache_bytes("cpu")
     with mock.patch.multiple(
         inputs, last_level_cache_bytes=lambda _: size, available_bytes=lambda: available
@@ -72,7 +72,7 @@ def turns(spec: Spec, cache: int | None, available: int) -> tuple[bool, float, f
 def test_cold_inputs_exceed_the_cache(
     ranks: Callable[[int], Ranks], elements: int | None, cache: int | None
 ) -> None:
-    """Or it is said that there would have to be too many of them."""
+    """Or the report lists them, if too many copies would be needed."""
     spec = MATMUL if elements is None else Spec("all_reduce", (elements,), torch.float32)
     for right, over_cache, reported, _ in ranks(2).run(turns, spec, cache, 16 * GIB):
         assert right
@@ -90,7 +90,7 @@ def test_where_memory_does_not_suffice_it_is_said(
     for right, over_cache, reported, used in ranks(2).run(turns, MATMUL, cache, available):
         assert right
         assert reported == pytest.approx(over_cache)
-        assert used <= max(one_copy, available / 4)  # half of it for two ranks
+        assert used <= max(one_copy, available / 4)  # two ranks share half of it
         assert (reported >= COLD) == (cache == MIB or (cache, available) == (32 * MIB, 512 * MIB))
 
 
@@ -100,7 +100,7 @@ def a_case(spec: Spec) -> CaseReport:
 
 
 def test_a_result_has_that_of_the_rank_with_the_fewest(ranks: Callable[[int], Ranks]) -> None:
-    """But for ranks without any."""
+    """Ranks without inputs do not count."""
     spec, cache = Spec("all_gather", (1,), torch.float32), last_level_cache_bytes("cpu")
     case = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
     assert case["inputs_over_cache"] == pytest.approx(4 / cache)
@@ -110,7 +110,7 @@ def test_a_result_has_that_of_the_rank_with_the_fewest(ranks: Callable[[int], Ra
 
 
 def rates_of(cache: int, available: int) -> tuple[Rates, int]:
-    """On a rank: the roofline, and the bytes of the largest tensor of the copy."""
+    """On a rank: the rates, and the bytes of the largest tensor copied."""
     largest, randint = [0], torch.randint
 
     def counted(*args: Any, **kwargs: Any) -> torch.Tensor:

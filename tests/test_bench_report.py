@@ -1,4 +1,4 @@
-"""What a run leaves behind: JSON by the schema, CSV, pictures, and a page that needs no network."""
+"""The files of a run: JSON that obeys the schema, CSV, pictures, a page that needs no network."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from tpkernels.backends import OPS
 from tpkernels.bench import plots
+from tpkernels.bench.baselines import BASELINES
 from tpkernels.bench.file import load
 from tpkernels.bench.options import UsageError
 from tpkernels.cli import app
+from tpkernels.planning.algorithms import ALGORITHMS
 
 SWEEP = (
     *("bench", "--op", "all_gather_matmul,matmul_reduce_scatter,all_reduce", "--tp", "2"),
@@ -31,7 +35,7 @@ def invoke(*args: str) -> Result:
 
 
 def valid(path: Path) -> dict[str, Any]:
-    """The JSON in a file, which obeys the schema and does not contradict itself."""
+    """The JSON in a file, which must be valid."""
     load(path)
     report: dict[str, Any] = json.loads(path.read_text())
     return report
@@ -39,7 +43,7 @@ def valid(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run with everything leaves."""
+    """The output folder of a run that writes everything."""
     out = tmp_path_factory.mktemp("bench") / "new" / "folder"
     result = invoke(*SWEEP, "--out", str(out))
     assert result.exit_code == 0, result.output
@@ -62,6 +66,14 @@ def test_the_json_obeys_the_schema(folder: Path) -> None:
         assert 0 < time["min"] <= time["median"] <= time["p95"] <= time["max"]
     assert first["times"]["local_matmul"]["gb_per_s"] is None
     assert report["results"][-1]["times"]["auto"]["tflops"] is None
+
+
+def test_the_schema_knows_every_name() -> None:
+    file = resources.files("tpkernels.bench").joinpath("schema.json")
+    names = json.loads(file.read_text("utf-8"))["$defs"]
+    assert tuple(names["op"]["enum"]) == OPS
+    assert names["algorithm"]["enum"] == ["auto", *ALGORITHMS]
+    assert ("unfused", *names["variant"]["anyOf"][1]["enum"]) == BASELINES
 
 
 @pytest.mark.parametrize(
@@ -104,11 +116,11 @@ def test_pictures_are_not_blank(folder: Path, name: str) -> None:
     assert image.width > 500 and image.height > 300
     assert 0.5 < background < 0.99
     saturated = sum(count for count, rgb in colors if max(rgb) - min(rgb) > 60)
-    assert saturated > 200  # lines or bars, not only axes and letters
+    assert saturated > 200  # lines or bars, not only axes and text
 
 
 def test_the_page_asks_for_nothing(folder: Path) -> None:
-    """Nothing but its own anchors and data; the namespaces of an SVG are no addresses to load."""
+    """Only its own anchors and data. The namespaces of an SVG are not loaded."""
     page = (folder / "report.html").read_text()
     assert not re.search(r"<(script|link|iframe|object)\b", page)
     assert "@import" not in page and "url(" not in page
@@ -117,7 +129,7 @@ def test_the_page_asks_for_nothing(folder: Path) -> None:
 
 
 def rendered(page: Path, profile: Path) -> str:
-    """The page as a browser without network has it after loading, and what its pictures measure."""
+    """The page as loaded by a browser without network, with the sizes of its pictures."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs chromium")
@@ -156,7 +168,7 @@ def test_a_browser_without_network_shows_plots_and_table(folder: Path, tmp_path:
 
 
 def test_without_matplotlib_the_rest_is_there(folder: Path, tmp_path: Path) -> None:
-    """In a process that cannot import it; one line says what is missing."""
+    """In a process that cannot import it. One line says what is missing."""
     command = [sys.executable, "-c", "import importlib.util as u, sys\nfind = u.find_spec\n"]
     command[-1] += "u.find_spec = lambda name, *a: None if name == 'matplotlib' else find(name, *a)"
     command[-1] += "\nfrom tpkernels.cli import main\nmain()"

@@ -1,4 +1,4 @@
-"""Statistics of the benchmark on samples whose answers are known."""
+"""Statistics of the benchmark on samples with known answers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         estimate = paired(ratio, noisy(2.0, 20, seed), noisy(1.0, 20, 1000 + seed))
         assert estimate.low is not None and estimate.high is not None
         held += estimate.low <= 2.0 <= estimate.high
-    assert held >= 180  # 95 % of 200, less what chance and a percentile interval allow
+    assert held >= 180  # 95 % of 200, less a margin for chance and for percentile intervals
 
 
 def test_what_slows_both_is_no_difference_between_them() -> None:
-    """The repetitions are drawn as pairs: each holds 1 % between the two, whatever else is on."""
+    """Repetitions are drawn in pairs, and each pair differs by 1 % whatever the load."""
     load = [random.Random(3).uniform(1, 4) for _ in range(1)] + noisy(2.0, 19, 3, spread=0.5)
     slower, faster = [1.01 * each for each in load], load
     estimate = paired(ratio, slower, faster)
@@ -82,7 +82,7 @@ def test_the_same_samples_give_the_same_interval() -> None:
 
 
 def test_cost_of_a_call() -> None:
-    """Rank 0 of 4: what it multiplies, gets from peers, and touches."""
+    """Rank 0 of 4: flops, bytes received from peers, and bytes touched."""
     import torch
 
     bf16 = torch.bfloat16

@@ -1,4 +1,4 @@
-"""What a sweep consists of: models, options and YAML files."""
+"""The cases of a sweep, from models, options and YAML files."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_eager_ops(tmp_path: Path) -> None:
     assert len(differences) == 2 and all(float(each) < 1e-4 for each in differences), said
 
 
-# What these show is in the quick tier without torchrun: test_nn_*.py, test_parallelize.py,
+# The quick tier covers the rest without torchrun: test_nn_*.py, test_parallelize.py,
 # test_compile_models.py and test_styles_models.py.
 
 

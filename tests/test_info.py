@@ -1,4 +1,4 @@
-"""``tpkernels info``: what it says is here, and why the rest is not."""
+"""``tpkernels info``: what is available here, and why the rest is not."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rich would take the extra of a `pip install` for markup."""
+    """Rich would interpret the extra of a `pip install` as markup."""
     remedy = "pip install 'tpkernels[cu13]' (or [cu12])"
     monkeypatch.setattr(cuda, "image_status", lambda: f"none: {remedy}")
     for name in ("tpkernels.backends", "tpkernels.bench.session"):

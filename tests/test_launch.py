@@ -1,4 +1,4 @@
-"""The launcher: jobs run on every rank, every kind of failure is told, nothing survives."""
+"""The launcher: jobs run on every rank, every failure is reported, no process survives."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def unpicklable() -> object:
 
 
 def gone(pids: Iterable[int], within: float = 5.0) -> bool:
-    """No process of ``pids`` is left; a zombie that waits for init to reap it does not count."""
+    """No process of ``pids`` is left, except zombies that wait for init to reap them."""
 
     def runs(pid: int) -> bool:
         try:
@@ -78,7 +78,7 @@ def gone(pids: Iterable[int], within: float = 5.0) -> bool:
     return True
 
 
-# Work that goes well.
+# Jobs that succeed.
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -123,7 +123,7 @@ def test_ranks_find_modules_by_the_path_of_the_moment(ranks, monkeypatch, tmp_pa
     assert pool.run(importlib.import_module("just_written").job) == ["found"] * 2
 
 
-# Refusals: nothing was sent, the ranks still work.
+# Refusals: nothing is sent, and the ranks stay usable.
 
 
 def test_refusals(ranks):
@@ -215,7 +215,7 @@ def test_a_dead_rank_is_reported(job, argument, exitcode, message):
         pool.submit(job, 1, argument)
         alive, dead = pool.collect(10)
         assert alive.ok and not dead.ok and dead.exitcode == exitcode
-        pool.submit(dist.get_rank)  # the others can be asked all the same
+        pool.submit(dist.get_rank)  # the other rank still answers
         alive, dead = pool.collect(10)
         assert alive.value == 0 and dead.exitcode == exitcode
         with pytest.raises(RankError, match=message):
@@ -279,7 +279,7 @@ def test_ranks_do_not_outlive_the_parent(end, tmp_path):
     assert parent.returncode == (-signal.SIGKILL if end == "SIGKILL" else 0)
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 2 and gone(pids)
-    deadline = time.monotonic() + 5  # for the fork server to notice, and to clean up
+    deadline = time.monotonic() + 5  # for the fork server to notice and clean up
     while (left := list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left

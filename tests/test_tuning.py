@@ -1,4 +1,4 @@
-"""Choices from measured times: what follows from a table. Pure."""
+"""Choices that follow from a table of measured times. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_cannot_run_is_passed_over() -> None:
     assert plan(spec(64), one, shared_memory=False).algorithm == "ring"
     alone = measured(spec(64), direct=1.0, pipelined=0.5)
     assert "share no memory" in plan(spec(64), alone, shared_memory=False).reason
-    assert "256" in plan(spec(64), measured(spec(64), direct=1.0)).reason  # compared with nothing
+    assert "256" in plan(spec(64), measured(spec(64), direct=1.0)).reason  # nothing to compare with
 
 
 def test_between_equals_the_thresholds_decide() -> None:
@@ -56,7 +56,7 @@ def test_between_equals_the_thresholds_decide() -> None:
 
 
 def test_cases_of_one_problem_are_weighed_together() -> None:
-    """N differs by rank for all that a rank knows, so it decides nothing by itself."""
+    """N may differ by rank, so it must not affect the choice."""
     narrow = measured(spec(64, n=512), unfused=1.0, direct=1.5, pipelined=1.02)
     wide = measured(spec(64, n=4096), unfused=3.0, direct=2.0, pipelined=2.1)
     chosen = plan(spec(64, n=512), narrow, wide)
@@ -80,7 +80,7 @@ def test_between_two_extents_the_winner_of_both_is_taken() -> None:
 
 
 def test_kernels_are_cut_as_was_measured_best() -> None:
-    """Also where `fused` is asked for; between two extents, as at both."""
+    """Even if `fused` is requested; between two extents, as at both ends."""
     cut, other = (("block_m", 64), ("block_n", 256)), (("block_m", 128),)
     few, many = (replace(measured(spec(m), fused=1.0, unfused=2.0), config=cut) for m in (64, 1024))
     wide = replace(measured(spec(64, n=4096), fused=1.0), config=other)

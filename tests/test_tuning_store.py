@@ -1,4 +1,4 @@
-"""The file that keeps measured times: nothing in it is trusted, and all ranks use rank 0's."""
+"""The file of measured times: nothing in it is trusted, and all ranks use rank 0's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MACHINE = this_machine("cpu", 2, 1, True, threads=1)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the table of `MACHINE` is kept."""
+    """The file of `MACHINE`'s table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return store.path_for(MACHINE)
 
@@ -50,7 +50,7 @@ TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), CUT))
 def test_a_table_comes_back(cache: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.load_or_warn(MACHINE) == NOTHING_TUNED  # there is none: no warning
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED  # no file, no warning
         assert store.update(MACHINE, *TABLE.measurements) == (cache, TABLE)
         assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
@@ -75,7 +75,7 @@ def edited(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def first(**changes: Any) -> Callable[[dict[str, Any]], Any]:
-    """The content with a first measurement that is changed."""
+    """The content with its first measurement changed."""
     return lambda content: content | {"measurements": [content["measurements"][0] | changes]}
 
 
@@ -120,7 +120,7 @@ def test_a_bad_file_is_ignored_with_one_warning(cache: Path, case: str) -> None:
     assert f"the tuning cache {cache} is ignored: " in str(warning.message)
     assert reason in str(warning.message)
     assert "\x1b" not in str(warning.message)
-    assert cache.read_bytes() == content  # left for a look
+    assert cache.read_bytes() == content  # kept for inspection
     with pytest.warns(RuntimeWarning, match="is ignored"):
         store.update(MACHINE, *TABLE.measurements)
     assert store.load_or_warn(MACHINE) == TABLE
@@ -208,14 +208,14 @@ def problems_of_calls(specs: list[Spec]) -> list[Any]:
 
 
 def test_what_is_tuned_is_what_is_called(ranks: RanksFixture) -> None:
-    """Or no measurement would ever be found."""
+    """Otherwise no measurement would ever apply."""
     specs = [spec(9, op=op) if "matmul" in op else Spec(op, (77,), torch.float32) for op in OPS]
     for problems in ranks(2).run(problems_of_calls, specs):
         assert problems == [spec.problem(2) for spec in specs]
 
 
 def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, Machine]:
-    """What auto is where each rank finds a folder of its own, and how many warnings came."""
+    """The choice of auto if each rank has its own folder, and the number of warnings."""
     with contextlib.ExitStack() as stack:
         own = {"XDG_CACHE_HOME": folders[dist.get_rank()]}
         stack.enter_context(mock.patch.dict(os.environ, own))
@@ -237,7 +237,7 @@ def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, 
 def test_ranks_with_different_caches_choose_alike(
     ranks: RanksFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: bool
 ) -> None:
-    """Rank 0's counts, and a warning comes from there alone."""
+    """Rank 0's table counts, and only rank 0 warns."""
     folders = [str(tmp_path / name) for name in "ab"]
     results = ranks(2).run(chosen_with_cache, folders, spread)
     assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
@@ -258,7 +258,7 @@ def test_ranks_with_different_caches_choose_alike(
 
 
 def first_call(what: str) -> Ending:
-    """A rank 0 that warns, fails or is killed while the others wait for its table."""
+    """Rank 0 warns, fails or is killed while the others wait for its table."""
 
     def load(machine: Machine) -> Any:
         if what == "killed":
@@ -277,7 +277,7 @@ def first_call(what: str) -> Ending:
 
 @pytest.mark.parametrize("what", ["warns", "fails", "killed"])
 def test_others_find_at_once_that_rank_0_left(what: str) -> None:
-    """A warning that is an error comes when they have the table, and fails rank 0 alone."""
+    """A warning turned into an error is raised after the table is shared: only rank 0 fails."""
     with faults.watched_ranks(3) as ranks:
         outcomes = faults.collect(ranks, first_call, what)
     for ending in faults.values(outcomes, 0).values():
