@@ -63,7 +63,7 @@ def test_ranks_come_on_one_clock_and_apart() -> None:
 
 
 def test_each_moment_counts_once() -> None:
-    """A copy of 10, which waits for 4 of them; a transfer of 20 that contains a matmul of 12, then a
+    """A copy of 10, which waits for 4 of them; a transfer of 20 that contains a matmul of 12 and a
     wait of 5."""
     ms = 1000.0
     merged = merge(
