@@ -1,4 +1,4 @@
-"""The cache folder: files that somebody else can have written count as not there."""
+"""The cache folder: files that others may have written are not read."""
 
 from __future__ import annotations
 
@@ -26,6 +26,29 @@ def test_what_was_kept_is_read(tmp_path: Path) -> None:
         cache.read_trusted(tmp_path / "cache" / "other", most=7)
     with pytest.raises(FileNotFoundError):
         cache.read_trusted(tmp_path / "nowhere" / "file", most=7)
+
+
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o644)])
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, private: bool, mode: int) -> None:
+    """Private files ignore the umask; both replace what was there and leave no other file."""
+    file, umask = tmp_path / "file", os.umask(0o022)
+    try:
+        for content in (b"a longer content", b"short"):
+            cache.replace_file(file, content, private=private)
+            assert file.read_bytes() == content
+    finally:
+        os.umask(umask)
+    assert file.stat().st_mode & 0o777 == mode
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(IsADirectoryError):
+        cache.replace_file(tmp_path / "file", b"content")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+    with pytest.raises(FileNotFoundError):  # only the cache's folders are created
+        cache.replace_file(tmp_path / "missing" / "file", b"content", private=False)
 
 
 def test_a_linked_folder_is_as_good_as_what_it_leads_to(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Timings: statistics of known samples, what is timed and what is not, and the slowest rank."""
+"""Timings: statistics of known samples, what is and is not timed, and the slowest rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpkernels.launch import Ranks
 
 
 class Clock:
-    """Time goes by only in ``spend``: its calls take these milliseconds, in turn."""
+    """Time passes only in ``spend``, whose calls take these milliseconds one after the other."""
 
     def __init__(self, *milliseconds: float) -> None:
         self._milliseconds = milliseconds
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
-    """Sets the host's clock to one by hand."""
+    """Replaces the host's clock by a manual one."""
 
     def use(*milliseconds: float) -> Clock:
         chosen = Clock(*milliseconds)
@@ -133,7 +133,7 @@ def test_the_first_tensor_says_whose_clock() -> None:
 
 
 def test_cuda_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for CUDA: events around the calls, then one wait, then the times."""
+    """With a fake CUDA: events around the calls, one synchronisation, then the times."""
     log: list[str] = []
 
     class Event:
@@ -173,8 +173,8 @@ Span = tuple[float, float]
 
 
 def in_turn() -> tuple[Timing, Timing, list[Span], str]:
-    """Ranks sleep in turn. Timed alone, timed as a group, when each call of that began and ended
-    (on a clock that processes share), and the refusal of unlike options."""
+    """Ranks sleep alternately. Returns the times alone and as a group, when each call of the latter
+    began and ended (on a clock that processes share), and the refusal of differing options."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     spans: list[Span] = []
@@ -197,18 +197,18 @@ def in_turn() -> tuple[Timing, Timing, list[Span], str]:
 
 
 def test_the_slowest_rank_counts_in_each_iteration(ranks: Callable[[int], Ranks]) -> None:
-    told = ranks(2).run(in_turn, timeout=60)
-    for rank, (alone, together, spans, refusal) in enumerate(told):
-        assert alone.min < 50 and alone.max >= 100  # a rank by itself sleeps every other time
-        assert together == told[0][1]
+    results = ranks(2).run(in_turn, timeout=60)
+    for rank, (alone, together, spans, refusal) in enumerate(results):
+        assert alone.min < 50 and alone.max >= 100  # a rank alone sleeps every other call
+        assert together == results[0][1]
         assert together.min >= 100
-        assert together.median < 150  # 200, if a wait for the other rank were in it
+        assert together.median < 150  # 200 if it included waiting for the other rank
         assert 5 <= together.iterations <= 10
         assert len(spans) == together.iterations + 2
         assert f"rank {rank} has iterations={5 + rank}, but in the group it ranges" in refusal
         assert "from 5 to 6" in refusal
-    both = list(zip(*(spans for _, _, spans, _ in told), strict=True))
-    for before, after in pairwise(both):  # a barrier between
+    both = list(zip(*(spans for _, _, spans, _ in results), strict=True))
+    for before, after in pairwise(both):  # a barrier in between
         assert max(end for _, end in before) <= min(begin for begin, _ in after)
 
 

@@ -47,7 +47,7 @@ def good(tmp_path: Path, report: Any) -> Path:
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is the command line put together anew for each command: that takes longer than both."""
+    """No ranks run. The command line is built once: that takes longer than the commands."""
     monkeypatch.setattr(typer.testing, "_get_command", cache(get_command), raising=False)
     monkeypatch.delattr(session, "Ranks")
     monkeypatch.setattr(command, "run_sweep", lambda *_, **__: None)
@@ -68,19 +68,19 @@ def test_the_good_report_is_good(good: Path, nothing_runs: None) -> None:
 
 
 def test_what_is_unusable_is_refused(good: Path, report: Any, nothing_runs: None) -> None:
-    bad, found = good.with_name("bad.json"), []
+    bad, failures = good.with_name("bad.json"), []
     kinds = list(unusable(report, random.Random(SEED)))
     assert len(kinds) > 150
     for (what, content), args in zip(kinds, itertools.cycle(each_way(good, bad))):
         bad.write_bytes(content)
         fault = faults(invoke(*args), (2,))
-        found += [f"{what}, {args[0]}: {fault}"] if fault else []
+        failures += [f"{what}, {args[0]}: {fault}"] if fault else []
         assert bad.read_bytes() == content
-    assert not found, "\n".join(found)
+    assert not failures, "\n".join(failures)
 
 
 def test_no_damage_ends_in_a_traceback(good: Path, report: Any, nothing_runs: None) -> None:
-    bad, found, codes = good.with_name("bad.json"), [], set()
+    bad, failures, codes = good.with_name("bad.json"), [], set()
     kinds = list(altered(report, random.Random(SEED)))
     assert len(kinds) > 250
     for (what, content), args in zip(kinds, itertools.cycle(each_way(good, bad))):
@@ -88,8 +88,8 @@ def test_no_damage_ends_in_a_traceback(good: Path, report: Any, nothing_runs: No
         ended = invoke(*args)
         codes.add(ended.exit_code)
         fault = faults(ended, (0, 1, 2))
-        found += [f"{what}, {args[0]}: {fault}"] if fault else []
-    assert not found, "\n".join(found)
+        failures += [f"{what}, {args[0]}: {fault}"] if fault else []
+    assert not failures, "\n".join(failures)
     assert {0, 2} <= codes
 
 
@@ -131,7 +131,7 @@ def times(report: Any) -> Any:
 
 
 def test_output_may_be_ascii(good: Path, report: Any) -> None:
-    """As of a script with LC_ALL=C that asks for it."""
+    """As in a script that sets LC_ALL=C."""
     report = copy.deepcopy(report)
     report["environment"]["cpu"] = "Prozeßor"
     bad = good.with_name("bad.json")
@@ -149,13 +149,13 @@ def test_output_may_be_ascii(good: Path, report: Any) -> None:
 
 
 def test_texts_of_a_file_are_shown_as_they_are(good: Path, report: Any, nothing_runs: None) -> None:
-    """Neither the terminal, nor rich, nor matplotlib takes them for commands."""
+    """Neither the terminal, nor rich, nor matplotlib interprets them."""
     report = copy.deepcopy(report)
     written = r"[bold]x[/no]\x1b[2J\x07\x9b\u202e\ud800\n$\nope$"
-    for found in report["results"]:
-        found["labels"] = [ESCAPES]
-        found["algorithms"]["auto"]["reason"] = ESCAPES
-        found["left_out"]["nccl"] = ESCAPES
+    for result in report["results"]:
+        result["labels"] = [ESCAPES]
+        result["algorithms"]["auto"]["reason"] = ESCAPES
+        result["left_out"]["nccl"] = ESCAPES
     report["runs"][0]["command"] = ESCAPES
     out = good.parent / "out"
     out.mkdir()

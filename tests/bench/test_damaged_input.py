@@ -71,7 +71,7 @@ def test_yaml_has_no_aliases(tmp_path: Path) -> None:
 
 
 def yaml_kinds(pick: random.Random) -> Iterator[tuple[str, bytes]]:
-    """JSON is YAML."""
+    """Damaged YAML; JSON is YAML too."""
     yield from altered(SWEEP, pick)
     yield from unusable(SWEEP, pick)
     text = yaml.safe_dump(SWEEP).encode()
@@ -101,19 +101,19 @@ def test_yaml_that_is_no_file_is_refused(tmp_path: Path, nothing_runs: None) -> 
 
 
 def test_no_tuning_file_ends_in_a_traceback(cache: Path) -> None:
-    """It is used, or ignored with one warning that a terminal can show."""
+    """A file is used, or ignored with one printable warning."""
     store.update(MACHINE, *TABLE.measurements)
     tree, pick = json.loads(cache.read_bytes()), random.Random(SEED)
     used = 0
     for what, content in itertools.chain(altered(tree, pick), unusable(tree, pick)):
         cache.write_bytes(content)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")
             table = store.load_or_warn(MACHINE)
-        messages = [str(one.message) for one in told]
+        messages = [str(one.message) for one in raised]
         assert all(message.isprintable() and len(message) < 1000 for message in messages), what
-        assert len(told) == 1 or (not told and table.measurements is not None), what
-        used += not told
+        assert len(raised) == 1 or (not raised and table.measurements is not None), what
+        used += not raised
         plan = choose(spec(64).problem(2), Means(shared_memory=True), tuned=table)
         assert plan.reason.isprintable()
     assert used > 5

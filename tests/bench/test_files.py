@@ -1,4 +1,4 @@
-"""Interrupts, going on, and comparing two runs."""
+"""Interrupting and resuming a run, and comparing two runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
-    """Then --resume measures the rest, and only that."""
+    """Then --resume measures exactly the rest."""
     sizes = ",".join(f"{kib}K" for kib in range(4, 44, 4))
     options = ["bench", "--op", "all_gather", "--bytes", sizes, "--repeat", "6", "--tp", "2"]
     options += ["--warm", "--no-baselines"]
@@ -56,15 +56,15 @@ def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) ->
     )
     wait_until(lambda: file.exists() or command.poll() is not None, "no case was measured")
     os.killpg(command.pid, signal.SIGINT)  # as a terminal does
-    said = command.communicate(timeout=SECONDS)
-    assert command.returncode == 130, said[1]
+    output = command.communicate(timeout=SECONDS)
+    assert command.returncode == 130, output[1]
     wait_until(lambda: not processes_of_session(command.pid), "processes are left")
 
     partial = valid(file)
     count = len(partial["results"])
     assert not partial["complete"] and 1 <= count < len(partial["cases"]) == 10
-    assert f"Interrupted: {count} of 10 cases are measured; use --resume to continue." in said[1]
-    assert f"Incomplete: {count} of 10" in said[0]
+    assert f"Interrupted: {count} of 10 cases are measured; use --resume to continue." in output[1]
+    assert f"Incomplete: {count} of 10" in output[0]
     assert {path.name for path in tmp_path.iterdir()} >= {"bench.json", "bench.csv", "report.html"}
     assert not list(tmp_path.glob(".bench*"))
 
@@ -88,7 +88,7 @@ def test_resuming_what_is_complete_measures_nothing(
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would put back what it read at its start, without what the other has measured since."""
+    """Each would overwrite what the other has measured since the first read the file."""
     file, again = tmp_path / "bench.json", ["bench", *SWEEP, "--json", str(tmp_path / "bench.json")]
     turns, second = iter([True, False]), list[Result]()
 
@@ -121,7 +121,7 @@ def test_results_that_cannot_be_written_are_no_regression(
 def test_a_machine_with_an_odd_name_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names are kept as they are shown."""
+    """Names are stored in printable form, and compare equal when resuming."""
     monkeypatch.setattr("tpkernels.bench.info.processor", lambda: "A\xa0CPU\x1b[2J")
     monkeypatch.setattr(bench_command, "run_sweep", lambda *_, **__: None)
     file = tmp_path / "bench.json"
@@ -199,10 +199,10 @@ def test_what_is_no_result_is_refused(tmp_path: Path, written: Path, text: str) 
 
 
 def slowed(written: Path, target: Path, factor: float, only: str = "auto", keep: int = 6) -> Path:
-    """The run again, with the times of ``only`` multiplied, and some repetitions left."""
+    """A copy of the run with the times of ``only`` scaled, and ``keep`` repetitions."""
     report = json.loads(written.read_text())
-    for found in report["results"]:
-        for name, timed in found["times"].items():
+    for case in report["results"]:
+        for name, timed in case["times"].items():
             samples = [1 + i / 100 for i in range(timed["iterations"])]
             scale = factor if only in (name, "all") else 1.0
             timed["samples"] = [scale * each for each in samples][:keep]
@@ -218,7 +218,7 @@ def slowed(written: Path, target: Path, factor: float, only: str = "auto", keep:
         (1.3, "auto", 6, [], 1, "REGRESSION"),
         (0.7, "auto", 6, [], 0, "faster"),
         (1.3, "auto", 6, ["--threshold", "0.4"], 0, "slower, within the threshold"),
-        # Its interval begins below 1.05.
+        # The interval begins below 1.05.
         (1.06, "auto", 6, [], 0, "slower, within the threshold"),
         (9.0, "auto", 5, [], 0, "too few repetitions"),
         (1.3, "all", 6, [], 1, "REGRESSION"),
@@ -257,9 +257,9 @@ def test_compare_finds_what_has_become_wrong(written: Path, tmp_path: Path) -> N
     assert result.output.count("REGRESSION") == 1 and "WRONG" in result.output
     assert "torch differs" in result.output
     assert invoke("compare", str(tmp_path), str(written)).exit_code == 0
-    for found in report["results"]:
-        found["algorithms"]["auto"]["right"] = False
-        found["times"].pop("auto", None)
+    for case in report["results"]:
+        case["algorithms"]["auto"]["right"] = False
+        case["times"].pop("auto", None)
     other.write_text(json.dumps(report))
     mended = invoke("compare", str(tmp_path), str(written))
     assert mended.exit_code == 0 and mended.output.count("not timed in both") == 4
@@ -282,9 +282,9 @@ def test_compare_refuses(written: Path, args: list[str], message: str) -> None:
 
 def test_compare_needs_something_in_common(written: Path, tmp_path: Path) -> None:
     report = json.loads(written.read_text())
-    for found in report["results"]:
-        found["case"] += " elsewhere"
-    report["cases"] = [found["case"] for found in report["results"]]
+    for case in report["results"]:
+        case["case"] += " elsewhere"
+    report["cases"] = [case["case"] for case in report["results"]]
     (tmp_path / "bench.json").write_text(json.dumps(report))
     result = invoke("compare", str(written), str(tmp_path))
     assert result.exit_code == 2 and "no case and algorithm in common" in result.output

@@ -1,4 +1,4 @@
-"""The benchmark cannot lie: what is slow, serial, free or wrong is shown as such."""
+"""The benchmark is honest: it reports what is slow, serial, free or wrong as such."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPUTE, TRAVEL = 0.06, 0.06
 
 @dataclass(frozen=True)
 class Sleeps:
-    """Seconds that the op and what it is compared with take, instead of doing anything."""
+    """Seconds that the op and its baselines sleep instead of working."""
 
     op: float
     slow_rank: float = 0.0  #: more, on rank 1
@@ -47,7 +47,7 @@ class Sleeps:
 
 
 def asleep(sleeps: Sleeps) -> CaseReport:
-    """On a rank: results are checked as ever, only the times are made up."""
+    """On a rank: results are verified as usual; only the times are fake."""
     with (
         mock.patch.object(measuring, "run_tpkernels", sleeps.call),
         mock.patch.object(baselines, "run_local_matmul", sleeps.product),
@@ -60,26 +60,26 @@ def measured(ranks: Callable[[int], Ranks], sleeps: Sleeps) -> Result:
 
 
 def test_serialised_communication_hides_nothing(ranks: Callable[[int], Ranks]) -> None:
-    found = measured(ranks, Sleeps(op=COMPUTE + TRAVEL))
-    hidden = found["algorithms"]["auto"]["e_overlap"]
+    case = measured(ranks, Sleeps(op=COMPUTE + TRAVEL))
+    hidden = case["algorithms"]["auto"]["e_overlap"]
     assert hidden is not None and abs(hidden["value"]) < 0.25, hidden
-    assert found["algorithms"]["auto"]["ect"] == pytest.approx(1e3 * TRAVEL, rel=0.3)
+    assert case["algorithms"]["auto"]["ect"] == pytest.approx(1e3 * TRAVEL, rel=0.3)
 
 
 def test_free_communication_is_hidden_altogether(ranks: Callable[[int], Ranks]) -> None:
-    found = measured(ranks, Sleeps(op=COMPUTE))
-    hidden = found["algorithms"]["auto"]["e_overlap"]
+    case = measured(ranks, Sleeps(op=COMPUTE))
+    hidden = case["algorithms"]["auto"]["e_overlap"]
     assert hidden is not None and abs(hidden["value"] - 1) < 0.25, hidden
-    speedup = found["algorithms"]["auto"]["speedup"]["unfused"]
+    speedup = case["algorithms"]["auto"]["speedup"]["unfused"]
     assert speedup["verdict"] == "faster" and speedup["value"] == pytest.approx(2, rel=0.25)
 
 
 def test_the_slowest_rank_shows(ranks: Callable[[int], Ranks]) -> None:
-    found = measured(ranks, Sleeps(op=0.001, slow_rank=0.08))
-    own = found["times"]["auto"]
+    case = measured(ranks, Sleeps(op=0.001, slow_rank=0.08))
+    own = case["times"]["auto"]
     assert own["median"] >= 80 and min(own["samples"]) >= 80
     assert own["skew"] >= 60
-    assert found["times"]["local_matmul"]["skew"] < 40
+    assert case["times"]["local_matmul"]["skew"] < 40
 
 
 def spoiled(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
@@ -95,13 +95,13 @@ def sabotaged() -> CaseReport:
 
 
 def test_a_wrong_op_is_not_timed(ranks: Callable[[int], Ranks]) -> None:
-    """One element of one rank is off; the other algorithms are as they were."""
-    found = result(Item(SPEC, 2), RATES, ranks(2).run(sabotaged))
-    wrong = found["algorithms"]["auto"]
-    assert not wrong["right"] and not is_right(found)
+    """One element on one rank is wrong; the other algorithms are unaffected."""
+    case = result(Item(SPEC, 2), RATES, ranks(2).run(sabotaged))
+    wrong = case["algorithms"]["auto"]
+    assert not wrong["right"] and not is_right(case)
     assert wrong["ect"] is None and wrong["e_overlap"] is None and wrong["speedup"] == {}
-    assert set(found["times"]) == {"direct", "unfused", "local_matmul"}
-    assert found["algorithms"]["direct"]["right"]
+    assert set(case["times"]) == {"direct", "unfused", "local_matmul"}
+    assert case["algorithms"]["direct"]["right"]
 
 
 def nothing_right() -> CaseReport:
@@ -115,8 +115,8 @@ def nothing_right() -> CaseReport:
 
 def test_where_everything_is_wrong_nothing_is_timed(ranks: Callable[[int], Ranks]) -> None:
     spec = Spec("all_reduce", (64,), torch.float32)
-    found = result(Item(spec, 2), RATES, ranks(2).run(nothing_right))
-    assert not is_right(found) and found["times"] == {}
+    case = result(Item(spec, 2), RATES, ranks(2).run(nothing_right))
+    assert not is_right(case) and case["times"] == {}
 
 
 def slow_torch() -> CaseReport:
@@ -128,7 +128,7 @@ def slow_torch() -> CaseReport:
 def test_baselines_beyond_the_budget_are_left_out_with_the_reason(
     ranks: Callable[[int], Ranks],
 ) -> None:
-    found = result(Item(SPEC, 2), RATES, ranks(2).run(slow_torch))
-    assert found["left_out"].keys() == {"torch", "matmul"}
-    assert "torch.matmul would take about 4.1e+03 s a call" in found["left_out"]["torch"]
-    assert set(found["times"]) == {"auto", "unfused", "local_matmul"} and is_right(found)
+    case = result(Item(SPEC, 2), RATES, ranks(2).run(slow_torch))
+    assert case["left_out"].keys() == {"torch", "matmul"}
+    assert "torch.matmul would take about 4.1e+03 s a call" in case["left_out"]["torch"]
+    assert set(case["times"]) == {"auto", "unfused", "local_matmul"} and is_right(case)

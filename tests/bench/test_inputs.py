@@ -1,4 +1,4 @@
-"""Inputs exceed the cache, or the benchmark says by how much they do not; memory stays bounded."""
+"""Inputs exceed the cache, or the benchmark reports by how much not; memory stays bounded."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ MATMUL = Spec("all_gather_matmul", (64, 1024, 1024), torch.float32)  # 2.1 MiB o
 def test_copies_are_as_many_as_it_takes_and_memory_allows(
     cache: int, nbytes: int, room: int
 ) -> None:
-    found = copies(nbytes, footprint=2 * nbytes, cache=cache, room=room)
-    assert 1 <= found <= inputs._MOST_COPIES
-    assert found == 1 or found * 2 * nbytes <= room
-    assert (found - 1) * nbytes < COLD * cache
-    if found * nbytes < COLD * cache:  # there is a reason
-        assert found == inputs._MOST_COPIES or (found + 1) * 2 * nbytes > room
+    count = copies(nbytes, footprint=2 * nbytes, cache=cache, room=room)
+    assert 1 <= count <= inputs._MOST_COPIES
+    assert count == 1 or count * 2 * nbytes <= room
+    assert (count - 1) * nbytes < COLD * cache
+    if count * nbytes < COLD * cache:  # memory or the maximum number prevents more
+        assert count == inputs._MOST_COPIES or (count + 1) * 2 * nbytes > room
 
 
 def turns(spec: Spec, cache: int | None, available: int) -> tuple[bool, float, float, int]:
-    """On a rank: whether all copies have the right data; the size of all over that of the cache, by
-    a look at them and by what is said; and what they and the gathered ones take in memory."""
+    """On a rank: whether all copies have the right data; their size relative to the cache, counted
+    and as reported; and the memory that they and the gathered copies occupy."""
     size = cache or last_level_cache_bytes("cpu")
     with mock.patch.multiple(
         inputs, last_level_cache_bytes=lambda _: size, available_bytes=lambda: available
@@ -72,13 +72,13 @@ def turns(spec: Spec, cache: int | None, available: int) -> tuple[bool, float, f
 def test_cold_inputs_exceed_the_cache(
     ranks: Callable[[int], Ranks], elements: int | None, cache: int | None
 ) -> None:
-    """Or it is said that there would have to be too many of them."""
+    """Or the report lists them, if too many copies would be needed."""
     spec = MATMUL if elements is None else Spec("all_reduce", (elements,), torch.float32)
-    for right, over_cache, said, _ in ranks(2).run(turns, spec, cache, 16 * GIB):
+    for right, over_cache, reported, _ in ranks(2).run(turns, spec, cache, 16 * GIB):
         assert right
-        assert said == pytest.approx(over_cache)
+        assert reported == pytest.approx(over_cache)
         few = elements == 1024 and (cache or last_level_cache_bytes("cpu")) > 32 * MIB
-        assert (said >= COLD) == (not few) == (not warm_cases({"case": said}))
+        assert (reported >= COLD) == (not few) == (not warm_cases({"case": reported}))
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -87,11 +87,11 @@ def test_where_memory_does_not_suffice_it_is_said(
     ranks: Callable[[int], Ranks], cache: int, available: int
 ) -> None:
     one_copy = 3 * MIB
-    for right, over_cache, said, used in ranks(2).run(turns, MATMUL, cache, available):
+    for right, over_cache, reported, used in ranks(2).run(turns, MATMUL, cache, available):
         assert right
-        assert said == pytest.approx(over_cache)
-        assert used <= max(one_copy, available / 4)  # half of it for two ranks
-        assert (said >= COLD) == (cache == MIB or (cache, available) == (32 * MIB, 512 * MIB))
+        assert reported == pytest.approx(over_cache)
+        assert used <= max(one_copy, available / 4)  # two ranks share half of it
+        assert (reported >= COLD) == (cache == MIB or (cache, available) == (32 * MIB, 512 * MIB))
 
 
 def a_case(spec: Spec) -> CaseReport:
@@ -100,17 +100,17 @@ def a_case(spec: Spec) -> CaseReport:
 
 
 def test_a_result_has_that_of_the_rank_with_the_fewest(ranks: Callable[[int], Ranks]) -> None:
-    """But for ranks without any."""
+    """Ranks without inputs do not count."""
     spec, cache = Spec("all_gather", (1,), torch.float32), last_level_cache_bytes("cpu")
-    found = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
-    assert found["inputs_over_cache"] == pytest.approx(4 / cache)
+    case = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
+    assert case["inputs_over_cache"] == pytest.approx(4 / cache)
     spec = Spec("all_gather", (3 * 1024,), torch.float32)
-    found = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
-    assert found["inputs_over_cache"] == pytest.approx(4 * 1536 / cache)
+    case = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
+    assert case["inputs_over_cache"] == pytest.approx(4 * 1536 / cache)
 
 
 def rates_of(cache: int, available: int) -> tuple[Rates, int]:
-    """On a rank: the roofline, and the bytes of the largest tensor of the copy."""
+    """On a rank: the rates, and the bytes of the largest tensor copied."""
     largest, randint = [0], torch.randint
 
     def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -150,11 +150,11 @@ def test_what_was_in_the_cache_is_shown_everywhere() -> None:
     small = report["results"][1]
     assert "inputs not in the cache.\n" in shown(report) and "2.5x" in shown(report)
     small["inputs_over_cache"] = 0.125
-    said = shown(report)
-    assert "inputs not in the cache except as listed below.\n" in said
-    assert "may be partly or fully in the cache" in said
-    assert f"(cold from 2x): {small['case']} (0.12x)." in said
-    assert re.search(r"all_reduce .* 6x2 +0\.12x ", said)
+    text = shown(report)
+    assert "inputs not in the cache except as listed below.\n" in text
+    assert "may be partly or fully in the cache" in text
+    assert f"(cold from 2x): {small['case']} (0.12x)." in text
+    assert re.search(r"all_reduce .* 6x2 +0\.12x ", text)
     written = output.as_html(report, [])
     assert f"{small['case']} (0.12x)" in written and "<td>0.12x</td>" in written
     rows = list(csv.DictReader(io.StringIO(output.as_csv(report))))

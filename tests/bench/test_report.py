@@ -1,4 +1,4 @@
-"""What a run leaves behind: JSON by the schema, CSV, pictures, and a page that needs no network."""
+"""The files of a run: JSON that obeys the schema, CSV, pictures, a page that needs no network."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from tpkernels.backends import OPS
 from tpkernels.bench import plots
+from tpkernels.bench.baselines import BASELINES
 from tpkernels.bench.file import load
 from tpkernels.bench.options import UsageError
 from tpkernels.cli import app
+from tpkernels.planning.algorithms import ALGORITHMS
 
 SWEEP = (
     *("bench", "--op", "all_gather_matmul,matmul_reduce_scatter,all_reduce", "--tp", "2"),
@@ -31,15 +35,15 @@ def invoke(*args: str) -> Result:
 
 
 def valid(path: Path) -> dict[str, Any]:
-    """The JSON in a file, which obeys the schema and does not contradict itself."""
+    """The JSON in a file, which must be valid."""
     load(path)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run with everything leaves."""
+    """The output folder of a run that writes everything."""
     out = tmp_path_factory.mktemp("bench") / "new" / "folder"
     result = invoke(*SWEEP, "--out", str(out))
     assert result.exit_code == 0, result.output
@@ -49,11 +53,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_json_obeys_the_schema(folder: Path) -> None:
-    found = valid(folder / "bench.json")
-    assert found["complete"]
-    assert len(found["results"]) == len(found["cases"]) == 5
-    assert [each["case"] for each in found["results"]] == found["cases"]
-    first = found["results"][0]
+    report = valid(folder / "bench.json")
+    assert report["complete"]
+    assert len(report["results"]) == len(report["cases"]) == 5
+    assert [each["case"] for each in report["results"]] == report["cases"]
+    first = report["results"][0]
     assert (first["op"], first["shape"], first["tp"]) == ("all_gather_matmul", [2, 960, 576], 2)
     assert first["labels"] == ["smollm2-135m qkv"]
     assert set(first["times"]) == {"auto", "unfused", "torch", "matmul", "local_matmul"}
@@ -61,23 +65,31 @@ def test_the_json_obeys_the_schema(folder: Path) -> None:
         assert len(time["samples"]) == time["iterations"] == 6
         assert 0 < time["min"] <= time["median"] <= time["p95"] <= time["max"]
     assert first["times"]["local_matmul"]["gb_per_s"] is None
-    assert found["results"][-1]["times"]["auto"]["tflops"] is None
+    assert report["results"][-1]["times"]["auto"]["tflops"] is None
+
+
+def test_the_schema_knows_every_name() -> None:
+    file = resources.files("tpkernels.bench").joinpath("schema.json")
+    names = json.loads(file.read_text("utf-8"))["$defs"]
+    assert tuple(names["op"]["enum"]) == OPS
+    assert names["algorithm"]["enum"] == ["auto", *ALGORITHMS]
+    assert ("unfused", *names["variant"]["anyOf"][1]["enum"]) == BASELINES
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda found: found.pop("environment"), "environment"),
-        (lambda found: found["results"][0]["times"]["auto"].update(median=-1), "-1"),
-        (lambda found: found["results"][0].update(op=None), "None"),
-        (lambda found: found["results"][0].update(other=1), "other"),
-        (lambda found: found["results"][0]["times"].update(magic={}), "magic"),
+        (lambda report: report.pop("environment"), "environment"),
+        (lambda report: report["results"][0]["times"]["auto"].update(median=-1), "-1"),
+        (lambda report: report["results"][0].update(op=None), "None"),
+        (lambda report: report["results"][0].update(other=1), "other"),
+        (lambda report: report["results"][0]["times"].update(magic={}), "magic"),
     ],
 )
 def test_the_schema_refuses(folder: Path, tmp_path: Path, change: Any, what: str) -> None:
-    found = json.loads((folder / "bench.json").read_text())
-    change(found)
-    (tmp_path / "bench.json").write_text(json.dumps(found))
+    report = json.loads((folder / "bench.json").read_text())
+    change(report)
+    (tmp_path / "bench.json").write_text(json.dumps(report))
     with pytest.raises(UsageError, match=rf"is damaged: \$.*{what}"):
         load(tmp_path / "bench.json")
 
@@ -85,7 +97,7 @@ def test_the_schema_refuses(folder: Path, tmp_path: Path, change: Any, what: str
 def test_the_csv_holds_every_variant_and_the_environment(folder: Path) -> None:
     lines = list(csv.DictReader((folder / "bench.csv").read_text().splitlines()))
     report = load(folder / "bench.json")
-    assert len(lines) == sum(len(found["times"]) for found in report["results"])
+    assert len(lines) == sum(len(case["times"]) for case in report["results"])
     line = next(line for line in lines if line["variant"] == "auto" and line["N"] == "960")
     assert float(line["median"]) == report["results"][0]["times"]["auto"]["median"]
     assert line["right"] == "True" and line["over_unfused_low"]
@@ -104,11 +116,11 @@ def test_pictures_are_not_blank(folder: Path, name: str) -> None:
     assert image.width > 500 and image.height > 300
     assert 0.5 < background < 0.99
     saturated = sum(count for count, rgb in colors if max(rgb) - min(rgb) > 60)
-    assert saturated > 200  # lines or bars, not only axes and letters
+    assert saturated > 200  # lines or bars, not only axes and text
 
 
 def test_the_page_asks_for_nothing(folder: Path) -> None:
-    """Nothing but its own anchors and data; the namespaces of an SVG are no addresses to load."""
+    """Only its own anchors and data. The namespaces of an SVG are not loaded."""
     page = (folder / "report.html").read_text()
     assert not re.search(r"<(script|link|iframe|object)\b", page)
     assert "@import" not in page and "url(" not in page
@@ -117,7 +129,7 @@ def test_the_page_asks_for_nothing(folder: Path) -> None:
 
 
 def rendered(page: Path, profile: Path) -> str:
-    """The page as a browser without network has it after loading, and what its pictures measure."""
+    """The page as loaded by a browser without network, with the sizes of its pictures."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs chromium")
@@ -156,7 +168,7 @@ def test_a_browser_without_network_shows_plots_and_table(folder: Path, tmp_path:
 
 
 def test_without_matplotlib_the_rest_is_there(folder: Path, tmp_path: Path) -> None:
-    """In a process that cannot import it; one line says what is missing."""
+    """In a process that cannot import it. One line says what is missing."""
     command = [sys.executable, "-c", "import importlib.util as u, sys\nfind = u.find_spec\n"]
     command[-1] += "u.find_spec = lambda name, *a: None if name == 'matplotlib' else find(name, *a)"
     command[-1] += "\nfrom tpkernels.cli import main\nmain()"

@@ -1,4 +1,4 @@
-"""Statistics of the benchmark on samples whose answers are known."""
+"""Statistics of the benchmark on samples with known answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def noisy(center: float, count: int, seed: int, spread: float = 0.02) -> list[fl
 
 
 def test_a_clear_difference_is_told() -> None:
-    found = paired(ratio, noisy(3.0, 20, 1), noisy(2.0, 20, 2))
-    assert found.low is not None and found.high is not None
-    assert found.low < 1.5 < found.high and found.high - found.low < 0.1
-    assert found.verdict == "faster"
+    estimate = paired(ratio, noisy(3.0, 20, 1), noisy(2.0, 20, 2))
+    assert estimate.low is not None and estimate.high is not None
+    assert estimate.low < 1.5 < estimate.high and estimate.high - estimate.low < 0.1
+    assert estimate.verdict == "faster"
     assert paired(ratio, noisy(2.0, 20, 2), noisy(3.0, 20, 1)).verdict == "slower"
 
 
@@ -33,18 +33,18 @@ def test_the_same_is_no_difference() -> None:
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     held = 0
     for seed in range(200):
-        found = paired(ratio, noisy(2.0, 20, seed), noisy(1.0, 20, 1000 + seed))
-        assert found.low is not None and found.high is not None
-        held += found.low <= 2.0 <= found.high
-    assert held >= 180  # 95 % of 200, less what chance and a percentile interval allow
+        estimate = paired(ratio, noisy(2.0, 20, seed), noisy(1.0, 20, 1000 + seed))
+        assert estimate.low is not None and estimate.high is not None
+        held += estimate.low <= 2.0 <= estimate.high
+    assert held >= 180  # 95 % of 200, less a margin for chance and for percentile intervals
 
 
 def test_what_slows_both_is_no_difference_between_them() -> None:
-    """The repetitions are drawn as pairs: each holds 1 % between the two, whatever else is on."""
+    """Repetitions are drawn in pairs, and each pair differs by 1 % whatever the load."""
     load = [random.Random(3).uniform(1, 4) for _ in range(1)] + noisy(2.0, 19, 3, spread=0.5)
     slower, faster = [1.01 * each for each in load], load
-    found = paired(ratio, slower, faster)
-    assert (found.low, found.high) == (pytest.approx(1.01), pytest.approx(1.01))
+    estimate = paired(ratio, slower, faster)
+    assert (estimate.low, estimate.high) == (pytest.approx(1.01), pytest.approx(1.01))
     apart = independent(ratio, [slower], [faster])
     assert apart.verdict == "no difference"
 
@@ -64,10 +64,10 @@ def test_few_repetitions_have_no_interval() -> None:
 )
 def test_overlap_is_the_share_that_is_hidden(op: float, share: float, count: int) -> None:
     unfused, gemm = noisy(15.0, count, 1, 0.003), noisy(10.0, count, 2, 0.003)
-    found = overlap(noisy(op, count, 3, 0.003), unfused, gemm)
-    assert found is not None
-    assert found.value == pytest.approx(share, abs=0.05)
-    assert (found.low is None) == (count < FEWEST)
+    estimate = overlap(noisy(op, count, 3, 0.003), unfused, gemm)
+    assert estimate is not None
+    assert estimate.value == pytest.approx(share, abs=0.05)
+    assert (estimate.low is None) == (count < FEWEST)
 
 
 @pytest.mark.parametrize("count", [3, 20])
@@ -82,7 +82,7 @@ def test_the_same_samples_give_the_same_interval() -> None:
 
 
 def test_cost_of_a_call() -> None:
-    """Rank 0 of 4: what it multiplies, gets from peers, and touches."""
+    """Rank 0 of 4: flops, bytes received from peers, and bytes touched."""
     import torch
 
     bf16 = torch.bfloat16

@@ -1,4 +1,4 @@
-"""What a sweep consists of: models, options and YAML files."""
+"""The cases of a sweep, from models, options and YAML files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def cases(**options: object) -> list[str]:
 
 def test_the_products_of_a_model() -> None:
     """N and K before the split, of llama3-8b: 32 heads and 8 KV heads of 128."""
-    found = {name: projection(MODELS["llama3-8b"], name, 2) for name in PROJECTIONS}
-    assert {name: (each.column, each.n, each.k) for name, each in found.items()} == {
+    projections = {name: projection(MODELS["llama3-8b"], name, 2) for name in PROJECTIONS}
+    assert {name: (each.column, each.n, each.k) for name, each in projections.items()} == {
         "qkv": (True, 6144, 4096),
         "out": (False, 4096, 4096),
         "gate_up": (True, 28672, 4096),
@@ -39,19 +39,19 @@ def test_models_can_be_split(name: str) -> None:
     assert MODELS[name].heads % MODELS[name].kv_heads == 0
     world = 3 if name == "smollm2-135m" else 8
     for each in LAYER:
-        found = projection(MODELS[name], each, world)
-        assert (found.n if found.column else found.k) % world == 0
+        matmul = projection(MODELS[name], each, world)
+        assert (matmul.n if matmul.column else matmul.k) % world == 0
 
 
 def test_a_sweep_is_a_product() -> None:
-    found = cases(
+    names = cases(
         model=("llama3-8b",),
         m=("16,256",),
         tp=("2", "4"),
         dtype=("bf16,fp32",),
         projection=("out",),
     )
-    assert found == [
+    assert names == [
         f"matmul_reduce_scatter {m}x4096x4096 {dtype} tp{world}"
         for world in (2, 4)
         for dtype in ("bfloat16", "float32")
@@ -67,8 +67,8 @@ def test_models_that_share_a_product_share_the_case() -> None:
 
 def test_ops_of_a_model() -> None:
     """Without sequence parallelism the row-parallel products end in an all-reduce."""
-    found = cases(model=("llama3-8b",), m=("1",), op=("matmul_all_reduce",))
-    assert [each.split()[:2] for each in found] == [
+    names = cases(model=("llama3-8b",), m=("1",), op=("matmul_all_reduce",))
+    assert [each.split()[:2] for each in names] == [
         ["matmul_all_reduce", "1x4096x4096"],
         ["matmul_all_reduce", "1x4096x14336"],
     ]
@@ -78,8 +78,8 @@ def test_ops_of_a_model() -> None:
 
 def test_quick_and_what_overrides_it() -> None:
     def effort(**options: object) -> tuple[int, float | None]:
-        found = plan_sweep(Settings(**options), ranks=None, device="cpu").effort  # type: ignore[arg-type]
-        return found.repeat, found.seconds
+        effort = plan_sweep(Settings(**options), ranks=None, device="cpu").effort  # type: ignore[arg-type]
+        return effort.repeat, effort.seconds
 
     assert effort() == (20, None)
     assert effort(quick=True) == (10, 2.0)
@@ -93,8 +93,8 @@ def test_a_yaml_file(tmp_path: Path) -> None:
         "op: [all_gather_matmul, all_reduce]\ntp: 2\nshape: [[16, 32, 64], '2,32,64']\n"
         "bytes: [4K, 1M]\ndtype: fp32\nseconds: 2\nquick: true\nwarm: true\n"
     )
-    found = Settings().over(read_file(path), path)
-    sweep = plan_sweep(found, ranks=None, device="cpu")
+    settings = Settings().over(read_file(path), path)
+    sweep = plan_sweep(settings, ranks=None, device="cpu")
     assert [(item.spec.op, item.spec.shape) for item in sweep.items] == [
         ("all_gather_matmul", (16, 32, 64)),
         ("all_gather_matmul", (2, 32, 64)),

@@ -1,4 +1,4 @@
-"""The command line: what it shows, that it finds wrong results, and that it refuses bad input."""
+"""The command line: its output, how it detects wrong results and refuses bad input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process as a launcher's only rank: what is patched here is what the command runs."""
+    """This process is a launcher's only rank, so the command runs what is patched here."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,7 +63,7 @@ def test_demo_passes_with_uneven_shards() -> None:
 
 
 def check_refused(args: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command says in one line what it cannot do, and starts no rank."""
+    """A command refuses in one line and starts no rank."""
     monkeypatch.delattr(session, "Ranks")
     result = invoke(*args.split())
     assert result.exit_code == 2, result.output
@@ -104,7 +104,7 @@ def test_demo_fails_when_the_layer_is_wrong(
 
 
 def corruptions(op: str, outputs: Outputs) -> dict[str, Outputs]:
-    """Results of ``op`` that are wrong, in ways that a fused op can be."""
+    """Wrong results of ``op``, of kinds that a faulty fused op may produce."""
     (y,) = outputs
     last = dist.get_rank() == dist.get_world_size() - 1
     wrong = {
@@ -122,7 +122,7 @@ def corruptions(op: str, outputs: Outputs) -> dict[str, Outputs]:
 
 
 def judge(spec: Spec) -> dict[str, bool]:
-    """Which results the check takes for right, on this rank."""
+    """The results that verification accepts on this rank."""
     case = random_case(spec)
     outputs = run_tpkernels(case.copy())
     candidates = {"right": outputs, **corruptions(spec.op, outputs)}
@@ -135,11 +135,11 @@ def judge(spec: Spec) -> dict[str, bool]:
 def test_check_tells_right_from_wrong(
     ranks: Callable[[int], tpkernels.launch.Ranks], op: str, dtype: torch.dtype
 ) -> None:
-    # K is such that in bf16 sqrt(K) * eps * (|A| @ |B|) is larger than the result.
+    # K is so large that sqrt(K) * eps * (|A| @ |B|) exceeds the result in bf16.
     shape = (33, 16, 1024) if "matmul" in op else (4001,)
-    for found in ranks(2).run(judge, Spec(op, shape, dtype)):
-        assert found.pop("right")
-        assert not any(found.values()), found
+    for verdicts in ranks(2).run(judge, Spec(op, shape, dtype)):
+        assert verdicts.pop("right")
+        assert not any(verdicts.values()), verdicts
 
 
 def test_time_is_the_median_of_the_slowest_rank() -> None:
@@ -159,9 +159,9 @@ def test_bench_does_not_time_what_is_wrong(
     result = invoke("bench", "--op", "matmul_all_reduce", *TINY_BENCH, "--out", str(tmp_path))
     assert result.exit_code == 1, result.output
     assert "WRONG" in result.output
-    (found,) = json.loads((tmp_path / "bench.json").read_text())["results"]
-    assert not found["algorithms"]["auto"]["right"]
-    assert set(found["times"]) == {"torch", "matmul", "local_matmul"}
+    (case,) = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert not case["algorithms"]["auto"]["right"]
+    assert set(case["times"]) == {"torch", "matmul", "local_matmul"}
     assert 'class="wrong">WRONG' in (tmp_path / "report.html").read_text()
 
 
@@ -241,16 +241,16 @@ def test_bench_runs_under_torchrun() -> None:
 
 
 def processes_of_session(leader: int) -> set[int]:
-    """Ids of the processes in the session that ``leader`` started, zombies left out."""
-    found = set()
+    """Ids of the processes in the session that ``leader`` started, except zombies."""
+    pids = set()
     for entry in Path("/proc").iterdir():
         try:
             state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
         except OSError:
             continue
         if int(of) == leader and state != "Z":
-            found.add(int(entry.name))
-    return found
+            pids.add(int(entry.name))
+    return pids
 
 
 def test_interrupt_leaves_no_process() -> None:
@@ -259,10 +259,10 @@ def test_interrupt_leaves_no_process() -> None:
         [*MODULE, "demo", *size], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert command.stdout is not None
-    assert "2 ranks" in command.stdout.readline()  # they are at work
+    assert "2 ranks" in command.stdout.readline()  # they are running
     assert len(processes_of_session(command.pid)) >= 3
     os.killpg(command.pid, signal.SIGINT)  # as a terminal does
-    command.communicate(timeout=90)  # a rank ends when its matmul does
+    command.communicate(timeout=90)  # a rank ends after its current matmul
     assert command.returncode != 0
     deadline = time.monotonic() + 5
     while processes_of_session(command.pid) and time.monotonic() < deadline:

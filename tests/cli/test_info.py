@@ -1,4 +1,4 @@
-"""``tpkernels info``: what it says is here, and why the rest is not."""
+"""``tpkernels info``: what is available here, and why the rest is not."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def test_info_tells_whether_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch
 
 def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     features = {"ncclCommSplit": True, "ncclMemAlloc": False, "ncclMemFree": False}
-    found = {"path": "/a/libnccl.so.2", "version": "2.18.5", "origin": "from a wheel"}
-    monkeypatch.setattr(nccl, "facts", lambda: {**found, "features": features})
+    facts = {"path": "/a/libnccl.so.2", "version": "2.18.5", "origin": "from a wheel"}
+    monkeypatch.setattr(nccl, "facts", lambda: {**facts, "features": features})
     shown = " ".join(invoke("info").output.split())
     assert "2.18.5, from a wheel: /a/libnccl.so.2, without ncclMemAlloc, ncclMemFree" in shown
-    assert json.loads(invoke("info", "--json").stdout)["nccl"] == {**found, "features": features}
+    assert json.loads(invoke("info", "--json").stdout)["nccl"] == {**facts, "features": features}
     monkeypatch.setattr(nccl, "facts", lambda: {"unsupported": "no NCCL: nobody has one"})
     assert "no NCCL: nobody has one" in " ".join(invoke("info").output.split())
 
 
 def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rich would take the extra of a `pip install` for markup."""
+    """Rich would interpret the extra of a `pip install` as markup."""
     remedy = "pip install 'tpkernels[cu13]' (or [cu12])"
     monkeypatch.setattr(cuda, "image_status", lambda: f"none: {remedy}")
     for name in ("tpkernels.backends", "tpkernels.bench.session"):

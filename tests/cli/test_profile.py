@@ -57,16 +57,16 @@ def test_ranks_come_on_one_clock_and_apart() -> None:
     spans = [(rank_of(e), e["ts"], e["dur"]) for e in merged["traceEvents"] if e["ph"] == "X"]
     assert spans == [(0, 0.0, 100), (1, 0.0, 100), (2, 1.0, 100)]
     ids = [e["id"] for e in merged["traceEvents"] if "id" in e]
-    assert len(set(ids)) == 2  # a flow of one rank does not end in another
+    assert len(set(ids)) == 2  # flows stay within a rank
     names = [e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 0", "rank 1", "rank 2"]
 
 
 def test_each_moment_counts_once() -> None:
-    """A copy of 10 that waits for 4 of them; a transfer of 20 with a product of 12 in it and a wait
-    of 5 behind that."""
+    """A copy of 10, which waits for 4 of them; a transfer of 20 that contains a matmul of 12 and a
+    wait of 5."""
     ms = 1000.0
-    found = merge(
+    merged = merge(
         [
             trace(
                 event(f"{CALL} 0", 0, 60 * ms),
@@ -76,20 +76,20 @@ def test_each_moment_counts_once() -> None:
                 event(ranges.MATMUL, 20 * ms, 32 * ms),
                 event("aten::mm", 21 * ms, 31 * ms),
                 event(ranges.WAIT, 34 * ms, 39 * ms),
-                event(ranges.MATMUL, 60 * ms, 99 * ms),  # in no call
+                event(ranges.MATMUL, 60 * ms, 99 * ms),  # outside of calls
             )
         ]
     )
-    (told,) = times(found, 1)
-    assert (told.total, told.compute, told.copy, told.wait) == (60, 12, 6 + 8, 4)
-    assert (told.moved, told.overlapped) == (6 + 20, 12)
-    assert len(lanes(found)) == 1
+    (spent,) = times(merged, 1)
+    assert (spent.total, spent.compute, spent.copy, spent.wait) == (60, 12, 6 + 8, 4)
+    assert (spent.moved, spent.overlapped) == (6 + 20, 12)
+    assert len(lanes(merged)) == 1
 
 
 def test_a_host_that_waits_hides_no_communication_of_its_gpu() -> None:
-    """NCCL for 20, beside a product for the last 10 of them; the host is in `item()` meanwhile."""
+    """NCCL for 20, the last 10 concurrent with a matmul, while the host waits in `item()`."""
     ms = 1000.0
-    found = merge(
+    merged = merge(
         [
             trace(
                 event("aten::mm", 0, 2 * ms),
@@ -101,14 +101,14 @@ def test_a_host_that_waits_hides_no_communication_of_its_gpu() -> None:
             )
         ]
     )
-    (told,) = times(found, 1)
-    assert (told.total, told.compute, told.copy) == (40, 20, 10 + 3)
-    assert (told.moved, told.overlapped) == (23, 10)
+    (spent,) = times(merged, 1)
+    assert (spent.total, spent.compute, spent.copy) == (40, 20, 10 + 3)
+    assert (spent.moved, spent.overlapped) == (23, 10)
 
 
 def test_where_nothing_was_recorded_nothing_is_told() -> None:
-    (told,) = times(merge([trace()]), 1)
-    assert told.total == told.moved == 0
+    (spent,) = times(merge([trace()]), 1)
+    assert spent.total == spent.moved == 0
 
 
 def test_intervals() -> None:
@@ -118,20 +118,20 @@ def test_intervals() -> None:
 
 
 def loaded(folder: Path) -> list[dict[str, Any]]:
-    """The events of a trace that a viewer can load."""
+    """The events of a trace, which a viewer must be able to load."""
     merged = json.loads((folder / "trace.json").read_text())
     assert set(merged) == {"displayTimeUnit", "traceEvents", "otherData"}
-    found: list[dict[str, Any]] = merged["traceEvents"]
-    for one in found:
+    events: list[dict[str, Any]] = merged["traceEvents"]
+    for one in events:
         assert {"ph", "name", "pid", "tid", "ts"} <= set(one), one
         assert one["ts"] >= 0 and (one["ph"] != "X" or one["dur"] >= 0), one
-    names = {e["args"]["name"] for e in found if e["name"] == "process_name"}
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"rank 0", "rank 1"}
-    return found
+    return events
 
 
 def check_picture(path: Path, *colours: str) -> None:
-    """The colours of all that must be there, in more than the legend."""
+    """Every colour must appear in more than the legend."""
     from matplotlib.colors import to_rgb
 
     with Image.open(path) as image:
@@ -165,17 +165,18 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
         "profile", "--op", "all_gather_matmul", *options, "--out", str(tmp_path / "new" / "folder")
     )
     assert shown.exit_code == 0, shown.output
-    assert re.search(r"^overlapped share: \d+% of [\d.]+ ms$", shown.output, re.MULTILINE)
+    summary = r"^Overlapped: \d+% of [\d.]+ ms in which data moves\.$"
+    assert re.search(summary, shown.output, re.MULTILINE)
     assert f"{algorithm}: asked for" in shown.output
-    found = loaded(tmp_path / "new" / "folder")
+    events = loaded(tmp_path / "new" / "folder")
     for rank in (0, 1):
-        names = {e["name"] for e in found if rank_of(e) == rank}
+        names = {e["name"] for e in events if rank_of(e) == rank}
         wanted = {*EXPECTED[algorithm], "tpkernels::all_gather_matmul"}
-        assert names >= wanted - {ranges.WAIT}, (rank, names)  # one may always be the later
-    assert {e["name"] for e in found} >= wanted
-    # Behind a barrier no call of a rank begins before all have ended the one before it.
+        assert names >= wanted - {ranges.WAIT}, (rank, names)  # one rank may always be the later
+    assert {e["name"] for e in events} >= wanted
+    # After a barrier, no rank begins a call before all ranks have ended the previous one.
     calls: dict[str, list[tuple[float, float]]] = {}
-    for e in found:
+    for e in events:
         if e["name"].startswith(CALL):
             calls.setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
     assert len(calls) == 4
@@ -192,13 +193,13 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     shown = invoke("profile", "--out", str(tmp_path), str(script), "--rows", "64")
     assert shown.exit_code == 0, shown.output
-    found = loaded(tmp_path)
+    events = loaded(tmp_path)
     for rank in (0, 1):
         count = sum(
-            e["name"] == "tpkernels::all_gather_matmul" and rank_of(e) == rank for e in found
+            e["name"] == "tpkernels::all_gather_matmul" and rank_of(e) == rank for e in events
         )
         assert count == 3
-        assert any(e["name"] == "aten::relu" and rank_of(e) == rank for e in found)
+        assert any(e["name"] == "aten::relu" and rank_of(e) == rank for e in events)
     check_picture(tmp_path / "timeline.png", "compute")
 
 

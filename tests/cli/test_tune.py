@@ -74,10 +74,10 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_tune_tells_of_inputs_that_may_be_in_the_cache(cache: Path) -> None:
-    """Of 64 bytes there are never enough copies."""
+    """64 bytes would need too many copies."""
     shown = invoke("tune", "--op", "all_reduce", "--bytes", "64", "--repeat", "2").output
-    said = r"Inputs that may be partly .*: all_reduce 64 bytes bfloat16 \([\d.e-]+x\)\."
-    assert re.search(said, " ".join(shown.split())), shown
+    expected = r"Inputs that may be partly .*: all_reduce 64 bytes bfloat16 \([\d.e-]+x\)\."
+    assert re.search(expected, " ".join(shown.split())), shown
 
 
 def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
@@ -92,8 +92,8 @@ def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
 
 
 def test_tune_leaves_out_what_is_wrong(ranks: RanksFixture) -> None:
-    told = ranks(2).run(tuned_with_a_wrong_direct)
-    for report in told:
+    reports = ranks(2).run(tuned_with_a_wrong_direct)
+    for report in reports:
         assert not report.verdicts["direct"].right
         assert set(report.samples) == {"unfused", "ring", "pipelined"}
 
@@ -113,10 +113,10 @@ def tuned_with_a_wrong_direct() -> TuneReport:
 
 
 def best_of_candidates() -> tuple[Config, Config]:
-    """On a rank under the interpreter: what is found, and what the group's calls take then."""
+    """On a rank under the interpreter: the best config, and the one that calls use afterwards."""
     from tpkernels.kernels import configs
 
-    small, refused = (("block_m", 16),), (("block_m", 24),)  # no power of two
+    small, refused = (("block_m", 16),), (("block_m", 24),)  # not a power of two
     spec = Spec("all_gather_matmul", (32, 32, 32), torch.bfloat16)
     case = random_case(spec)
     assert dist.group.WORLD is not None
@@ -127,20 +127,20 @@ def best_of_candidates() -> tuple[Config, Config]:
     def run() -> None:
         planned_config = planned(case, "fused")[1].config
         tried.append(planned_config)
-        time.sleep(0.0 if planned_config == small else 0.3)  # what is right is fast
+        time.sleep(0.0 if planned_config == small else 0.3)  # the right one is fast
 
     with mock.patch.object(configs, "candidates", lambda dtype, rows: (refused, small)):
-        found = best_config(spec, case, group, Variant(run), None)
+        best = best_config(spec, case, group, Variant(run), None)
     taken = planned(case, "fused")[1].config
     group.use_times("cpu", known)
     assert refused not in tried and () in tried
-    return found, taken
+    return best, taken
 
 
 def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
-    """One that does not compile is passed over, and breaks nothing."""
-    for told in interpreting(2).run(best_of_candidates, timeout=120):
-        assert told == ((("block_m", 16),), (("block_m", 16),))
+    """A config that does not compile is skipped and breaks nothing."""
+    for configs in interpreting(2).run(best_of_candidates, timeout=120):
+        assert configs == ((("block_m", 16),), (("block_m", 16),))
 
 
 def test_a_bad_cache_is_replaced(cache: Path) -> None:
@@ -219,7 +219,7 @@ CASES = [
 
 
 def all_by_turns(spec: Spec) -> tuple[str, dict[str, Samples]]:
-    """What auto chooses, and the times of all algorithms and of auto."""
+    """The choice of auto, and the times of auto and of all algorithms."""
     case = random_case(spec)
     assert dist.group.WORLD is not None
     group = groups.get(dist.group.WORLD.group_name)
@@ -240,24 +240,24 @@ def slowest_rank(ranks: list[Samples]) -> list[float]:
 
 @pytest.mark.slow
 def test_auto_is_the_best_after_tune(cache: Path) -> None:
-    """Within 3 % of every algorithm, and not below 0.97 of unfused: no interval lies beyond. What
-    is printed tells how far the medians are off."""
+    """Within 3 % of every algorithm, and at least 0.97 times as fast as unfused: no interval lies
+    beyond. The output shows the ratios of the medians."""
     options = [text for spec in CASES[:3] for text in ("--shape", ",".join(map(str, spec.shape)))]
     ops = ["--op", "all_gather_matmul", "--op", "matmul_reduce_scatter", "--op", "all_reduce"]
     assert invoke("tune", *ops, *options, "--bytes", "4K,2M", "--budget", "12").exit_code == 0
     worse = []
     with launch.Ranks(2) as pool:
         for spec in CASES:
-            told = pool.run(all_by_turns, spec, timeout=240)
-            chosen = told[0][0]
-            names = list(told[0][1])
-            samples = {name: slowest_rank([one[1][name] for one in told]) for name in names}
+            results = pool.run(all_by_turns, spec, timeout=240)
+            chosen = results[0][0]
+            names = list(results[0][1])
+            samples = {name: slowest_rank([one[1][name] for one in results]) for name in names}
             for name in names:
-                found = paired(ratio, samples["auto"], samples[name])
-                assert found.low is not None and found.high is not None
-                line = f"{spec.op} {spec}: auto ({chosen}) / {name} {found.value:.3f} "
-                line += f"[{found.low:.3f}, {found.high:.3f}]"
+                estimate = paired(ratio, samples["auto"], samples[name])
+                assert estimate.low is not None and estimate.high is not None
+                line = f"{spec.op} {spec}: auto ({chosen}) / {name} {estimate.value:.3f} "
+                line += f"[{estimate.low:.3f}, {estimate.high:.3f}]"
                 print(line)
-                if found.low > (1 / 0.97 if name == "unfused" else 1.03):
+                if estimate.low > (1 / 0.97 if name == "unfused" else 1.03):
                     worse.append(line)
     assert not worse, worse

@@ -1,4 +1,4 @@
-"""The launcher: jobs run on every rank, every kind of failure is told, nothing survives."""
+"""The launcher: jobs run on every rank, every failure is reported, no process survives."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def gone(pids: Iterable[int], within: float = 20.0) -> bool:
     return True
 
 
-# Work that goes well.
+# Jobs that succeed.
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -123,7 +123,7 @@ def test_ranks_find_modules_by_the_path_of_the_moment(ranks, monkeypatch, tmp_pa
     assert pool.run(importlib.import_module("just_written").job) == ["found"] * 2
 
 
-# Refusals: nothing was sent, the ranks still work.
+# Refusals: nothing is sent, and the ranks stay usable.
 
 
 def test_refusals(ranks):
@@ -202,7 +202,7 @@ def test_system_exit_in_a_job_is_an_error_too(ranks):
 
 
 @pytest.mark.parametrize(
-    ("job", "argument", "exitcode", "said"),
+    ("job", "argument", "exitcode", "message"),
     [
         (exit_on, 3, 3, "exit code 3"),
         (exit_on, 0, 0, "exit code 0"),
@@ -210,7 +210,7 @@ def test_system_exit_in_a_job_is_an_error_too(ranks):
         (signal_on, signal.SIGSEGV, -signal.SIGSEGV, "killed by SIGSEGV"),
     ],
 )
-def test_a_dead_rank_is_reported(job, argument, exitcode, said):
+def test_a_dead_rank_is_reported(job, argument, exitcode, message):
     with Ranks(2) as pool:
         pool.submit(job, 1, argument)
         alive, dead = pool.collect(30)
@@ -218,7 +218,7 @@ def test_a_dead_rank_is_reported(job, argument, exitcode, said):
         pool.submit(dist.get_rank)  # the others can be asked all the same
         alive, dead = pool.collect(30)
         assert alive.value == 0 and dead.exitcode == exitcode
-        with pytest.raises(RankError, match=said):
+        with pytest.raises(RankError, match=message):
             pool.run(dist.get_rank)
     assert pool.exitcodes == [0, exitcode]
 

@@ -1,4 +1,4 @@
-"""Choices from measured times: what follows from a table. Pure."""
+"""Choices that follow from a table of measured times. Pure."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def measured(spec: Spec, **ms: float) -> Measurement:
     return Measurement(*tuning_key, other=spec.other, ms=ms, date="2026-11-21")
 
 
-def plan(spec: Spec, *found: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
+def plan(spec: Spec, *times: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
     problem = replace(spec.problem(2), **changes)
-    return choose(problem, Means(shared_memory=shared_memory), tuned=Table(found))
+    return choose(problem, Means(shared_memory=shared_memory), tuned=Table(times))
 
 
 def test_the_fastest_is_taken_and_the_reason_says_so() -> None:
     one = measured(spec(64), unfused=1.52, direct=1.6, pipelined=1.31)
     assert choose(spec(64).problem(2), Means(shared_memory=True)).algorithm == "direct"
-    found = plan(spec(64), one)
-    assert found.algorithm == "pipelined"
-    assert found.reason == "tuned: 1.31 ms, unfused 1.52 ms, 2026-11-21"
+    chosen = plan(spec(64), one)
+    assert chosen.algorithm == "pipelined"
+    assert chosen.reason == "tuned: 1.31 ms, unfused 1.52 ms, 2026-11-21"
     slower = measured(spec(64), unfused=1.0, direct=1.6, pipelined=1.31)
     assert plan(spec(64), slower).reason == "tuned: 1 ms, pipelined 1.31 ms, 2026-11-21"
 
@@ -43,7 +43,7 @@ def test_what_cannot_run_is_passed_over() -> None:
     assert plan(spec(64), one, shared_memory=False).algorithm == "ring"
     alone = measured(spec(64), direct=1.0, pipelined=0.5)
     assert "share no memory" in plan(spec(64), alone, shared_memory=False).reason
-    assert "256" in plan(spec(64), measured(spec(64), direct=1.0)).reason  # compared with nothing
+    assert "256" in plan(spec(64), measured(spec(64), direct=1.0)).reason  # nothing to compare with
 
 
 def test_between_equals_the_thresholds_decide() -> None:
@@ -56,13 +56,13 @@ def test_between_equals_the_thresholds_decide() -> None:
 
 
 def test_cases_of_one_problem_are_weighed_together() -> None:
-    """N differs by rank for all that a rank knows, so it decides nothing by itself."""
+    """N may differ by rank, so it must not affect the choice."""
     narrow = measured(spec(64, n=512), unfused=1.0, direct=1.5, pipelined=1.02)
     wide = measured(spec(64, n=4096), unfused=3.0, direct=2.0, pipelined=2.1)
-    found = plan(spec(64, n=512), narrow, wide)
-    assert found.algorithm == "pipelined"
-    assert found.reason == "tuned: within 1.05x of the fastest in 2 cases, 2026-11-21"
-    assert plan(spec(64, n=1024), narrow, wide) == found
+    chosen = plan(spec(64, n=512), narrow, wide)
+    assert chosen.algorithm == "pipelined"
+    assert chosen.reason == "tuned: within 1.05x of the fastest in 2 cases, 2026-11-21"
+    assert plan(spec(64, n=1024), narrow, wide) == chosen
     slower = replace(narrow, ms={**narrow.ms, "pipelined": 1.04})
     assert plan(spec(64, n=512), slower, wide).algorithm == "unfused"
 
@@ -70,9 +70,9 @@ def test_cases_of_one_problem_are_weighed_together() -> None:
 def test_between_two_extents_the_winner_of_both_is_taken() -> None:
     few = measured(spec(16), unfused=1.0, direct=0.5, pipelined=0.51)
     many = measured(spec(1024), unfused=9.0, direct=8.0, pipelined=5.0)
-    found = plan(spec(100), few, many)
-    assert found.algorithm == "pipelined"
-    assert found.reason == "tuned: as fast as any at 16 and at 1024 rows"
+    chosen = plan(spec(100), few, many)
+    assert chosen.algorithm == "pipelined"
+    assert chosen.reason == "tuned: as fast as any at 16 and at 1024 rows"
     for m in (15, 1025):
         assert plan(spec(m), few, many) == plan(spec(m)), "beyond what was measured"
     other = replace(many, ms={"unfused": 9.0, "direct": 4.0, "pipelined": 5.0})
@@ -80,14 +80,14 @@ def test_between_two_extents_the_winner_of_both_is_taken() -> None:
 
 
 def test_kernels_are_cut_as_was_measured_best() -> None:
-    """Also where `fused` is asked for; between two extents, as at both."""
+    """Even if `fused` is requested; between two extents, as at both ends."""
     cut, other = (("block_m", 64), ("block_n", 256)), (("block_m", 128),)
     few, many = (replace(measured(spec(m), fused=1.0, unfused=2.0), config=cut) for m in (64, 1024))
     wide = replace(measured(spec(64, n=4096), fused=1.0), config=other)
 
-    def config(m: int, *found: Measurement, requested: str = "fused") -> Config:
+    def config(m: int, *measurements: Measurement, requested: str = "fused") -> Config:
         problem = spec(m).problem(2)
-        table = Table(found)
+        table = Table(measurements)
         return choose(problem, Means(shared_memory=True), requested=requested, tuned=table).config
 
     assert config(64, few) == config(100, few, many) == cut

@@ -1,4 +1,4 @@
-"""The file that keeps measured times: nothing in it is trusted, and all ranks use rank 0's."""
+"""The file of measured times: nothing in it is trusted, and all ranks use rank 0's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MACHINE = this_machine("cpu", 2, 1, True, threads=1)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the table of `MACHINE` is kept."""
+    """The file of `MACHINE`'s table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return store.path_for(MACHINE)
 
@@ -50,7 +50,7 @@ TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), CUT))
 def test_a_table_comes_back(cache: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.load_or_warn(MACHINE) == NOTHING_TUNED  # there is none: no warning
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED  # no file, no warning
         assert store.update(MACHINE, *TABLE.measurements) == (cache, TABLE)
         assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
@@ -75,7 +75,7 @@ def edited(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def first(**changes: Any) -> Callable[[dict[str, Any]], Any]:
-    """The content with a first measurement that is changed."""
+    """The content with its first measurement changed."""
     return lambda content: content | {"measurements": [content["measurements"][0] | changes]}
 
 
@@ -114,13 +114,13 @@ def test_a_bad_file_is_ignored_with_one_warning(cache: Path, case: str) -> None:
     if not isinstance(content, bytes):
         content = json.dumps(content(json.loads(cache.read_bytes()))).encode()
     cache.write_bytes(content)
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as raised:
         assert store.load_or_warn(MACHINE) == NOTHING_TUNED
-    (warning,) = told
+    (warning,) = raised
     assert f"the tuning cache {cache} is ignored: " in str(warning.message)
     assert reason in str(warning.message)
     assert "\x1b" not in str(warning.message)
-    assert cache.read_bytes() == content  # left for a look
+    assert cache.read_bytes() == content  # kept for inspection
     with pytest.warns(RuntimeWarning, match="is ignored"):
         store.update(MACHINE, *TABLE.measurements)
     assert store.load_or_warn(MACHINE) == TABLE
@@ -208,18 +208,18 @@ def problems_of_calls(specs: list[Spec]) -> list[Any]:
 
 
 def test_what_is_tuned_is_what_is_called(ranks: RanksFixture) -> None:
-    """Or no measurement would ever be found."""
+    """Otherwise no measurement would ever apply."""
     specs = [spec(9, op=op) if "matmul" in op else Spec(op, (77,), torch.float32) for op in OPS]
-    for told in ranks(2).run(problems_of_calls, specs):
-        assert told == [spec.problem(2) for spec in specs]
+    for problems in ranks(2).run(problems_of_calls, specs):
+        assert problems == [spec.problem(2) for spec in specs]
 
 
 def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, Machine]:
-    """What auto is where each rank finds a folder of its own, and how many warnings came."""
+    """The choice of auto if each rank has its own folder, and the number of warnings."""
     with contextlib.ExitStack() as stack:
         own = {"XDG_CACHE_HOME": folders[dist.get_rank()]}
         stack.enter_context(mock.patch.dict(os.environ, own))
-        told = stack.enter_context(warnings.catch_warnings(record=True))
+        raised = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         if spread:
             stack.enter_context(apart())
@@ -229,7 +229,7 @@ def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, 
         tpkernels.all_gather_matmul(x, w, pg)
         (call,) = group.calls.values()
         machine = this_machine("cpu", 2, group.hosts, group.shared_memory)
-    count = sum("tuning cache" in str(one.message) for one in told)
+    count = sum("tuning cache" in str(one.message) for one in raised)
     return call.plan.algorithm, call.plan.reason, count, machine
 
 
@@ -237,11 +237,11 @@ def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, 
 def test_ranks_with_different_caches_choose_alike(
     ranks: RanksFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: bool
 ) -> None:
-    """Rank 0's counts, and a warning comes from there alone."""
+    """Rank 0's table counts, and only rank 0 warns."""
     folders = [str(tmp_path / name) for name in "ab"]
-    told = ranks(2).run(chosen_with_cache, folders, spread)
-    assert [one[0] for one in told] == ["unfused" if spread else "direct"] * 2
-    machine = told[0][3]
+    results = ranks(2).run(chosen_with_cache, folders, spread)
+    assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
+    machine = results[0][3]
     assert (machine.shared_memory, machine.hosts) == (not spread, 1)
     for folder, slow in zip(folders, ("direct", "ring"), strict=True):
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
@@ -252,9 +252,9 @@ def test_ranks_with_different_caches_choose_alike(
         assert one[:3] == ("ring", "tuned: 1 ms, unfused 2 ms, 2026-11-21", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", folders[0])
     store.path_for(machine).write_bytes(b"{")
-    told = ranks(2).run(chosen_with_cache, folders, spread)
-    assert [one[0] for one in told] == ["unfused" if spread else "direct"] * 2
-    assert [one[2] for one in told] == [1, 0]
+    results = ranks(2).run(chosen_with_cache, folders, spread)
+    assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
+    assert [one[2] for one in results] == [1, 0]
 
 
 def first_call(what: str) -> Ending:

@@ -1,4 +1,4 @@
-"""Several `tpkernels tune` at once: no measurement is lost, and nobody waits for ever."""
+"""Concurrent `tpkernels tune` runs: no measurement is lost, and none waits forever."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def update_often(home: str) -> None:
-    """On a rank: cases of its own, one after the other, while the other ranks do the same."""
+    """Each rank adds its own cases one by one, concurrently with the others."""
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": home}):
         dist.barrier()
         for i in range(UPDATES):
@@ -81,7 +81,7 @@ def test_one_at_a_time_has_the_lock(folder: Path) -> None:
 def test_a_lock_that_was_removed_in_between_is_not_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    """Its last holder removes it after this process has opened it: the next one makes another."""
+    """The last holder removes the file after this process has opened it; a new one is created."""
     folder.mkdir(0o700)
     path, flock, first = folder / "file.lock", fcntl.flock, iter([True])
 
@@ -98,7 +98,7 @@ def test_a_lock_that_was_removed_in_between_is_not_taken(
 
 
 def test_what_fails_under_the_lock_gives_it_back(folder: Path) -> None:
-    """And leaves the table as it was."""
+    """The table stays as it was."""
     store.update(MACHINE, measured(spec(1), direct=1.0))
     full = mock.patch.object(store, "replace_file", side_effect=OSError("disk full"))
     with full, pytest.raises(OSError, match="disk full"):

@@ -1,4 +1,4 @@
-"""A report of `tpkernels bench` without a run, and ways in which a file can be damaged."""
+"""A report of `tpkernels bench` made without a run, and ways to damage a file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def options() -> list[str]:
 
 
 def good_report() -> Report:
-    """What a run on this machine might leave."""
+    """A report such as a run on this machine might write."""
     sweep = plan_sweep(Settings(**SWEEP), ranks=None, device="cpu")  # type: ignore[arg-type]
     report = new_report(sweep)
     for item in sweep.items:
@@ -66,17 +66,17 @@ def good_report() -> Report:
             for name in ("auto", "direct", "unfused")
         }
         left_out = {"nccl": "no GPU: pip install 'tpkernels[cu13]'"}
-        found = CaseReport(choices, samples, left_out, inputs_over_cache=2.5)
-        report["results"].append(result(item, RATES, [found] * 2))
+        case_report = CaseReport(choices, samples, left_out, inputs_over_cache=2.5)
+        report["results"].append(result(item, RATES, [case_report] * 2))
     return {**report, "complete": True}
 
 
-def nodes(found: Any, path: Node = ()) -> Iterator[tuple[Node, Any]]:
-    """Everything in a tree but its root."""
+def nodes(tree: Any, path: Node = ()) -> Iterator[tuple[Node, Any]]:
+    """All nodes of a tree except its root."""
     if path:
-        yield path, found
-    if isinstance(found, (dict, list)):
-        for key, value in found.items() if isinstance(found, dict) else enumerate(found):
+        yield path, tree
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from nodes(value, (*path, key))
 
 
@@ -116,12 +116,12 @@ def _deep(levels: int) -> Any:
 
 
 def unusable(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Damage that leaves nothing to use, of each kind some: (what was done, the content)."""
+    """Damage that makes a file unusable, several of each kind: (what was done, the content)."""
     text = json.dumps(tree)
     for path, _ in _some(tree, pick, 80):
         yield f"an object at {path}", json.dumps(changed(tree, path, {"damaged": True})).encode()
     for path, _ in _some(tree, pick, 40, lambda path, _: isinstance(path[-1], str)):
-        if path[-2:-1] not in (("speedup",), ("times",), ("left_out",)):  # what may be missing
+        if path[-2:-1] not in (("speedup",), ("times",), ("left_out",)):  # these may be missing
             yield f"nothing at {path}", json.dumps(without(tree, path)).encode()
     for path, _ in _some(tree, pick, 40, lambda _, v: isinstance(v, (int, float)) and v > 1):
         number = pick.choice(_BAD_NUMBERS)
@@ -145,7 +145,7 @@ def unusable(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
 
 
 def altered(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Damage that may leave a report which can be used."""
+    """Damage that may leave a usable report."""
     for path, value in nodes(tree):
         if isinstance(value, str):
             new = changed(tree, path, ESCAPES + value)
@@ -169,18 +169,18 @@ def altered(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
 def _some(
     tree: Any, pick: random.Random, count: int, where: Callable[[Node, Any], bool] | None = None
 ) -> list[tuple[Node, Any]]:
-    found = [each for each in nodes(tree) if where is None or where(*each)]
-    return pick.sample(found, min(count, len(found)))
+    candidates = [each for each in nodes(tree) if where is None or where(*each)]
+    return pick.sample(candidates, min(count, len(candidates)))
 
 
 def faults(ended: Result, allowed: tuple[int, ...]) -> str:
-    """What is wrong with the end of a command: another exit code than those, a traceback, output
-    that a terminal would obey, or a refusal that is not one line. "": nothing."""
-    said = f"exit code {ended.exit_code}, {ended.exception!r}: {ended.output[-300:]!r}"
+    """What is wrong with how a command ended: an exit code not in ``allowed``, a traceback, output
+    that a terminal would interpret, or a refusal of more than one line. "": nothing."""
+    description = f"exit code {ended.exit_code}, {ended.exception!r}: {ended.output[-300:]!r}"
     right = ended.exception is None or isinstance(ended.exception, SystemExit)
     right = right and ended.exit_code in allowed
     right = right and all(char == "\n" or char.isprintable() for char in ended.output)
     if ended.exit_code == 2:
         right = right and ended.output.startswith("Error: ") and ended.output.count("\n") == 1
         right = right and len(ended.output) < 1100
-    return "" if right else said
+    return "" if right else description

@@ -66,9 +66,10 @@ def _show(reports: list[LayerReport], shape: LayerShape, out: Console) -> None:
         f"bound {layer.bound:.2g}.\n"
         "error/bound: the maximum over all elements; at most 1 is right. ms: the slowest rank's "
         "median, interleaved.\n"
-        "baseline: torch.distributed (gloo) and torch.matmul, unfused; torch.matmul: that alone.\n"
-        "unfused: nothing overlapped, but with the local matmul of tpkernels: the speed-up over it "
-        "is due to communication alone."
+        "baseline: a torch.distributed collective (gloo) and torch.matmul; torch.matmul: its "
+        "matmul alone.\n"
+        "unfused: nothing overlapped, but with the local matmul of tpkernels, so the speed-up over "
+        "it is due to communication alone."
     )
     if not native(shape.dtype):
         out.print(
