@@ -11,7 +11,7 @@ from torch import nn
 
 from tpkernels.groups import GroupLike
 from tpkernels.nn import check
-from tpkernels.nn.linear import ParallelLinear
+from tpkernels.nn.linear import ParallelLinear, sharded_linear
 from tpkernels.nn.regions import gather_from_ranks
 from tpkernels.nn.sharding import LayerOptions, SequenceOptions
 from tpkernels.ops._column_matmul import column_matmul
@@ -36,8 +36,8 @@ class ColumnParallelLinear(ParallelLinear):
         in_features, out_features: of the unsharded layer.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
         bias: whether there is a bias; split as the output features are.
-        gather_output: every rank gets all output features instead of its own. The ranks must then
-            compute the same from them.
+        gather_output: every rank gets all output features instead of its own. All ranks must then
+            use them alike.
         out_sizes: output features of each rank; by default balanced (`tpkernels.shard_sizes`).
         stand_in: number of zero features that a rank without any features returns.
         sequence_parallel: the input is this rank's rows of the sequence, and the output has all
@@ -52,7 +52,7 @@ class ColumnParallelLinear(ParallelLinear):
         ValueError: ``out_sizes`` do not fit the group or ``out_features``.
     """
 
-    split_dim: ClassVar[int] = 0
+    _split_dim: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ColumnParallelLinear(ParallelLinear):
             TypeError: ``linear`` is not a plain ``nn.Linear``.
             NotImplementedError: its weight is quantised or distributed.
         """
-        return cls.from_checked(check.linear(linear, "linear"), group, **options)
+        return sharded_linear(cls, check.linear(linear, "linear"), group, **options)
 
     @property
     def out_sizes(self) -> tuple[int, ...]:
@@ -99,18 +99,13 @@ class ColumnParallelLinear(ParallelLinear):
         """
         return column_parallel(x, [self], shard_sizes=shard_sizes)[0]
 
-    def zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Zero weight and bias for a rank without features. The ops need a column on every rank,
         and the padding keeps this rank's backward in step with the others'."""
         weight, bias, width = self.weight, self.bias, max(self.stand_in, 1)
         return F.pad(weight, (0, 0, 0, width)), None if bias is None else F.pad(bias, (0, width))
 
-    def drop_bias(self) -> None:
-        """Removes the bias."""
-        self.bias = None
-        self.splits.pop("bias", None)
-
-    def finish(self, y: torch.Tensor) -> torch.Tensor:
+    def _finish(self, y: torch.Tensor) -> torch.Tensor:
         """The layer's output, given its matmul's result ``y``."""
         if self.empty and (self.gather_output or not self.stand_in):
             y = y[..., :0]
@@ -148,7 +143,7 @@ def column_parallel(
         ValueError: the layers differ in group or sequence parallelism.
     """
     # Function calls are saved here, since each takes about 1 % of a small layer's time: the ops are
-    # called directly, and `zeros` and `finish` only where they do something.
+    # called directly, and `_zeros` and `_finish` only where they do something.
     first = layers[0]
     weights, biases, biased, finished = [], [], False, True
     for layer in layers:
@@ -158,7 +153,7 @@ def column_parallel(
             or layer.sequence_dim != first.sequence_dim
         ):
             raise ValueError(f"layers of one input differ: {first!r} and {layer!r}")
-        weight, bias = layer.zeros() if layer.empty else (layer.weight, layer.bias)
+        weight, bias = layer._zeros() if layer.empty else (layer.weight, layer.bias)
         weights.append(weight.t())
         biases.append(bias)
         biased = biased or bias is not None
@@ -178,4 +173,4 @@ def column_parallel(
         outputs = column_matmul(x, weights, first.group, each_bias)
     if finished:
         return outputs
-    return [layer.finish(y) for layer, y in zip(layers, outputs, strict=True)]
+    return [layer._finish(y) for layer, y in zip(layers, outputs, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from tpkernels.ops.reduce_scatter import reduce_scatter
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+Embedding = TypeVar("Embedding", bound="VocabParallelEmbedding")
 
 
 def local_ids(
@@ -111,22 +113,7 @@ class VocabParallelEmbedding(ShardedModule):
             TypeError: ``embedding`` is not a plain ``nn.Embedding``.
             NotImplementedError: its weight is quantised, or it has an option that is not supported.
         """
-        return cls.from_checked(check.embedding(embedding, "embedding"), group, **options)
-
-    @classmethod
-    def from_checked(cls, embedding: nn.Embedding, group: GroupLike, **options: Any) -> Self:
-        """`from_embedding` of an embedding that has passed `check.embedding`."""
-        layer = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            group,
-            padding_idx=embedding.padding_idx,
-            device="meta",
-            dtype=embedding.weight.dtype,
-            **options,
-        )
-        layer.adopt(embedding)
-        return layer
+        return sharded_embedding(cls, check.embedding(embedding, "embedding"), group, **options)
 
     def forward(
         self, ids: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
@@ -158,6 +145,23 @@ class VocabParallelEmbedding(ShardedModule):
             f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}, "
             f"rank={self.rank}"
         )
+
+
+def sharded_embedding(
+    kind: type[Embedding], embedding: nn.Embedding, group: GroupLike, **options: Any
+) -> Embedding:
+    """``kind.from_embedding`` for an embedding that `check.embedding` has accepted."""
+    layer = kind(
+        embedding.num_embeddings,
+        embedding.embedding_dim,
+        group,
+        padding_idx=embedding.padding_idx,
+        device="meta",
+        dtype=embedding.weight.dtype,
+        **options,
+    )
+    layer.adopt(embedding)
+    return layer
 
 
 class ParallelLMHead(ColumnParallelLinear):

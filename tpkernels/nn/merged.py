@@ -222,7 +222,8 @@ def _adopt(merged: Merged, linears: Mapping[str, nn.Linear]) -> Merged:
         layer = merged.get_submodule(name)
         assert isinstance(layer, ColumnParallelLinear)
         if cast("torch.Tensor | None", linear.bias) is None:
-            layer.drop_bias()
+            layer.bias = None
+            layer.splits.pop("bias", None)
         try:
             layer.adopt(linear)
         except ValueError as error:

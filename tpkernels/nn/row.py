@@ -11,7 +11,7 @@ from torch import nn
 
 from tpkernels.groups import GroupLike
 from tpkernels.nn import check
-from tpkernels.nn.linear import ParallelLinear
+from tpkernels.nn.linear import ParallelLinear, sharded_linear
 from tpkernels.nn.sharding import LayerOptions, SequenceOptions
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RowParallelLinear(ParallelLinear):
         ValueError: ``in_sizes`` do not fit the group or ``in_features``.
     """
 
-    split_dim: ClassVar[int] = 1
+    _split_dim: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RowParallelLinear(ParallelLinear):
     ) -> Self:
         """A layer with copies of this rank's shards of ``linear``'s parameters; see
         `ColumnParallelLinear.from_linear`."""
-        return cls.from_checked(check.linear(linear, "linear"), group, **options)
+        return sharded_linear(cls, check.linear(linear, "linear"), group, **options)
 
     @property
     def in_sizes(self) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class RowParallelLinear(ParallelLinear):
             shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
         """
         weight: torch.Tensor = self.weight
-        if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear.zeros.
+        if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear._zeros.
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             weight = F.pad(weight, (0, x.shape[-1]))
         # Under autocast an fp32 residual stream stays fp32. The ops are called directly, for the

@@ -28,7 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
 from tpkernels.nn import ParallelLMHead, RMSNorm, VocabParallelEmbedding, check
+from tpkernels.nn.embedding import sharded_embedding
 from tpkernels.nn.heads import QKV, Heads
+from tpkernels.nn.linear import sharded_linear
 from tpkernels.nn.sharding import SequenceOptions
 from tpkernels.parallel.shared_input import (
     SEQUENCE_DIM,
@@ -83,9 +85,9 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         check.linear(head, "lm_head")
 
     rows = Rows(world) if sequence_parallel else None
-    embedding = VocabParallelEmbedding.from_checked(base.embed_tokens, group)
+    embedding = sharded_embedding(VocabParallelEmbedding, base.embed_tokens, group)
     if head is not None:
-        parallel_head = ParallelLMHead.from_checked(head, group, gather_output=True)
+        parallel_head = sharded_linear(ParallelLMHead, head, group, gather_output=True)
         if head.weight is base.embed_tokens.weight:
             parallel_head.tie(embedding)
         model.lm_head = parallel_head
@@ -172,17 +174,20 @@ def _replace(parts: Parts, group: str, architecture: Architecture, rows: Rows | 
     attention = parts.layer.get_submodule("self_attn")
     mlp = parts.layer.get_submodule("mlp")
     for name, (sizes, stand_in) in parts.heads.projections.items():
-        projection = SharedInputLinear.from_checked(
-            getattr(attention, name), group, out_sizes=sizes, stand_in=stand_in, **options
+        linear = getattr(attention, name)
+        layer = sharded_linear(
+            SharedInputLinear, linear, group, out_sizes=sizes, stand_in=stand_in, **options
         )
-        setattr(attention, name, projection)
+        setattr(attention, name, layer)
     for name in GATE_UP:
-        setattr(mlp, name, SharedInputLinear.from_checked(getattr(mlp, name), group, **options))
+        layer = sharded_linear(SharedInputLinear, getattr(mlp, name), group, **options)
+        setattr(mlp, name, layer)
     for owner, name, in_sizes in (
         (attention, "o_proj", parts.heads.query_sizes),
         (mlp, "down_proj", None),
     ):
-        row = OwnRowsLinear.from_checked(getattr(owner, name), group, in_sizes=in_sizes, **options)
+        linear = getattr(owner, name)
+        row = sharded_linear(OwnRowsLinear, linear, group, in_sizes=in_sizes, **options)
         row.rows = rows
         setattr(owner, name, row)
     attention.register_forward_pre_hook(ShareInput(QKV, rows), with_kwargs=True)
