@@ -102,13 +102,17 @@ Arena::~Arena() {
   if (fd_ >= 0) close(fd_);
 }
 
-void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
+std::size_t Arena::begin_of(int rank, std::size_t offset, std::size_t bytes) const {
   if (rank < 0 || rank >= world_ || offset > region_bytes_ || bytes > region_bytes_ - offset) {
     throw std::out_of_range("bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) +
                             ") are outside region " + std::to_string(rank));
   }
+  return region_bytes_ * static_cast<unsigned>(rank) + offset;
+}
+
+void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
+  const std::size_t first = begin_of(rank, offset, bytes);
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  const std::size_t first = region_bytes_ * static_cast<unsigned>(rank) + offset;
   const std::size_t begin = first / page * page;
   const std::size_t end = std::min(total(), (first + bytes + page - 1) / page * page);
   if (begin >= end) return;
@@ -123,6 +127,14 @@ void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
   if (error == 0) return;
   fail("cannot commit " + mebibytes(bytes) + " of shared memory for rank " + std::to_string(rank),
        error == EFAULT ? ENOMEM : error);
+}
+
+void Arena::give_back(int rank, std::size_t offset, std::size_t bytes) {
+  const std::size_t first = begin_of(rank, offset, bytes);
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t begin = (first + page - 1) / page * page;
+  const std::size_t end = (first + bytes) / page * page;
+  if (begin < end) madvise(base_ + begin, end - begin, MADV_REMOVE);  // if not, it stays
 }
 
 void advise_huge_pages(void* data, std::size_t bytes) {

@@ -33,12 +33,17 @@ class Arena {
   // if there is not enough memory.
   void commit(int rank, std::size_t offset, std::size_t bytes);
 
+  // Gives back the whole pages within what was committed so. Nobody may have stored there.
+  void give_back(int rank, std::size_t offset, std::size_t bytes);
+
   std::byte* region(int rank) const { return base_ + region_bytes_ * static_cast<unsigned>(rank); }
   std::size_t region_bytes() const { return region_bytes_; }
   int world() const { return world_; }
 
  private:
   std::size_t total() const { return region_bytes_ * static_cast<unsigned>(world_); }
+  // Where a part of a region begins in the arena; throws std::out_of_range.
+  std::size_t begin_of(int rank, std::size_t offset, std::size_t bytes) const;
 
   std::byte* base_ = nullptr;
   std::size_t region_bytes_;

@@ -87,6 +87,8 @@ void bind_memory(py::module_& m) {
       .def_static("create", &Arena::create, py::arg("region_bytes"), py::arg("world"))
       .def("commit", &Arena::commit, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
            ReleaseGil())
+      .def("give_back", &Arena::give_back, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
+           ReleaseGil())
       .def("region", &make_region, py::arg("rank"), py::arg("offset") = 0,
            py::arg("nbytes") = py::none())
       .def_property_readonly("region_bytes", &Arena::region_bytes)

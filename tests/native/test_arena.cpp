@@ -66,6 +66,11 @@ TEST_CASE(only_committed_parts_take_memory, kThreads) {
   CHECK(one > before && one < 2 * region, std::to_string(one));
   arena.commit(1, 0, region);
   CHECK(allocated() >= region);
+  std::memset(arena.region(1), 7, 100);
+  arena.give_back(1, 100, region - 100);
+  CHECK(allocated() <= one, std::to_string(allocated()));
+  CHECK(arena.region(1)[0] == std::byte{7} && arena.region(1)[99] == std::byte{7});
+  error_of<std::out_of_range>([&] { arena.give_back(1, 1, region); });
   error_of<std::out_of_range>([&] { arena.commit(1, 1, region); });
   error_of<std::out_of_range>([&] { arena.commit(2, 0, 1); });
   close(fd);

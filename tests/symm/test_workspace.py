@@ -116,34 +116,71 @@ def test_a_row_that_does_not_fit_is_refused(ranks: RanksFixture) -> None:
         assert "and the workspace has 65536; give tpkernels.init a larger" in refused, refused
 
 
-def poor_job(poor: int) -> tuple[list[str], list[str], int]:
-    """One rank has no memory when the workspace is to grow."""
-    group = faults.group_of(dist.new_group())
+def poor_job(poor: int, lacks: str) -> tuple[list[str], list[str], int, int]:
+    """One rank has no memory when the workspace is to grow, or finds none when it commits."""
+    group, others = faults.group_of(dist.new_group()), shared_memory()
     tpkernels.init(group, 20.0, 16 * MIB)
-    lacks = host.short_of_memory
-    if group.rank() == poor:
+    workspace = faults.workspace_of(group)
+    look = host.short_of_memory
+    if group.rank() == poor and lacks == "looks":
         host.short_of_memory = lambda nbytes, world: "told to have no memory"
+    elif group.rank() == poor:
+        commit = workspace._commit
+
+        def commit_in_vain(parts: Any) -> str:
+            commit(parts)
+            return "told to have no memory"
+
+        workspace._commit = commit_in_vain  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         failures = []
         for rows in (800, 900, 800):
             case = Case(op="all_gather_matmul", shape=(rows * group.size(), 2048), n=(3,))
             failures += check(Case(**{**vars(case), "integers": True}), group)
-    host.short_of_memory = lacks
-    workspace = groups.get(group.group_name).workspace
-    assert workspace is not None
+    host.short_of_memory = look
     texts = [str(one.message) for one in caught]
-    return failures, texts, workspace.channel.capacity
+    return failures, texts, workspace.channel.capacity, taken(group, others)
 
 
+@pytest.mark.parametrize("lacks", ["looks", "commits"])
 @pytest.mark.parametrize("poor", [0, 1])
-def test_without_memory_calls_take_more_steps(ranks: RanksFixture, poor: int) -> None:
-    """The group goes on, as it is, and one rank warns once."""
-    for rank, (failures, texts, capacity) in enumerate(ranks(2).run(poor_job, poor, timeout=100)):
+def test_without_memory_calls_take_more_steps(ranks: RanksFixture, poor: int, lacks: str) -> None:
+    """The group goes on, as it is, with no more memory than it had, and one rank warns once."""
+    told = ranks(2).run(poor_job, poor, lacks, timeout=100)
+    for rank, (failures, texts, capacity, used) in enumerate(told):
         assert not failures, failures
         assert capacity == host._FIRST_BUFFER
+        assert used <= 2 * host._FIRST_BUFFER + WORDS + HUGE_PAGES, used
         assert len(texts) == (rank == 0), texts
         assert all(f"rank {poor}: told to have no memory" in text for text in texts), texts
+
+
+def looks_job(late: int) -> tuple[float, float]:
+    """When a rank looked how much memory is free, and when it began to take of it."""
+    group = faults.group_of(dist.new_group())
+    tpkernels.init(group, 20.0, 16 * MIB)
+    workspace, look = faults.workspace_of(group), host.short_of_memory
+    commit, at = workspace._commit, {"look": 0.0, "commit": 0.0}
+
+    def look_late(nbytes: int, world: int) -> str | None:
+        time.sleep(0.3 if group.rank() == late else 0.0)
+        at["look"] = time.monotonic()
+        return look(nbytes, world)
+
+    def commit_now(parts: Any) -> str | None:
+        at["commit"] = time.monotonic()
+        return commit(parts)
+
+    host.short_of_memory, workspace._commit = look_late, commit_now  # type: ignore[method-assign]
+    tpkernels.all_reduce(torch.ones(MIB), group, algorithm="direct")
+    host.short_of_memory = look
+    return at["look"], at["commit"]
+
+
+def test_nobody_takes_memory_before_all_have_looked_for_it(ranks: RanksFixture) -> None:
+    looks, commits = zip(*ranks(2).run(looks_job, 1), strict=True)
+    assert 0 < max(looks) < min(commits), (looks, commits)
 
 
 class _Region:

@@ -20,7 +20,7 @@ from tpkernels.symm.cuda import CudaWorkspace, agree_on_gpus
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.limits import short_of_memory
-from tpkernels.symm.rendezvous import MappedArena, make_arena
+from tpkernels.symm.rendezvous import MappedArena, Parts, make_arena
 from tpkernels.symm.segments import Segments
 
 _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
@@ -81,31 +81,34 @@ class HostWorkspace:
         if not self.wants(nbytes):  # another thread was first
             return None
         wanted = min(1 << (nbytes - 1).bit_length(), self.workspace_bytes)
+        parts, rank = self._parts(self.channel.capacity, wanted), self.participant.rank
+        # All have looked how much is free before anybody takes of it.
+        error = short_of_memory(sum(size for _, size in parts), self.participant.world)
         self._agree(f"growing the workspace to {wanted} bytes for {text}")
-        own = self._commit(wanted)
+        error = error or self._commit(parts)
+        own = None if error is None else f"rank {rank}: {error}"
         errors = [one["error"] for one in exchange(self._watched(), "growth", {"error": own})]
         self._may_grow = not any(errors)
         if self._may_grow:
             self.channel.grow(wanted)
             return None
+        for offset, size in parts:
+            self._arena.give_back(rank, offset, size)
         return (
             f"the workspace of group '{self.participant.group}' stays at {self.channel.capacity} "
             f"bytes a buffer, and large calls take more steps: {next(filter(None, errors))}"
         )
 
-    def _commit(self, capacity: int) -> str | None:
-        """Commits what this rank's buffers lack of ``capacity``; what went wrong."""
-        parts, rank = self._parts(self.channel.capacity, capacity), self.participant.rank
-        error = short_of_memory(sum(size for _, size in parts), self.participant.world)
-        if error is None:
-            try:
-                for offset, size in parts:
-                    self._arena.commit(rank, offset, size)
-            except RuntimeError as failure:
-                error = str(failure)
-        return None if error is None else f"rank {rank}: {error}"
+    def _commit(self, parts: Parts) -> str | None:
+        """Commits parts of this rank's region; what went wrong."""
+        try:
+            for offset, size in parts:
+                self._arena.commit(self.participant.rank, offset, size)
+        except RuntimeError as failure:
+            return str(failure)
+        return None
 
-    def _parts(self, begin: int, end: int) -> list[tuple[int, int]]:
+    def _parts(self, begin: int, end: int) -> Parts:
         """What of a region must be committed for buffers to grow from ``begin`` to ``end``."""
         return _C.host.Channel.parts(self.participant.world, self._region_bytes, begin, end)
 
