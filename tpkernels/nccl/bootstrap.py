@@ -12,6 +12,7 @@ from tpkernels import _C
 from tpkernels.errors import TpkernelsError
 from tpkernels.nccl.library import facts, load
 from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.text import of_error
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ def meet(participant: Participant, library: str | None, options: dict[str, Any])
         own_error = error
     say: dict[str, Any] = {"options": {**options, "timeout": participant.timeout}}
     if mine is None:
-        say["error"] = f"{type(own_error).__name__}: {own_error}"
+        assert own_error is not None  # one of the two
+        say["error"] = of_error(own_error)
     else:
         say |= {"version": mine.library.version, "unique_id": mine.unique_id.hex()}
     said = exchange(participant, "NCCL communicator", say)
     if own_error is not None:
         raise own_error
-    assert mine is not None  # one of the two
+    assert mine is not None
     _compare(participant, said)
     return Bootstrap(mine.library, mine.device, bytes.fromhex(said[0]["unique_id"]))
 

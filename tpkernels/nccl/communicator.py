@@ -20,6 +20,7 @@ from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups import GroupLike
 from tpkernels.nccl import checks, memory
 from tpkernels.nccl.bootstrap import meet
+from tpkernels.text import of_error
 
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _PAUSE = 1e-3  # between looks at the device, s
@@ -287,7 +288,7 @@ class Communicator:
         if error is None:
             self.close()
         else:  # peers may wait for what this rank did not send
-            self._native.abort(f"{type(error).__name__}: {error}")
+            self._native.abort(of_error(error))
 
     def __repr__(self) -> str:
         return (
