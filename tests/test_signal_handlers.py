@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import faults
 import pytest
@@ -98,3 +99,23 @@ def backward_job() -> list[str]:
 
 def test_a_refused_backward_breaks_nothing(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(WORLD).run(backward_job) for failure in rank)
+
+
+def save_job(folder: str) -> list[str]:
+    """A handler that saves a model, which is refused."""
+    import hf_models
+
+    mesh = hf_models.mesh_of_all()
+    model = tpkernels.parallelize(hf_models.make("llama"), mesh)
+    faults.run_op("all_reduce", mesh.get_group())
+    with handler_of_rank_0(lambda: model.save_pretrained(folder)) as handled:
+        first = faults.ending_of(lambda: faults.run_op("all_reduce", mesh.get_group()))
+    model.save_pretrained(folder)
+    errors = [one.error for one in handled]
+    wrong = [] if errors == ["RuntimeError"] * (dist.get_rank() == 0) else [str(handled)]
+    return wrong + ([str(first)] if first.error else [])
+
+
+def test_a_refused_save_breaks_nothing(ranks: RanksFixture, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    report(failure for rank in ranks(WORLD).run(save_job, str(tmp_path)) for failure in rank)

@@ -35,6 +35,12 @@ def short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
+def of_error(error: BaseException) -> str:
+    """An exception's kind and text, which any encoding takes: a path in it may have none."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return text.encode(errors="backslashreplace").decode()
+
+
 def shown(value: object) -> str:
     """A value from a file in ASCII, shortened if it is long."""
     try:

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PATIENCE, PROMPT, Ending, shares_memory
-from tpkernels import _C
+from tpkernels import _C, groups
 from tpkernels.symm import colocation, rendezvous
 
 WORLD = 3
@@ -65,6 +66,62 @@ def test_a_rank_that_fails_in_the_first_set_up_tells_the_others(where: str) -> N
             assert first.error == "PeerLostError" and first.peer == 2, first
             assert reason in first.text and "rank 2" in first.text, first
             assert first.seconds < 0.4 + PROMPT, first
+
+
+def no_thread_job() -> tuple[Ending, str | None, Ending]:
+    """Rank 0 can start no thread to accept those that try to reach it."""
+    group, start = faults.group_of(dist.new_group()), threading.Thread.start
+
+    def start_none(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if dist.get_rank() == 0:
+        threading.Thread.start = start_none  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = faults.ending_of(lambda: tpkernels.init(group, 6.0, faults.WORKSPACE_BYTES))
+    threading.Thread.start = start  # type: ignore[method-assign]
+    why = groups.get(group.group_name).why_not_shared
+    return first, why, faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+def test_a_rank_0_without_threads_tells_the_others(ranks: RanksFixture) -> None:
+    for first, why, then in ranks(WORLD).run(no_thread_job):
+        assert not first.error and first.seconds < PROMPT and not then.error, (first, then)
+        assert why == "rank 0 cannot start a thread: can't start new thread"
+
+
+def other_user_job() -> str | None:
+    """Ranks whose effective user is not their real one."""
+    group = faults.group_of(dist.new_group())
+    os.seteuid(65534)
+    try:
+        tpkernels.init(group, 6.0, faults.WORKSPACE_BYTES)
+    finally:
+        os.seteuid(0)
+    return groups.get(group.group_name).why_not_shared
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_effective_user_counts(ranks: RanksFixture) -> None:
+    assert ranks(WORLD).run(other_user_job) == [None] * WORLD
+
+
+def unencodable_job() -> Ending:
+    """Rank 0 leaves with an error whose text has no encoding, such as a file's name."""
+    group = faults.new_group()
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError), groups.told_of_errors(group.group_name):
+            raise OSError("no file \udcff")
+    return faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+def test_an_error_whose_text_has_no_encoding_is_told(ranks: RanksFixture) -> None:
+    first, *others = ranks(WORLD).run(unencodable_job)
+    assert first.error == "GroupBrokenError", first
+    for other in others:
+        assert other.error == "PeerLostError" and other.seconds < PROMPT, other
+        assert "OSError: no file \\udcff" in other.text, other
 
 
 # Strangers.

@@ -22,6 +22,7 @@ from tpkernels.planning.table import Table
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 from tpkernels.symm.host import HostWorkspace
+from tpkernels.text import of_error
 
 
 class Group(Turns):
@@ -219,7 +220,7 @@ class Group(Turns):
         call can run."""
         if self._broken is not None:
             return
-        self._broken = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._broken = of_error(error)
         if self.workspace is not None:
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)

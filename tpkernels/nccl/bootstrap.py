@@ -15,6 +15,7 @@ from tpkernels import _C
 from tpkernels.errors import TpkernelsError
 from tpkernels.nccl.library import facts, load
 from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.text import of_error
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def bootstrap(participant: Participant, library: str | None, options: dict[str, 
         own_error = error
     report: dict[str, Any] = {"options": {**options, "timeout": participant.timeout}}
     if own is None:
-        report["error"] = f"{type(own_error).__name__}: {own_error}"
+        assert own_error is not None  # one of the two
+        report["error"] = of_error(own_error)
     else:
         report |= {"version": own.library.version, "unique_id": own.unique_id.hex()}
     reports = exchange(participant, "NCCL communicator", report)

@@ -20,6 +20,7 @@ from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups import GroupLike
 from tpkernels.nccl import checks, memory
 from tpkernels.nccl.bootstrap import bootstrap
+from tpkernels.text import of_error
 
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _POLL_INTERVAL = 1e-3  # s, between queries of an event
@@ -318,7 +319,7 @@ class Communicator:
         if error is None:
             self.close()
         else:  # Closing would wait for peers that may wait for this rank.
-            self._native.abort(f"{type(error).__name__}: {error}")
+            self._native.abort(of_error(error))
 
     def __repr__(self) -> str:
         return (

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from enum import IntEnum
 from math import prod
@@ -28,6 +29,7 @@ from tpkernels.errors import TpkernelsError
 from tpkernels.nn.checkpoint import gathered
 from tpkernels.nn.sharding import ShardedModule
 from tpkernels.ops.all_gather import all_gather
+from tpkernels.text import of_error
 
 _INTERVAL = 1.0  # s, between messages of rank 0
 _LENGTH = 1024  # bytes of a message, with the text of an error
@@ -63,7 +65,21 @@ class SavePretrained:
     """The ``save_pretrained`` of one model; see `tpkernels.parallelize`."""
 
     def __init__(self, model: Any, group: str) -> None:
-        self._model, self._group = model, group
+        # Not kept alive: the model has this as an attribute.
+        self._reference, self._group = weakref.ref(model), group
+
+    def __getstate__(self) -> tuple[Any, str]:
+        return self._model, self._group
+
+    def __setstate__(self, state: tuple[Any, str]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    @property
+    def _model(self) -> Any:
+        model = self._reference()
+        if model is None:
+            raise ReferenceError("the model is gone: keep it for as long as its save_pretrained")
+        return model
 
     def __call__(self, *args: Any, **options: Any) -> None:
         """Takes the arguments of transformers' method. Collective: all ranks call it.
@@ -74,8 +90,9 @@ class SavePretrained:
             RuntimeError: rank 0 could not write; rank 0 itself raises its own error.
             TpkernelsError: a peer was lost, timed out or made a different call.
         """
-        write = type(self._model).save_pretrained
-        given = _by_name(write, self._model, *args, **options)
+        model = self._model
+        write = type(model).save_pretrained
+        given = _by_name(write, model, *args, **options)
         self._check(given)
         group = groups.get(self._group)
         writes = given.get("is_main_process", True)
@@ -84,13 +101,13 @@ class SavePretrained:
                 return
             shards = given.get("state_dict")
             if shards is None:
-                shards = self._model.state_dict()
-            state = gathered(self._model, shards, rank0_only=True)
+                shards = model.state_dict()
+            state = gathered(model, shards, rank0_only=True)
         if group.rank != 0:
             self._wait()
             return
         given |= {"state_dict": state, "is_main_process": True}
-        with self._others_wait(), _as_unsharded(self._model):
+        with self._others_wait(), _as_unsharded(model):
             write(**given)
 
     def _check(self, given: dict[str, Any]) -> None:
@@ -109,12 +126,13 @@ class SavePretrained:
 
     def _say(self, word: Word = Word.SKIP, text: str = "") -> tuple[Word, str]:
         """Sends rank 0's message; returns it on all ranks. Collective."""
-        group = groups.get(self._group)
-        mine = bytes([word, *text.encode()])[:_LENGTH].ljust(_LENGTH, b"\0")
-        device = next(self._model.parameters()).device
-        data = torch.tensor(list(mine if group.rank == 0 else b""), device=device).float()
-        sizes = [_LENGTH, *[0] * (group.world - 1)]
-        said = bytes(map(int, all_gather(data, self._group, shard_sizes=sizes).tolist()))
+        with groups.told_of_errors(self._group):
+            group = groups.get(self._group)
+            mine = bytes([word, *text.encode()])[:_LENGTH].ljust(_LENGTH, b"\0")
+            device = next(self._model.parameters()).device
+            data = torch.tensor(list(mine if group.rank == 0 else b""), device=device).float()
+            sizes = [_LENGTH, *[0] * (group.world - 1)]
+            said = bytes(map(int, all_gather(data, self._group, shard_sizes=sizes).tolist()))
         return Word(said[0]), said[1:].rstrip(b"\0").decode(errors="ignore")
 
     def _wait(self) -> None:
@@ -139,19 +157,21 @@ class SavePretrained:
                 lost.append(error)
 
         thread = threading.Thread(target=keep, name="tpkernels-saving", daemon=True)
-        thread.start()
         word, text = Word.DONE, ""
         try:
+            thread.start()
             yield
         except BaseException as error:
-            word, text = Word.FAILED, f"{type(error).__name__}: {error}"
+            word, text = Word.FAILED, of_error(error)
             raise
         finally:
-            ended.set()
-            thread.join()
-            with contextlib.suppress(*[TpkernelsError] if word is Word.FAILED else []):
-                if not lost:
-                    self._say(word, text)
+            with groups.told_of_errors(self._group):
+                ended.set()
+                if thread.ident is not None:  # it could be started
+                    thread.join()
+                with contextlib.suppress(*[TpkernelsError] if word is Word.FAILED else []):
+                    if not lost:
+                        self._say(word, text)
         if lost:
             raise lost[0]
 

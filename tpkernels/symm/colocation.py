@@ -37,10 +37,13 @@ def probe_colocation(
         with contextlib.ExitStack() as stack:
             name = why_not = None
             try:
-                listener, name = stack.enter_context(listening("reach"))
+                listener, own_name = stack.enter_context(listening("reach"))
                 stack.enter_context(_accepting(listener))
+                name = own_name
             except OSError as error:
                 why_not = f"cannot open a socket: {error.strerror}"
+            except RuntimeError as error:
+                why_not = f"cannot start a thread: {error}"
             said = exchange(participant, "init", {"socket": name, **say})
             answers = exchange(participant, "reach", {"why_not": why_not})
     else:
@@ -86,7 +89,7 @@ def _why_not_reached(name: str | None, seconds: float) -> str | None:
             f"does not reach rank 0's Unix socket ({error.strerror or error}): another host, or "
             "containers that share no network namespace"
         )
-    return None if user == os.getuid() else f"is user {os.getuid()}, rank 0 is user {user}"
+    return None if user == os.geteuid() else f"is user {os.geteuid()}, rank 0 is user {user}"
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from typing import Any
 from torch.distributed import Store
 
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
+from tpkernels.text import of_error
 
 _PAUSES = 1e-4, 0.01  # s between looks at the store: at first, and at most
 _RARELY = 0.05  # s between looks for what is not expected: messages of failure, changed words
@@ -83,7 +84,7 @@ class Participant:
         peer = error.peer if isinstance(error, TpkernelsError) else None
         note = {
             "rank": self.rank,
-            "why": f"{type(error).__name__}: {error}".removesuffix(": "),
+            "why": of_error(error),
             "late": isinstance(error, CollectiveTimeoutError),
             "peer": self.rank if peer is None else peer,
         }

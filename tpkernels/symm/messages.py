@@ -96,7 +96,7 @@ def receive(connection: socket.socket, most_descriptors: int) -> tuple[dict[str,
 
 
 def user_of(connection: socket.socket) -> int:
-    """The user on the other side of a Unix socket."""
+    """The effective user on the other side of a Unix socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("3i", credentials)[1])
 

@@ -151,7 +151,7 @@ def _welcome(
                 assert isinstance(connection, socket.socket)  # for the type checker
                 if connection is listener:
                     guest = open_files.enter_context(listener.accept()[0])
-                    if user_of(guest) == os.getuid():
+                    if user_of(guest) == os.geteuid():
                         selector.register(guest, selectors.EVENT_READ)
                     else:
                         guest.close()
@@ -178,10 +178,10 @@ def _hello(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _join(
     participant: Participant, connection: socket.socket, token: str, region_bytes: int, parts: Parts
 ) -> MappedArena:
-    if user_of(connection) != os.getuid():
+    if user_of(connection) != os.geteuid():
         raise PeerLostError(
             f"set-up of group '{participant.group}': user {user_of(connection)} listens in rank "
-            f"0's place, not this user, {os.getuid()}",
+            f"0's place, not this user, {os.geteuid()}",
             peer=0,
         )
     own = _C.host.open_pidfd(os.getpid())
