@@ -6,7 +6,8 @@ The protocol and its proof are in kernels/sync.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol, cast
 
@@ -153,3 +154,12 @@ class DeviceWorkspace:
         protocol (negative controls)."""
         self._chaos = {"seed": seed, "CHAOS": max_delay_us * 2000 + skip_waits}
         self.buffer_stride = 0 if single_buffer else self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call prepared for its tensors: what it needs of a workspace, and its kernels' launch."""
+
+    words: int  # from one source
+    buffer_bytes: int
+    run: Callable[[DeviceWorkspace, int], None]  # takes the workspace and the call's signature
