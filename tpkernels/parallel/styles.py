@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tpkernels import dtypes
+from tpkernels.integers import ceil_div
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -255,7 +256,7 @@ def _uneven(total: int, world: int) -> list[int] | None:
 
 def _sizes(total: int, world: int) -> list[int]:
     """DTensor's split of ``total`` rows, which is that of ``torch.chunk``."""
-    most = -(-total // world)
+    most = ceil_div(total, world)
     return [max(0, min(most, total - rank * most)) for rank in range(world)]
 
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from tpkernels.integers import round_up
+
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
 
@@ -28,11 +30,7 @@ MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
 def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
     """Bytes of a region with that many words from each source and buffers of that size."""
-    return _aligned(2 * world * words * _WORD) + 2 * _aligned(buffer_bytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(2 * world * words * _WORD, _ALIGNMENT) + 2 * round_up(buffer_bytes, _ALIGNMENT)
 
 
 class Region(Protocol):
@@ -75,8 +73,8 @@ class DeviceWorkspace:
             pinned = self.regions.is_cuda  # host and kernel write it while the other looks
             self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
         self.rank, self.world = rank, len(addresses)
-        self.words, self.buffer_bytes = words, _aligned(buffer_bytes)
-        self.buffers_at = _aligned(2 * self.world * words * _WORD)
+        self.words, self.buffer_bytes = words, round_up(buffer_bytes, _ALIGNMENT)
+        self.buffers_at = round_up(2 * self.world * words * _WORD, _ALIGNMENT)
         self.timeout = timeout
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self._chaos = {"seed": 0, "CHAOS": 0}
