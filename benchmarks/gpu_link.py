@@ -147,15 +147,14 @@ class Gather:
 
         space, side = self.ranks.spaces[0], self.ranks.side
         config = choose(self.rows.device, self.rows.dtype, self.whole.shape[0])
-        _, step = kernel.chunk_tiles(config, self.rows)
+        launch = kernel.prepare_arriving(config, self.w, None, self.out, self.whole, self.sizes)
         with PacedCall(self.ranks, 2, rate, space.words - 2) as copies, ExitStack() as after:
             fused.bring_rows(
-                copies, side, self.ranks.peers, self.rows, self.whole, self.sizes, step
-            )
+                copies, side, self.ranks.peers, self.rows, self.whole, self.sizes,
+                launch.chunk_rows,
+            )  # fmt: skip
             after.callback(side.join)
-            kernel.multiply_arriving(
-                space, 2, config, self.w, None, self.out, self.whole, self.sizes
-            )
+            launch.run(space, 2)
 
     def matmul(self) -> None:
         torch.matmul(self.whole, self.w, out=self.out)

@@ -157,7 +157,8 @@ def mixed_job(driver: str) -> list[str]:
         out = torch.empty(8, 24)
         if call % 3 == 0:
             w = torch.ones(16, 24)
-            fused.matmul_all_reduce(space, call + 1, INTERPRETER, x, w, None, None, out, F32)
+            launch = fused.prepare(INTERPRETER, x, w, None, None, out, space.world, F32)
+            launch.run(space, call + 1)
             want = 16 * (1.0 + call) * space.world
         elif call % 3 == 1:
             cuda.all_reduce(space, call + 1, out.fill_(call), out)
@@ -187,9 +188,8 @@ def pulled_job(driver: str) -> int:
         x = torch.full((8, 16), 1.0 + call)
         out, gathered = torch.empty(8 * space.world, 16), torch.empty(8 * space.world, 16)
         sizes = (8,) * space.world
-        gather.all_gather_matmul(
-            space, call + 1, INTERPRETER, x, [weight], [None], [out], gathered, sizes
-        )
+        launch = gather.prepare(INTERPRETER, x, [weight], [None], [out], gathered, sizes)
+        launch.run(space, call + 1)
         with cuda.CopyCall(space, call + 100) as copies:
             copies.put(everything, 0)
         wrong += not bool((out == 1.0 + call).all())

@@ -77,7 +77,7 @@ def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
 def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
     """Odd sizes exclude tensor descriptors; fewer arguments must not break what needs them."""
     config = replace(TABLE[90, 2, False], tma=False)
-    found = build(name, tl.float16, 90, config, divisible=False, WORLD=world, bias=None)
+    found = build(name, tl.float16, 90, config, divisible=False, world=world, bias=None)
     assert found.count(TENSOR_CORES[90]) > 0
 
 

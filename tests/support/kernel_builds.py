@@ -19,7 +19,8 @@ from tpkernels.kernels import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from tpkernels.kernels.configs import MatmulConfig
+from tpkernels.kernels.arguments import SCALARS, Workspace
+from tpkernels.kernels.configs import MatmulConfig, Tiling
 
 NAMES = {tl.float32: "fp32", tl.float16: "fp16", tl.bfloat16: "bf16"}
 WORLD = 4
@@ -52,7 +53,7 @@ def do_nothing(context, owner, tile_m):  # type: ignore[no-untyped-def]
 _DATA = {"a", "b", "bias", "residual", "out", "gathered", "x"}
 _WORDS = {"regions", "state", "control"}
 _ALIGNED = _DATA | _WORDS | {"starts", "slot_bytes", "results_at", "buffers_at", "buffer_stride"}
-_ODD = {"rank", "signature", "timeout_ns", "seed"}
+_TUPLES: dict[str, Any] = {"segments": matmul.Segments, "workspace": Workspace}
 
 
 @dataclass(frozen=True)
@@ -83,37 +84,40 @@ def build(
 ) -> Build:
     """Compiles one kernel; addresses are multiples of 16, and so are sizes if ``divisible``."""
     kernel, own = KERNELS[name]
-    constants = {
+    constants: dict[str, Any] = {
         "WIRE": dtype,
-        "WORLD": WORLD,
-        "CHAOS": 2000 if delays else 0,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "SUM_M": config.sum_m,
-        "A_TMA": config.tma,
-        "B_TMA": b_major if config.tma else "no",
+        "world": WORLD,
+        "chaos": 2000 if delays else 0,
+        "stride_bk" if b_major == "k" else "stride_bn": 1,
+        "tiling": Tiling(
+            *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
+            *(config.tma, b_major if config.tma else "no"),
+        ),
         **own,
     } | changed
-    if b_major == "k":
-        constants |= {"stride_bk": 1}
-    else:
-        constants |= {"stride_bn": 1}
-    signature, attributes, used = {}, {}, {}
-    for at, arg in enumerate(kernel.arg_names):
+    constants["number"] = 1 if constants.get("ONE_SHOT") else constants["world"]
+    used: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def type_of(arg: str, *path: int) -> Any:
+        """The type of an argument or a field, as a launch would find it."""
+        if arg in _TUPLES:
+            fields = enumerate(_TUPLES[arg]._fields)
+            return _TUPLES[arg](*(type_of(field, *path, at) for at, field in fields))
         if arg in constants:
-            signature[arg], used[arg] = "constexpr", constants[arg]
-        elif arg in _DATA:
-            signature[arg] = f"*{NAMES[dtype]}"
-        elif arg in _WORDS:
-            signature[arg] = "*i64"
-        elif arg == "starts":
-            signature[arg] = "*i32"
-        else:
-            signature[arg] = "i64" if arg == "timeout_ns" else "i32"
-        if arg not in constants and arg not in _ODD and (divisible or arg in _ALIGNED):
-            attributes[at,] = [["tt.divisibility", 16]]
+            used[path] = constants[arg]
+            return "constexpr"
+        if arg not in SCALARS and (divisible or arg in _ALIGNED):
+            attributes[path] = [["tt.divisibility", 16]]
+        if arg in _DATA:
+            return f"*{NAMES[dtype]}"
+        if arg in _WORDS:
+            return "*i64"
+        if arg == "starts":
+            return "*i32"
+        return "i64" if arg == "timeout_ns" else "i32"
+
+    signature = {arg: type_of(arg, at) for at, arg in enumerate(kernel.arg_names)}
     source = triton.compiler.ASTSource(kernel, signature, used, attributes)
     target = GPUTarget("cuda", arch, 32)
     compiled = triton.compile(source, target=target, options=config.launch())

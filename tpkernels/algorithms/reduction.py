@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import _C, dtypes
+from tpkernels.integers import ceil_div
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, recorded
 
@@ -76,7 +77,7 @@ def _reduce_by_torch(
     if reduction.bias is not None and count:
         columns = reduction.bias.numel()
         bias = reduction.bias.roll(-(begin % columns))
-        total += bias.repeat(-(-count // columns))[:count]
+        total += bias.repeat(ceil_div(count, columns))[:count]
     if reduction.residual is not None:
         total += reduction.residual.view(-1)[begin : begin + count]
     out.view(-1).copy_(total)

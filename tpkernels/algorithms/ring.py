@@ -34,6 +34,7 @@ from tpkernels.algorithms.shards import (
     shard_shape,
 )
 from tpkernels.call import Call
+from tpkernels.integers import ceil_div
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import TRANSFER, recorded
@@ -226,7 +227,7 @@ def _all_reduce(
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """``out`` may be ``x``: a part of it is overwritten by its sum, when that is complete."""
     flat, world = x.contiguous().view(-1), call.group.world
-    part = -(-flat.numel() // world)
+    part = ceil_div(flat.numel(), world)
     edges = [min(flat.numel(), r * part) for r in range(world + 1)]
 
     def part_of(owner: int) -> torch.Tensor:
@@ -239,7 +240,7 @@ def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
     problem, rows, world = call.problem, as_rows(x), call.group.world
-    columns, part = w.shape[1], -(-problem.rows // world)
+    columns, part = w.shape[1], ceil_div(problem.rows, world)
     edges = [min(problem.rows, r * part) for r in range(world + 1)]
     out = empty(problem.shape, reduction.out_dtype, x.device)
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
+from tpkernels.integers import ceil_div
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.transport.point_to_point import enter
@@ -155,7 +156,7 @@ def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduc
     step = _step(call, x) * group.world
     for first in range(0, flat.numel(), step):
         count = min(step, flat.numel() - first)
-        part = -(-count // group.world)
+        part = ceil_div(count, group.world)
         edges = [first + min(count, r * part) for r in range(group.world + 1)]
         received = _scatter(call, [flat[a:b] for a, b in itertools.pairwise(edges)])
         own = result.new_empty(part)

@@ -33,6 +33,7 @@ from tpkernels.bench.options import UsageError
 from tpkernels.bench.session import gather_objects, tensors_of_all
 from tpkernels.bench.timing import Samples, Variant, measure
 from tpkernels.bench.verification import Verdict, verify
+from tpkernels.integers import ceil_div
 
 _LARGEST_HEAD = 128
 _DECODE_TOKENS = 8
@@ -60,7 +61,7 @@ class LayerShape:
 
     def heads(self, world: int) -> int:
         """The fewest that give every rank a head of at most 128 columns."""
-        fewest = max(world, -(-self.hidden // _LARGEST_HEAD))
+        fewest = max(world, ceil_div(self.hidden, _LARGEST_HEAD))
         return next(n for n in range(fewest, self.hidden + 1) if self.hidden % n == 0)
 
 

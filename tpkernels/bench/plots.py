@@ -17,6 +17,7 @@ from tpkernels.bench.output import byte_size
 from tpkernels.bench.results import Interval, Report, Result, gemm
 from tpkernels.bench.table import size_of
 from tpkernels.bench.trace import COMPUTE, COPY, MOVE, WAIT, lanes
+from tpkernels.integers import ceil_div
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,7 +127,7 @@ def _figure(
     if not drawn:
         return None
     columns = min(_COLUMNS, len(drawn))
-    lines = -(-len(drawn) // columns)
+    lines = ceil_div(len(drawn), columns)
     canvas = Canvas(figsize=(columns * _WIDTH, lines * _HEIGHT + 0.4), layout="constrained")
     canvas.suptitle(title)
     grid = canvas.subplots(lines, columns, squeeze=False).flatten()

@@ -1,24 +1,28 @@
 """CUDA C++ kernels and copies over symmetric memory: the Python face of ``csrc/cuda``.
 
-Importing this touches no driver. What needs one raises ``NotImplementedError`` that says what is
-missing. The calls take the ``DeviceWorkspace`` of a group and run on torch's current stream of its
-device; they return when they are queued, and ``space.failure()`` tells, once the stream has caught
-up, whether a wait has failed.
+Importing this touches no driver. A function that needs one raises ``NotImplementedError`` and says
+what is missing. The calls take the ``DeviceWorkspace`` of a group and run on torch's current stream
+of its device. They return when they are queued; once the stream has caught up, ``space.failure()``
+tells whether a wait has failed.
 """
 
 from tpkernels.cuda.calls import (
     ONE_SHOT_BYTES,
     WAYS,
     all_reduce,
-    all_reduce_way,
     barrier,
-    layout,
     paced_copy,
+    prepare_all_reduce,
     sum_partials,
 )
 from tpkernels.cuda.copies import CopyCall
 from tpkernels.cuda.image import driver_status, image_status, unsupported
-from tpkernels.cuda.shards import all_gather, reduce_scatter
+from tpkernels.cuda.shards import (
+    all_gather,
+    prepare_all_gather,
+    prepare_reduce_scatter,
+    reduce_scatter,
+)
 
 __all__ = [
     "ONE_SHOT_BYTES",
@@ -26,12 +30,13 @@ __all__ = [
     "CopyCall",
     "all_gather",
     "all_reduce",
-    "all_reduce_way",
     "barrier",
     "driver_status",
     "image_status",
-    "layout",
     "paced_copy",
+    "prepare_all_gather",
+    "prepare_all_reduce",
+    "prepare_reduce_scatter",
     "reduce_scatter",
     "sum_partials",
     "unsupported",

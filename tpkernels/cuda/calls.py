@@ -24,14 +24,15 @@ from tpkernels.cuda.checks import (
 )
 from tpkernels.cuda.image import kernels
 from tpkernels.dtypes import CODES
-from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.integers import ceil_div, round_up
+from tpkernels.symm.device import DeviceWorkspace, Launch
 
 WAYS = ("one_shot", "two_shot", "multimem")  # the codes of csrc/cuda/kernels.h
 
-# Bytes of x up to which every rank sums all of it. Not measured.
+# Largest x, in bytes, that is reduced one-shot. Not measured.
 ONE_SHOT_BYTES = 256 << 10
-# Blocks of an all-reduce, and elements that each is to have at least; alike on all ranks, and few,
-# since they take SMs from a matmul. Not measured.
+# Most blocks of an all-reduce, and fewest elements for each. The same on all ranks, and few, since
+# blocks take SMs from a matmul. Not measured.
 _REDUCE_BLOCKS, _REDUCE_SHARD = 64, 4096
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048
 _LONGEST_COPY_S = 10.0
@@ -53,10 +54,10 @@ class BufferLayout:
 
 def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> BufferLayout:
     """For elements of that many bytes before and after the sum."""
-    blocks = min(_REDUCE_BLOCKS, max(1, -(-count // _REDUCE_SHARD)))
-    segment = count if way == "one_shot" else _up(-(-count // world), _SEGMENT_UNIT)
-    slot = 0 if way == "multimem" else _up(segment * x_bytes, _SLOT_ALIGNMENT)
-    results = _up(count * out_bytes, _SLOT_ALIGNMENT)  # multimem: all of x, summed in place
+    blocks = min(_REDUCE_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARD)))
+    segment = count if way == "one_shot" else round_up(ceil_div(count, world), _SEGMENT_UNIT)
+    slot = 0 if way == "multimem" else round_up(segment * x_bytes, _SLOT_ALIGNMENT)
+    results = round_up(count * out_bytes, _SLOT_ALIGNMENT)  # multimem: all of x, summed in place
     return BufferLayout(
         blocks,
         segment,
@@ -65,10 +66,6 @@ def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Bu
         world * slot + (0 if way == "one_shot" else results),
         1 + blocks * (1 if way == "one_shot" else 2),
     )
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 def all_reduce_way(x: torch.Tensor) -> str:
@@ -136,6 +133,23 @@ def all_reduce(
         )
 
 
+def prepare_all_reduce(
+    world: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> Launch:
+    """An ``all_reduce`` over ``world`` ranks that goes in one piece."""
+    way = all_reduce_way(x)
+    needs = layout(way, x.numel(), world, x.element_size(), out.element_size())
+
+    def run(space: DeviceWorkspace, signature: int) -> None:
+        all_reduce(space, signature, x, out, bias, residual, way)
+
+    return Launch(needs.words, needs.nbytes, run)
+
+
 def _columns(x: torch.Tensor) -> int:
     return x.shape[-1] if x.dim() else 1
 
@@ -170,7 +184,7 @@ def _largest_piece(
                 f"the workspace has {space.words} words from each source and buffers of "
                 f"{space.buffer_bytes} bytes: too few for an all-reduce"
             )
-        piece = _up(piece // 2, _SEGMENT_UNIT)
+        piece = round_up(piece // 2, _SEGMENT_UNIT)
     return piece
 
 
@@ -202,7 +216,7 @@ def sum_partials(
     device, stream = device_and_stream(out.device)
     kernels(device).sum_partials(
         stream,
-        min(_SUM_BLOCKS, max(1, -(-out.numel() // _SUM_SHARE))),
+        min(_SUM_BLOCKS, max(1, ceil_div(out.numel(), _SUM_SHARE))),
         out.data_ptr(),
         [partial.data_ptr() for partial in partials],
         CODES[first.dtype],

@@ -21,12 +21,13 @@ from tpkernels.errors import (
 )
 from tpkernels.symm import device
 from tpkernels.symm.cuda import CudaWorkspace
+from tpkernels.symm.device import Launch
 
 
 @contextlib.contextmanager
 def queued(call: Call, on: torch.device, words: int, buffer_bytes: int) -> Iterator[CudaWorkspace]:
-    """A call that is left to run, in a workspace (``current``) of that many words from each source
-    and such buffers; what became of the calls before is found here."""
+    """A call whose work is only queued, in a workspace (``current``) with that many words from each
+    source and such buffers. Raises if an earlier call of the group has failed meanwhile."""
     memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
     failure = memory.failure()
     if failure is None or failure[0] == device.ABORTED:
@@ -35,6 +36,12 @@ def queued(call: Call, on: torch.device, words: int, buffer_bytes: int) -> Itera
         raise kernel_error(call, "an earlier call of the group, found by ", *failure)
     with memory.in_order():
         yield memory
+
+
+def queue(call: Call, on: torch.device, launch: Launch) -> None:
+    """Queues a prepared call."""
+    with queued(call, on, launch.words, launch.buffer_bytes) as memory:
+        launch.run(memory.current, call.plan.signature)
 
 
 def kernel_error(

@@ -1,11 +1,12 @@
 """All-gather and reduce-scatter of rows, each in one launch: every rank pushes to all others.
 
-Few bytes are pushed faster than copy engines are started (``copies.py``); none of it is measured.
+A push of few bytes should take less time than starting copy engines (``copies.py``). Not measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +21,60 @@ from tpkernels.cuda.checks import (
 )
 from tpkernels.cuda.image import kernels
 from tpkernels.dtypes import CODES
-from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.integers import ceil_div, round_up
+from tpkernels.symm.device import DeviceWorkspace, Launch
 
-# Blocks of a call, and bytes of a shard that each is to have at least; alike on all ranks. Not
-# measured.
+# Most blocks of a call, and fewest bytes of a shard for each; the same on all ranks. Not measured.
 _BLOCKS, _BLOCK_BYTES = 64, 8 << 10
 _ALIGNMENT = 256  # bytes, of a slot
 
 
-def requirements(sizes: Sequence[int], row_bytes: int) -> tuple[int, int]:
-    """(words from one source, bytes of a buffer) that a call needs."""
-    return 1 + _blocks(sizes, row_bytes), len(sizes) * _slot_bytes(sizes, row_bytes)
+def prepare_all_gather(x: torch.Tensor, out: torch.Tensor, sizes: tuple[int, ...]) -> Launch:
+    """``out = concat_r(x_r)``. Contiguous, fp32, fp16 or bf16: x [sizes[rank], row], out
+    [sum(sizes), row].
+
+    The launch raises:
+        ValueError: an argument does not fit the others, or the workspace is too small.
+        NotImplementedError: no driver or GPU; a dtype.
+    """
+    cut = _cut(x, sizes)
+
+    def run(space: DeviceWorkspace, signature: int) -> None:
+        _check(space, cut, x, out, sizes[space.rank], sum(sizes))
+        if out.dtype != x.dtype:
+            raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must be alike")
+        device, _ = device_and_stream(x.device)
+        after = epilogue(x.dtype, None, None)
+        _launch(kernels(device).gather, space, signature, cut, x, out, after)
+
+    return Launch(cut.words, cut.buffer_bytes, run)
+
+
+def prepare_reduce_scatter(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    sizes: tuple[int, ...],
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> Launch:
+    """``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order of the
+    ranks. Contiguous, fp32, fp16 or bf16: x [sum(sizes), row], out and residual [sizes[rank], row],
+    each with a dtype of its own; bias fp32 [row]. The launch raises what that of
+    ``prepare_all_gather`` does."""
+    cut = _cut(x, sizes)
+
+    def run(space: DeviceWorkspace, signature: int) -> None:
+        _check(space, cut, x, out, sum(sizes), sizes[space.rank])
+        check_contiguous(x.device, bias=bias, residual=residual)
+        check_dtypes(residual=residual)
+        check_bias(bias, x.shape[1])
+        if residual is not None and residual.shape != out.shape:
+            raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
+        device, _ = device_and_stream(x.device)
+        after = epilogue(out.dtype, bias, residual)
+        _launch(kernels(device).scatter, space, signature, cut, x, out, after)
+
+    return Launch(cut.words, cut.buffer_bytes, run)
 
 
 def all_gather(
@@ -40,18 +84,8 @@ def all_gather(
     out: torch.Tensor,
     sizes: tuple[int, ...],
 ) -> None:
-    """``out = concat_r(x_r)``. Contiguous, fp32, fp16 or bf16: x [sizes[rank], row], out
-    [sum(sizes), row].
-
-    Raises:
-        ValueError: an argument does not fit the others, or the workspace is too small.
-        NotImplementedError: no driver or GPU; a dtype.
-    """
-    _check(space, sizes, x, out, sizes[space.rank], sum(sizes))
-    if out.dtype != x.dtype:
-        raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must be alike")
-    device, _ = device_and_stream(x.device)
-    _launch(kernels(device).gather, space, signature, x, out, sizes, epilogue(x.dtype, None, None))
+    """The launch of ``prepare_all_gather``."""
+    prepare_all_gather(x, out, sizes).run(space, signature)
 
 
 def reduce_scatter(
@@ -63,28 +97,43 @@ def reduce_scatter(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order of the
-    ranks. Contiguous, fp32, fp16 or bf16: x [sum(sizes), row], out and residual [sizes[rank], row],
-    of dtypes of their own; bias fp32 [row]. Raises as ``all_gather`` does."""
-    _check(space, sizes, x, out, sum(sizes), sizes[space.rank])
-    check_contiguous(x.device, bias=bias, residual=residual)
-    check_dtypes(residual=residual)
-    check_bias(bias, x.shape[1])
-    if residual is not None and residual.shape != out.shape:
-        raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
-    device, _ = device_and_stream(x.device)
-    after = epilogue(out.dtype, bias, residual)
-    _launch(kernels(device).scatter, space, signature, x, out, sizes, after)
+    """The launch of ``prepare_reduce_scatter``."""
+    prepare_reduce_scatter(x, out, sizes, bias, residual).run(space, signature)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the kernels are cut for shards of ``sizes`` rows."""
+
+    sizes: tuple[int, ...]
+    blocks: int
+    slot_bytes: int
+
+    @property
+    def words(self) -> int:
+        return 1 + self.blocks
+
+    @property
+    def buffer_bytes(self) -> int:
+        return len(self.sizes) * self.slot_bytes
+
+
+def _cut(x: torch.Tensor, sizes: tuple[int, ...]) -> _Cut:
+    row_bytes = x.shape[1] * x.element_size() if x.dim() == 2 else 0  # `_check` refuses others
+    shard_bytes = max(sizes) * row_bytes
+    blocks = min(_BLOCKS, max(1, ceil_div(shard_bytes, _BLOCK_BYTES)))
+    return _Cut(sizes, blocks, round_up(shard_bytes, _ALIGNMENT))
 
 
 def _check(
     space: DeviceWorkspace,
-    sizes: tuple[int, ...],
+    cut: _Cut,
     x: torch.Tensor,
     out: torch.Tensor,
     x_rows: int,
     out_rows: int,
 ) -> None:
+    sizes = cut.sizes
     check_contiguous(space.regions.device, x=x, out=out)
     check_dtypes(x=x, out=out)
     if len(sizes) != space.world or x.dim() != 2:
@@ -95,11 +144,10 @@ def _check(
             f"x is {list(x.shape)}, out {list(out.shape)}; with sizes {list(sizes)} rank "
             f"{space.rank} has {[x_rows, row]} and {[out_rows, row]}"
         )
-    words, nbytes = requirements(sizes, row * x.element_size())
-    if not space.holds(words, nbytes):
+    if not space.holds(cut.words, cut.buffer_bytes):
         raise ValueError(
             f"the workspace has {space.words} words from each source and buffers of "
-            f"{space.buffer_bytes} bytes; this call needs {words} and {nbytes}"
+            f"{space.buffer_bytes} bytes; this call needs {cut.words} and {cut.buffer_bytes}"
         )
 
 
@@ -107,30 +155,20 @@ def _launch(
     kernel: Callable[..., None],
     space: DeviceWorkspace,
     signature: int,
+    cut: _Cut,
     x: torch.Tensor,
     out: torch.Tensor,
-    sizes: tuple[int, ...],
     after: Any,
 ) -> None:
-    row = x.shape[1]
-    row_bytes = row * x.element_size()
     kernel(
         device_and_stream(x.device)[1],
         space_of(space, signature),
-        _blocks(sizes, row_bytes),
+        cut.blocks,
         x.data_ptr(),
         out.data_ptr(),
-        space.starts(sizes).data_ptr(),
-        row,
+        space.starts(cut.sizes).data_ptr(),
+        x.shape[1],
         CODES[x.dtype],
-        _slot_bytes(sizes, row_bytes),
+        cut.slot_bytes,
         after,
     )
-
-
-def _blocks(sizes: Sequence[int], row_bytes: int) -> int:
-    return min(_BLOCKS, max(1, -(-max(sizes) * row_bytes // _BLOCK_BYTES)))
-
-
-def _slot_bytes(sizes: Sequence[int], row_bytes: int) -> int:
-    return -(-max(sizes) * row_bytes // _ALIGNMENT) * _ALIGNMENT

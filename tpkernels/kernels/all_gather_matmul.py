@@ -1,27 +1,41 @@
-"""``y = concat_r(x_r) @ w`` in one kernel: rows that are here are multiplied while others travel.
+"""``y = concat_r(x_r) @ w`` in one kernel: local rows are multiplied while others travel.
 
 Problem: rank r has rows [starts[r], starts[r+1]) of x; every rank needs all of them, in `gathered`.
 
-Algorithm, few bytes: a first kernel copies the own rows into symmetric memory, for the peers, and
-into `gathered`. In the second, the first FETCHERS programs bring the peers' rows into `gathered`, a
-row of tiles at a time, from rank+1 on; the others run the tile loop, own rows first, then those of
-rank+1, ... as they arrive. Many bytes: copy engines bring the peers' rows, chunk by chunk, in a
-call of several launches (csrc/cuda/copies.h) of which the tile loop is a part; algorithms/fused.py.
+Algorithm, few bytes: a first kernel copies this rank's rows into symmetric memory, for the peers,
+and into `gathered`. In the second kernel, the first FETCHERS programs bring the peers' rows into
+`gathered`, a row of tiles at a time, starting with rank+1. The other programs run the tile loop:
+this rank's rows first, then those of rank+1, ... as they arrive. Many bytes: copy engines bring the
+peers' rows, chunk by chunk. Such a call has several launches (csrc/cuda/copies.h), and the tile
+loop is one of them; see algorithms/fused.py.
 
 Sync: ENTERED of a peer says that its rows are in its buffer, since the copy is an earlier kernel of
 the stream. A fetcher waits for it, and for each chunk publishes a word to its own rank, TILES +
-chunk from the chunk's owner; a tile waits for the word of its chunk. Where copy engines do that,
-the stream they work on publishes these words.
+chunk from the chunk's owner; a tile waits for the word of its chunk. When copy engines bring the
+rows, their stream publishes these words.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from tpkernels.integers import ceil_div
+from tpkernels.kernels.arguments import SCALARS, launch_arguments
 from tpkernels.kernels.configs import MatmulConfig
-from tpkernels.kernels.matmul import matmul, matmul_tiles, segment, store_result
+from tpkernels.kernels.matmul import (
+    Product,
+    Result,
+    matmul,
+    matmul_tiles,
+    segment,
+    segments_of,
+    store_result,
+)
 from tpkernels.kernels.sync import (
     ENTERED,
     TILES,
@@ -37,148 +51,116 @@ from tpkernels.kernels.sync import (
     publish_from,
     wait_for,
 )
-from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.device import DeviceWorkspace, Launch
 
-FIRST_CHUNK = TILES.value  # the word of it
+FIRST_CHUNK = TILES.value  # the word of the first chunk from a rank
 COPY_BLOCK = 4096  # elements that a program copies at a time
-# Bytes of a chunk that copy engines bring, and programs that make room for the kernels which wait
-# for it and tell of it. Not measured.
+# Bytes of a chunk that copy engines bring, and multiprocessors that the grid leaves free for the
+# kernels that wait for the chunks and publish their words. Not measured.
 _CHUNK_BYTES, _ROOM = 8 << 20, 2
 
 
 @triton.jit
 def copy_elements(source, to, count, lane, lanes, BLOCK: tl.constexpr):
-    """Copies ``count`` elements, ``lane`` of ``lanes`` its part of them."""
+    """Copies this program's part of ``count`` elements; it is ``lane`` of ``lanes``."""
     for begin in range(lane * BLOCK, count, lanes * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         tl.store(to + at, tl.load(source + at, mask=at < count), mask=at < count)
 
 
-@triton.jit
-def shard_kernel(
-    x, gathered, count, regions, state, rank, buffers_at, buffer_stride, BLOCK: tl.constexpr
-):
-    """Copies this rank's rows to where the peers, and where its own tiles find them."""
-    own = next_buffer(regions, state, rank, buffers_at, buffer_stride)
-    own = pointer(own, x.dtype.element_ty)
+@triton.jit(do_not_specialize=["rank"])
+def shard_kernel(x, gathered, count, workspace, rank, BLOCK: tl.constexpr):
+    """Copies this rank's rows to where the peers find them, and to where its own tiles do."""
+    own = pointer(next_buffer(workspace, rank), x.dtype.element_ty)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
-    if failed(state):
+    if failed(workspace.state):
         count = 0
     copy_elements(x, own, count, lane, lanes, BLOCK)
     copy_elements(x, gathered, count, lane, lanes, BLOCK)
 
 
 @triton.jit
-def _fetch(
-    peers,
-    gathered,
-    starts,
-    M,
-    K,
-    lane,
-    lanes,
-    WORLD: tl.constexpr,
-    CHAOS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    COPY: tl.constexpr,
-):
+def _fetch(peers, gathered, segments, K, lane, lanes, BLOCK_M: tl.constexpr, COPY: tl.constexpr):
     """Brings the peers' rows; the fetchers take the chunks of all peers in turn."""
+    world = peers.space.world
     turn = lane
-    for i in range(1, WORLD):
-        owner = (peers.rank + i) % WORLD
-        begin, end = segment(starts, M, owner, WORLD)
+    for i in range(1, world):
+        owner = (peers.rank + i) % world
+        begin, end = segment(segments, owner)
         chunks = tl.cdiv(end - begin, BLOCK_M)
         if turn < chunks:
-            wait_for(peers, owner, ENTERED, CHAOS)
+            wait_for(peers, owner, ENTERED)
         theirs = pointer(buffer_of(peers, owner), gathered.dtype.element_ty)
         for chunk in range(turn, chunks, lanes):
             row = chunk * BLOCK_M
             count = tl.minimum(BLOCK_M, end - begin - row) * K
             to = gathered + (begin + row).to(tl.int64) * K
             copy_elements(theirs + row.to(tl.int64) * K, to, count, 0, 1, COPY)
-            publish_from(peers, peers.rank, owner, TILES + chunk, CHAOS)
+            publish_from(peers, peers.rank, owner, TILES + chunk)
         turn += tl.cdiv(tl.maximum(chunks - turn, 0), lanes) * lanes - chunks
 
 
+class _Arrivals(NamedTuple):
+    """The context of `_await_rows`."""
+
+    peers: Any
+    chunk_tiles: Any  # rows of tiles in a chunk
+    tma: Any  # whether TMA reads the rows; known at compile time
+
+
 @triton.jit
-def _await_rows(context, owner, tile_m):
-    """The `before` hook: waits for the chunk, some rows of tiles."""
-    if owner != context[0].rank:
-        wait_for(context[0], owner, TILES + tile_m // context[3], context[1])
-        if context[2]:
+def _await_rows(arrivals, owner, tile_m):
+    """The `before` hook: waits for the chunk that the tile's rows are in."""
+    if owner != arrivals.peers.rank:
+        wait_for(arrivals.peers, owner, TILES + tile_m // arrivals.chunk_tiles)
+        if arrivals.tma:
             fence_async_proxy()
 
 
-@triton.jit(do_not_specialize=["rank", "signature", "timeout_ns", "seed"])
+@triton.jit(do_not_specialize=SCALARS)
 def all_gather_matmul_kernel(
     gathered,
     b,
     bias,
     out,
-    starts,
-    M,
+    segments,
     N,
     K,
     stride_bk,
     stride_bn,
-    regions,
-    state,
-    control,
+    workspace,
     rank,
     signature,
     timeout_ns,
-    words,
-    buffers_at,
-    buffer_stride,
     seed,
     chunk_tiles,
     PART: tl.constexpr,
     FETCHERS: tl.constexpr,
     COPY: tl.constexpr,
-    WORLD: tl.constexpr,
-    CHAOS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    A_TMA: tl.constexpr,
-    B_TMA: tl.constexpr,
+    tiling: tl.constexpr,
 ):
-    """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``. PART: of
-    a call in which others gather, and which they begin and end."""
-    peers = join(
-        regions, state, control, rank, signature, timeout_ns, words, buffers_at, buffer_stride,
-        seed, WORLD,
-    )  # fmt: skip
+    """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``. PART: other
+    launches begin and end the call and gather the rows."""
+    peers = join(workspace, rank, signature, timeout_ns, seed)
     if not PART:
-        enter(peers, CHAOS)
+        enter(peers)
     lane = tl.program_id(0)
     if lane < FETCHERS:
-        _fetch(
-            peers, gathered, starts, M, K, lane, FETCHERS, WORLD, CHAOS, BLOCK_M, COPY,
-        )  # fmt: skip
+        _fetch(peers, gathered, segments, K, lane, FETCHERS, tiling.block_m, COPY)
     else:
         matmul_tiles(
-            gathered, b, starts, M, N, K, K, stride_bk, stride_bn, rank, lane - FETCHERS,
-            tl.num_programs(0) - FETCHERS, _await_rows, (peers, CHAOS, A_TMA, chunk_tiles),
-            store_result, (out, bias, N), WORLD,
-            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_TMA, B_TMA,
+            Product(gathered, b, N, K, K, stride_bk, stride_bn), segments, rank,
+            lane - FETCHERS, tl.num_programs(0) - FETCHERS,
+            _await_rows, _Arrivals(peers, chunk_tiles, tiling.a_tma),
+            store_result, Result(out, bias, N), tiling,
         )  # fmt: skip
-    if not PART:  # noqa: SIM102 - what is known when compiling and what is not do not mix
-        if finish(peers, CHAOS):
-            poison(out, tl.cast(M, tl.int64) * N)
-            poison(gathered, tl.cast(M, tl.int64) * K)  # what later weights multiply
+    if not PART:  # noqa: SIM102 - a condition known at compile time and one that is not
+        if finish(peers):
+            poison(out, tl.cast(segments.M, tl.int64) * N)
+            poison(gathered, tl.cast(segments.M, tl.int64) * K)  # later products read it
 
 
-def requirements(config: MatmulConfig, sizes: tuple[int, ...], x: torch.Tensor) -> tuple[int, int]:
-    """(words from one source, bytes of a buffer) that a call needs. x [rows, K]."""
-    chunks = triton.cdiv(max(sizes), config.block_m)
-    return 1 + chunks, max(sizes) * x.shape[1] * x.dtype.itemsize
-
-
-def all_gather_matmul(
-    space: DeviceWorkspace,
-    signature: int,
+def prepare(
     config: MatmulConfig,
     x: torch.Tensor,
     weights: list[torch.Tensor],
@@ -186,59 +168,74 @@ def all_gather_matmul(
     outs: list[torch.Tensor],
     gathered: torch.Tensor,
     sizes: tuple[int, ...],
-) -> None:
+) -> Launch:
     """x [sizes[rank], K], weights [K, N_i] -> outs [M, N_i] and gathered [M, K], where M is the sum
-    of ``sizes``. The later weights find all rows in place: theirs are plain products."""
-    (m, k), rows = gathered.shape, x.shape[0]
-    own = gathered.narrow(0, sum(sizes[: space.rank]), rows)
-    if rows:
-        shard_kernel[(min(config.programs, triton.cdiv(rows * k, COPY_BLOCK)),)](
-            x, own, rows * k, space.regions, space.state, space.rank, space.buffers_at,
-            space.buffer_stride, BLOCK=COPY_BLOCK,
+    of ``sizes``. The first weight's kernel gathers; the others' are plain products."""
+    rows, k = x.shape
+    w, bias, out = weights[0], biases[0], outs[0]
+
+    def run(space: DeviceWorkspace, signature: int) -> None:
+        own = gathered.narrow(0, sum(sizes[: space.rank]), rows)
+        arguments = launch_arguments(space, signature)
+        if rows:
+            shard_kernel[(min(config.programs, ceil_div(rows * k, COPY_BLOCK)),)](
+                x, own, rows * k, arguments["workspace"], space.rank, BLOCK=COPY_BLOCK
+            )
+        fetchers = config.fetchers if space.world > 1 else 0
+        lanes = min(config.programs - fetchers, config.tiles(sizes, out.shape[1]))
+        all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
+            gathered, w, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
+            **arguments, chunk_tiles=1, PART=False, FETCHERS=fetchers, COPY=COPY_BLOCK,
+            tiling=config.tiling(gathered, w), **config.launch(),
         )  # fmt: skip
-    b, out = weights[0], outs[0]
-    fetchers = config.fetchers if space.world > 1 else 0
-    lanes = min(config.programs - fetchers, config.tiles(sizes, out.shape[1]))
-    all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
-        gathered, b, biases[0], out, space.starts(sizes), m, b.shape[1], k, *b.stride(),
-        **space.arguments(signature), chunk_tiles=1, PART=False, FETCHERS=fetchers,
-        COPY=COPY_BLOCK, **config.constants(gathered, b), **config.launch(),
-    )  # fmt: skip
-    for b, bias, out in zip(weights[1:], biases[1:], outs[1:], strict=True):
-        matmul(gathered, b, bias, out=out, config=config)
+        multiply_gathered(config, gathered, weights[1:], biases[1:], outs[1:])
+
+    words = 1 + ceil_div(max(sizes), config.block_m)
+    return Launch(words, max(sizes) * k * x.itemsize, run)
 
 
-def chunk_tiles(config: MatmulConfig, x: torch.Tensor) -> tuple[int, int]:
-    """(rows of tiles of a chunk that a copy engine brings, rows of x in it); x [rows, K]."""
-    tiles = max(1, _CHUNK_BYTES // (config.block_m * x.shape[1] * x.dtype.itemsize))
-    return tiles, tiles * config.block_m
+def multiply_gathered(
+    config: MatmulConfig,
+    gathered: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+) -> None:
+    """The products with further weights, once all rows are there."""
+    for w, bias, out in zip(weights, biases, outs, strict=True):
+        matmul(gathered, w, bias, out=out, config=config)
 
 
-def copied_requirements(
-    config: MatmulConfig, sizes: tuple[int, ...], x: torch.Tensor
-) -> tuple[int, int]:
-    """As ``requirements``, where copy engines bring the rows, by a word of the call's own."""
-    _, step = chunk_tiles(config, x)
-    nbytes = max(sizes) * x.shape[1] * x.dtype.itemsize
-    return FIRST_CHUNK + triton.cdiv(max(sizes), step) + 2, triton.cdiv(nbytes, 2)
+@dataclass(frozen=True)
+class ArrivingLaunch(Launch):
+    """The product of a call in which copy engines bring the rows, chunk by chunk. Word FIRST_CHUNK
+    + i from a rank says that chunk i of its rows is there."""
+
+    chunk_rows: int
 
 
-def multiply_arriving(
-    space: DeviceWorkspace,
-    signature: int,
+def prepare_arriving(
     config: MatmulConfig,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     gathered: torch.Tensor,
     sizes: tuple[int, ...],
-) -> None:
-    """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive, rank by
-    rank and in chunks of ``chunk_tiles``, of which words TILES, TILES + 1, ... tell."""
-    m, k = gathered.shape
-    lanes = min(config.programs - _ROOM, config.tiles(sizes, out.shape[1]))
-    all_gather_matmul_kernel[(max(lanes, 1),)](
-        gathered, w, bias, out, space.starts(sizes), m, w.shape[1], k, *w.stride(),
-        **space.arguments(signature), chunk_tiles=chunk_tiles(config, gathered)[0], PART=True,
-        FETCHERS=0, COPY=COPY_BLOCK, **config.constants(gathered, w), **config.launch(),
-    )  # fmt: skip
+) -> ArrivingLaunch:
+    """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive. The
+    last two words are the call's: one for the bytes in a rank's memory, one for its end."""
+    k = gathered.shape[1]
+    row_bytes = k * gathered.itemsize
+    chunk_tiles = max(1, _CHUNK_BYTES // (config.block_m * row_bytes))
+    chunk_rows = chunk_tiles * config.block_m
+
+    def run(space: DeviceWorkspace, signature: int) -> None:
+        lanes = min(config.programs - _ROOM, config.tiles(sizes, out.shape[1]))
+        all_gather_matmul_kernel[(max(lanes, 1),)](
+            gathered, w, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
+            **launch_arguments(space, signature), chunk_tiles=chunk_tiles, PART=True, FETCHERS=0,
+            COPY=COPY_BLOCK, tiling=config.tiling(gathered, w), **config.launch(),
+        )  # fmt: skip
+
+    words = FIRST_CHUNK + ceil_div(max(sizes), chunk_rows) + 2
+    return ArrivingLaunch(words, ceil_div(max(sizes) * row_bytes, 2), run, chunk_rows)

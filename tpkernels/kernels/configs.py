@@ -9,17 +9,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from tpkernels.integers import ceil_div
 from tpkernels.kernels.sync import INTERPRETED
 from tpkernels.planning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
 _SUM_ELEMENTS = 16  # of a sum that a thread has at a time
+
+
+class Tiling(NamedTuple):
+    """How a kernel's tile loop is cut; known at compile time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    sum_m: int  # rows of a tile that are summed at a time
+    a_tma: bool
+    b_tma: str  # "no", "k" or "n": the contiguous dim of b, if TMA loads it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +58,18 @@ class MatmulConfig:
         """Rows of a tile that are summed at a time, so that they fit the registers."""
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
-    def constants(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
-        """Compile-time arguments of the tile loop for a [M, K] and b [K, N]."""
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "GROUP_M": self.group_m,
-            "A_TMA": self.tma and a.stride(1) == 1 and _aligned(a, a.stride(0)),
-            "B_TMA": self._major(b),
-        }
+    def tiling(self, a: torch.Tensor, b: torch.Tensor) -> Tiling:
+        """The compile-time argument of the tile loop for a [M, K] and b [K, N]."""
+        a_tma = self.tma and a.stride(1) == 1 and _aligned(a, a.stride(0))
+        return Tiling(
+            self.block_m,
+            self.block_n,
+            self.block_k,
+            self.group_m,
+            self.sum_m,
+            a_tma,
+            self._major(b),
+        )
 
     def _major(self, b: torch.Tensor) -> str:
         if self.tma and b.stride(0) == 1 and _aligned(b, b.stride(1)):
@@ -70,7 +85,7 @@ class MatmulConfig:
 
     def tiles(self, sizes: Iterable[int], n: int) -> int:
         """Tiles of segments of ``sizes`` rows and ``n`` columns."""
-        return sum(triton.cdiv(size, self.block_m) for size in sizes) * triton.cdiv(n, self.block_n)
+        return sum(ceil_div(size, self.block_m) for size in sizes) * ceil_div(n, self.block_n)
 
 
 def _aligned(x: torch.Tensor, stride: int) -> bool:

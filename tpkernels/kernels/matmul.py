@@ -1,19 +1,20 @@
 """The matrix product, and the one tile loop that all fused kernels are made of.
 
 Problem: ``y = a @ b`` with fp32 accumulation, where the rows of ``a`` (and of y) belong to ranks:
-segment r is rows [starts[r], starts[r+1]). Tiles never cross a segment's end.
+segment r is rows [starts[r], starts[r+1]). No tile crosses the end of a segment.
 
-Algorithm: persistent programs. Tiles are numbered segment by segment, in groups of GROUP_M rows of
-tiles within one, so that programs that run together share tiles of a and b in L2. Program `lane`
-has the tiles that are `lane` modulo `lanes`, the same on all ranks, and starts with the segment
-`lead`.
+Algorithm: persistent programs. Tiles are numbered segment by segment and, within a segment, in
+groups of GROUP_M rows of tiles, so that programs that run together share tiles of a and b in L2.
+Program `lane` has the tiles whose number is `lane` modulo `lanes`, the same on all ranks, and
+starts with the segment `lead`.
 
 Hooks: `before(context, owner, tile_m)` runs before the loads of a tile and may wait for its rows;
-`after(context, acc, owner, tile, row, column, begin, end)` takes the fp32 accumulator, where `tile`
-counts within the segment of rows [begin, end). Without hooks this is a matmul.
+`after(context, acc, tile)` takes the fp32 accumulator. Without hooks this is a matmul.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,57 +22,88 @@ import triton.language as tl
 
 from tpkernels.kernels.configs import MatmulConfig, choose
 from tpkernels.kernels.sync import INTERPRETED
+from tpkernels.symm.device import DeviceWorkspace
+
+
+class Product(NamedTuple):
+    """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides."""
+
+    a: Any
+    b: Any
+    N: Any
+    K: Any
+    stride_am: Any
+    stride_bk: Any
+    stride_bn: Any
+
+
+class Segments(NamedTuple):
+    """How the M rows of a product are split. A launch argument: Triton turns the compile-time
+    fields of a tuple into values when a kernel assigns it to a name."""
+
+    starts: Any  # a table: the first row of each segment, and the end of the last
+    M: Any
+    number: Any  # known at compile time; with one segment the table is not read
+
+
+class Tile(NamedTuple):
+    """Where an accumulator belongs."""
+
+    owner: Any  # the segment
+    index: Any  # within the segment
+    row: Any
+    column: Any
+    begin: Any  # rows of the segment
+    end: Any
 
 
 @triton.jit
-def segment(starts, M, owner, WORLD: tl.constexpr):
-    """First row of a segment, and its last row + 1."""
-    if WORLD == 1:
-        return 0, M
+def segment(segments, owner):
+    """The first row of a segment, and the row behind its last."""
+    if segments.number == 1:
+        return 0, segments.M
     else:
-        return tl.load(starts + owner), tl.load(starts + owner + 1)
+        return tl.load(segments.starts + owner), tl.load(segments.starts + owner + 1)
 
 
 @triton.jit
-def tiles_before(
-    starts, M, N, owner, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Tiles of all segments before that of ``owner``; of all, if that is WORLD."""
-    tiles_n = tl.cdiv(N, BLOCK_N)
+def tiles_before(segments, N, owner, tiling: tl.constexpr):
+    """Tiles of all segments before that of ``owner``; all tiles if that is the count."""
+    tiles_n = tl.cdiv(N, tiling.block_n)
     count = 0
-    for r in tl.static_range(WORLD):
-        begin, end = segment(starts, M, r, WORLD)
-        count += tl.where(r < owner, tl.cdiv(end - begin, BLOCK_M) * tiles_n, 0)
+    for r in tl.static_range(segments.number):
+        begin, end = segment(segments, r)
+        count += tl.where(r < owner, tl.cdiv(end - begin, tiling.block_m) * tiles_n, 0)
     return count
 
 
 @triton.jit
-def owner_of(starts, M, N, tile, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def owner_of(segments, N, tile, tiling: tl.constexpr):
     """The segment that a tile is in."""
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_n = tl.cdiv(N, tiling.block_n)
     owner = 0
     count = 0
-    for r in tl.static_range(WORLD):
-        begin, end = segment(starts, M, r, WORLD)
-        count += tl.cdiv(end - begin, BLOCK_M) * tiles_n
+    for r in tl.static_range(segments.number):
+        begin, end = segment(segments, r)
+        count += tl.cdiv(end - begin, tiling.block_m) * tiles_n
         owner += tl.where(tile >= count, 1, 0)
     return owner
 
 
 @triton.jit
-def position(tile, rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+def position(tile, rows, N, tiling: tl.constexpr):
     """Where a tile is in a segment of ``rows`` rows: (tile row, tile column)."""
-    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first = tile // (GROUP_M * tiles_n) * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
-    within = tile % (GROUP_M * tiles_n)
+    tiles_m, tiles_n = tl.cdiv(rows, tiling.block_m), tl.cdiv(N, tiling.block_n)
+    first = tile // (tiling.group_m * tiles_n) * tiling.group_m
+    height = tl.minimum(tiles_m - first, tiling.group_m)
+    within = tile % (tiling.group_m * tiles_n)
     return first + within % height, within // height
 
 
 @triton.jit
 def tile_at(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of a matrix of N columns: (offset of its corner, offsets within it, which are inside).
-    Only the corner needs 64 bits."""
+    """A tile of a matrix of N columns: (offset of its corner, offsets within it, mask of what is
+    inside the matrix). Only the corner needs 64 bits."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     inside = (row + rows < row_end)[:, None] & (column + columns < N)[None, :]
     return row.to(tl.int64) * stride + column, rows[:, None] * stride + columns[None, :], inside
@@ -79,15 +111,8 @@ def tile_at(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def matmul_tiles(
-    a,
-    b,
-    starts,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_bk,
-    stride_bn,
+    product,
+    segments,
     lead,
     lane,
     lanes,
@@ -95,31 +120,30 @@ def matmul_tiles(
     before_context,
     after: tl.constexpr,
     after_context,
-    WORLD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    A_TMA: tl.constexpr,
-    B_TMA: tl.constexpr,  # "no", "k" or "n": the dim that is contiguous
+    tiling: tl.constexpr,
 ):
-    """The tile loop. a [M, K] has contiguous rows; b [K, N] has any strides."""
-    if A_TMA:
+    """The tile loop."""
+    a, b, N, K, stride_am, stride_bk, stride_bn = product
+    M = segments.M
+    BLOCK_M: tl.constexpr = tiling.block_m
+    BLOCK_N: tl.constexpr = tiling.block_n
+    BLOCK_K: tl.constexpr = tiling.block_k
+    if tiling.a_tma:
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
-    if B_TMA == "k":
+    if tiling.b_tma == "k":
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
-    if B_TMA == "n":
+    if tiling.b_tma == "n":
         b_tiles = tl.make_tensor_descriptor(b, [K, N], [stride_bk, 1], [BLOCK_K, BLOCK_N])
-    total = tiles_before(starts, M, N, WORLD, WORLD, BLOCK_M, BLOCK_N)
+    total = tiles_before(segments, N, segments.number, tiling)
     count = tl.cdiv(tl.maximum(total - lane, 0), lanes)
-    first = tiles_before(starts, M, N, lead, WORLD, BLOCK_M, BLOCK_N)
+    first = tiles_before(segments, N, lead, tiling)
     skipped = tl.cdiv(tl.maximum(first - lane, 0), lanes)
     for i in range(count):
         tile = lane + (skipped + i) % count * lanes
-        owner = owner_of(starts, M, N, tile, WORLD, BLOCK_M, BLOCK_N)
-        local = tile - tiles_before(starts, M, N, owner, WORLD, BLOCK_M, BLOCK_N)
-        begin, end = segment(starts, M, owner, WORLD)
-        tile_m, tile_n = position(local, end - begin, N, BLOCK_M, BLOCK_N, GROUP_M)
+        owner = owner_of(segments, N, tile, tiling)
+        local = tile - tiles_before(segments, N, owner, tiling)
+        begin, end = segment(segments, owner)
+        tile_m, tile_n = position(local, end - begin, N, tiling)
         row, column = begin + tile_m * BLOCK_M, tile_n * BLOCK_N
         corner, x_offsets, x_rows = tile_at(row, 0, end, 1, stride_am, BLOCK_M, 1)
         columns = column + tl.arange(0, BLOCK_N)
@@ -128,7 +152,7 @@ def matmul_tiles(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             depth = k + tl.arange(0, BLOCK_K)
-            if A_TMA:
+            if tiling.a_tma:
                 x = a_tiles.load([row, k])
             else:
                 x = tl.load(
@@ -136,9 +160,9 @@ def matmul_tiles(
                     mask=x_rows & (depth < K)[None, :],
                     other=0.0,
                 )
-            if B_TMA == "k":
+            if tiling.b_tma == "k":
                 y = b_tiles.load([column, k]).T
-            elif B_TMA == "n":
+            elif tiling.b_tma == "n":
                 y = b_tiles.load([k, column])
             else:
                 y = tl.load(
@@ -151,13 +175,13 @@ def matmul_tiles(
             if INTERPRETED:  # whose dot takes bf16 for integers
                 x, y = x.to(tl.float32), y.to(tl.float32)
             acc = tl.dot(x, y, acc, input_precision="ieee")
-        after(after_context, acc, owner, local, row, column, begin, end)
+        after(after_context, acc, Tile(owner, local, row, column, begin, end))
 
 
 @triton.jit
 def rounded(acc, dtype: tl.constexpr):
-    """``acc`` in ``dtype``, to the nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # whose cast cuts off
+    """``acc`` in ``dtype``, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # whose cast truncates
         bits = acc.to(tl.int32, bitcast=True)
         acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return acc.to(dtype)
@@ -174,12 +198,23 @@ def epilogue(acc, bias, residual, column, N, inside):
     return acc
 
 
+class Result(NamedTuple):
+    """The context of `store_result`."""
+
+    out: Any
+    bias: Any
+    N: Any
+
+
 @triton.jit
-def store_result(context, acc, owner, tile, row, column, begin, end):
-    """The `after` hook where a tile is the result: the bias, and one rounding."""
-    out, bias, N = context
-    corner, offsets, inside = tile_at(row, column, end, N, N, acc.shape[0], acc.shape[1])
-    acc = epilogue(acc, bias, None, column, N, inside)
+def store_result(context, acc, tile):
+    """The `after` hook where a tile is the result: adds the bias and rounds once."""
+    N = context.N
+    corner, offsets, inside = tile_at(
+        tile.row, tile.column, tile.end, N, N, acc.shape[0], acc.shape[1]
+    )
+    acc = epilogue(acc, context.bias, None, tile.column, N, inside)
+    out = context.out
     tl.store(out + corner + offsets, rounded(acc, out.dtype.element_ty), mask=inside)
 
 
@@ -196,19 +231,19 @@ def matmul_kernel(
     stride_bk,
     stride_bn,
     before: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    A_TMA: tl.constexpr,
-    B_TMA: tl.constexpr,
+    tiling: tl.constexpr,
 ):
     """``out = round(a @ b + bias)``."""
     matmul_tiles(
-        a, b, None, M, N, K, stride_am, stride_bk, stride_bn, 0, tl.program_id(0),
-        tl.num_programs(0), before, None, store_result, (out, bias, N), 1,
-        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, A_TMA, B_TMA,
+        Product(a, b, N, K, stride_am, stride_bk, stride_bn), Segments(None, M, 1), 0,
+        tl.program_id(0), tl.num_programs(0), before, None, store_result, Result(out, bias, N),
+        tiling,
     )  # fmt: skip
+
+
+def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
+    """The launch argument for segments of ``sizes`` rows."""
+    return Segments(space.starts(sizes), sum(sizes), tl.constexpr(len(sizes)))
 
 
 def matmul(
@@ -222,15 +257,15 @@ def matmul(
 ) -> torch.Tensor:
     """``round(a @ b + bias)``, accumulated in fp32. a [M, K], b [K, N] of any strides -> [M, N]."""
     a = contiguous_rows(a)
-    (m, k), n = a.shape, b.shape[1]
+    m, n = a.shape[0], b.shape[1]
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
     if m == 0:
         return out
     config = config or choose(a.device, a.dtype, m)
     matmul_kernel[(min(config.tiles([m], n), config.programs),)](
-        a, b, bias, out, m, n, k, a.stride(0), *b.stride(), None,
-        **config.constants(a, b), **config.launch(),
+        a, b, bias, out, m, n, a.shape[1], a.stride(0), *b.stride(), before=None,
+        tiling=config.tiling(a, b), **config.launch(),
     )  # fmt: skip
     return out
 

@@ -95,28 +95,22 @@ else:
 class Peers(NamedTuple):
     """One call as a kernel sees it; made by ``join``."""
 
-    regions: Any  # the ranks' regions: a table of addresses
+    space: Any  # arguments.Workspace
     rank: Any
     word: Any
     parity: Any
-    state: Any
-    control: Any
     timeout_ns: Any
-    words: Any  # from one source
-    buffers_at: Any  # bytes from the begin of a region
-    buffer_stride: Any  # bytes from one buffer to the other
-    world: Any
-    seed: Any  # of the delays that CHAOS asks for
-    usable: Any  # whether no wait had failed before; else nothing may be stored in a buffer
+    seed: Any  # of the delays that `chaos` asks for
+    usable: Any  # False once a wait has failed: nothing may be stored in a buffer any more
 
 
 @triton.jit
-def delay(peers, place, CHAOS: tl.constexpr):
-    """For tests. CHAOS is 2 * the longest delay in ns (0: none), + 1 if waits return at once."""
-    if CHAOS > 1:
+def delay(peers, place):
+    """For tests. `chaos` is 2 * the longest delay in ns (0: none), + 1 if waits return at once."""
+    if peers.space.chaos > 1:
         mixed = (peers.word + peers.seed) * 0x9E3779B1 + tl.program_id(0) * 0x5EBCA6B
         mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D + place * 0x297A2D3
-        pause_for(((mixed >> 11) & 0x7FFFFFFF) % (CHAOS >> 1))
+        pause_for(((mixed >> 11) & 0x7FFFFFFF) % (peers.space.chaos >> 1))
 
 
 @triton.jit
@@ -126,63 +120,49 @@ def pointer(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def next_buffer(regions, state, rank, buffers_at, buffer_stride):
+def next_buffer(workspace, rank):
     """Address, as an integer, of the buffer of ``rank`` in the call that the next kernel begins."""
-    parity = (tl.load(state + STATE_EPOCH) + 1) & 1
-    return tl.load(regions + rank) + buffers_at + parity * buffer_stride
+    parity = (tl.load(workspace.state + STATE_EPOCH) + 1) & 1
+    region = tl.load(workspace.regions + rank)
+    return region + workspace.buffers_at + parity * workspace.buffer_stride
 
 
 @triton.jit
 def failed(state):
-    """Whether a wait has failed, in this grid or in one before it."""
+    """Whether a wait has failed, in this grid or in an earlier one."""
     return tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
-def join(
-    regions,
-    state,
-    control,
-    rank,
-    signature,
-    timeout_ns,
-    words,
-    buffers_at,
-    buffer_stride,
-    seed,
-    WORLD: tl.constexpr,
-):
-    """The call that is next; unless other launches begin and end it, `enter` and `leave` do."""
-    epoch = (tl.load(state + STATE_EPOCH) + 1) & 0xFFFFFFFF
+def join(workspace, rank, signature, timeout_ns, seed):
+    """The next call. `enter` and `finish` begin and end it, unless other launches do."""
+    epoch = (tl.load(workspace.state + STATE_EPOCH) + 1) & 0xFFFFFFFF
     word = (signature.to(tl.int64) << 32) | epoch
-    return Peers(
-        regions, rank, word, epoch & 1, state, control, timeout_ns, words, buffers_at,
-        buffer_stride, WORLD, seed, not failed(state),
-    )  # fmt: skip
+    return Peers(workspace, rank, word, epoch & 1, timeout_ns, seed, not failed(workspace.state))
 
 
 @triton.jit
-def enter(peers, CHAOS: tl.constexpr):
+def enter(peers):
     """Begins a call: the first program announces it to all peers."""
     if tl.program_id(0) == 0:
-        for i in range(1, peers.world):
-            publish(peers, (peers.rank + i) % peers.world, ENTERED, CHAOS)
+        for i in range(1, peers.space.world):
+            publish(peers, (peers.rank + i) % peers.space.world, ENTERED)
 
 
 @triton.jit
-def finish(peers, CHAOS: tl.constexpr):
+def finish(peers):
     """Ends a call: the first program has then heard of every peer, the last one advances the
     epoch. True for the last one of a grid in which a wait has failed: it is to `poison` results."""
     if tl.program_id(0) == 0:
-        for i in range(1, peers.world):
-            wait_for(peers, (peers.rank + i) % peers.world, ENTERED, CHAOS)
+        for i in range(1, peers.space.world):
+            wait_for(peers, (peers.rank + i) % peers.space.world, ENTERED)
     tl.debug_barrier()  # the count is one thread's, the results all threads'
-    ended = tl.atomic_add(peers.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
-    broken = failed(peers.state)
+    ended = tl.atomic_add(peers.space.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
+    broken = failed(peers.space.state)
     last = ended == tl.num_programs(0) - 1
     if last:
-        tl.store(peers.state + STATE_ENDED, 0)
-        tl.store(peers.state + STATE_EPOCH, peers.word & 0xFFFFFFFF)
+        tl.store(peers.space.state + STATE_ENDED, 0)
+        tl.store(peers.space.state + STATE_EPOCH, peers.word & 0xFFFFFFFF)
     return last & broken
 
 
@@ -199,28 +179,29 @@ def poison(out, count):
 @triton.jit
 def word_of(peers, rank, source, index):
     """Where the word ``index`` from ``source`` stands in the region of ``rank``."""
-    region = tl.load(peers.regions + rank).to(tl.pointer_type(tl.int64))
-    return region + (peers.parity * peers.world + source) * peers.words + index
+    region = tl.load(peers.space.regions + rank).to(tl.pointer_type(tl.int64))
+    return region + (peers.parity * peers.space.world + source) * peers.space.words + index
 
 
 @triton.jit
 def buffer_of(peers, rank):
     """Address, as an integer, of the buffer of ``rank`` in this call."""
-    return tl.load(peers.regions + rank) + peers.buffers_at + peers.parity * peers.buffer_stride
+    region = tl.load(peers.space.regions + rank)
+    return region + peers.space.buffers_at + peers.parity * peers.space.buffer_stride
 
 
 @triton.jit
-def publish(peers, to, index, CHAOS: tl.constexpr):
+def publish(peers, to, index):
     """Tells ``to`` that all this program wrote before is complete. Release."""
-    publish_from(peers, to, peers.rank, index, CHAOS)
+    publish_from(peers, to, peers.rank, index)
 
 
 @triton.jit
-def publish_from(peers, to, source, index, CHAOS: tl.constexpr):
+def publish_from(peers, to, source, index):
     """The same for data that came from ``source``. Nothing is told after a wait has failed: what
     was written since is not the data."""
-    delay(peers, index, CHAOS)
-    broken = failed(peers.state)
+    delay(peers, index)
+    broken = failed(peers.space.state)
     tl.debug_barrier()  # the word is one thread's, the data all threads'
     if not broken:
         word = word_of(peers, to, source, index)
@@ -228,10 +209,10 @@ def publish_from(peers, to, source, index, CHAOS: tl.constexpr):
 
 
 @triton.jit
-def wait_for(peers, source, index, CHAOS: tl.constexpr):
+def wait_for(peers, source, index):
     """Returns when the word ``index`` from ``source`` has come, or a wait has failed. Acquire."""
-    delay(peers, index, CHAOS)
-    if CHAOS & 1 == 0:
+    delay(peers, index)
+    if peers.space.chaos & 1 == 0:
         word = word_of(peers, peers.rank, source, index)
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
         if seen != peers.word:
@@ -252,13 +233,13 @@ def _now(state):
 @triton.jit
 def _lost(peers):
     """ABORT, at the latest when asked a second time."""
-    abort = tl.load(peers.control + ABORT, volatile=True)
-    return tl.atomic_max(peers.state + STATE_LOST, abort, sem="relaxed", scope="gpu")
+    abort = tl.load(peers.space.control + ABORT, volatile=True)
+    return tl.atomic_max(peers.space.state + STATE_LOST, abort, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _poll(peers, source, awaited):
-    state, word = peers.state, peers.word
+    state, word = peers.space.state, peers.word
     entered = word_of(peers, peers.rank, source, ENTERED)
     begin = _now(state)
     status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
@@ -280,14 +261,14 @@ def _poll(peers, source, awaited):
 @triton.jit
 def _fail(peers, kind: tl.constexpr, source, seen):
     """Records the first failure of a grid."""
-    state = peers.state
+    state = peers.space.state
     none, told = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
     if tl.atomic_cas(state + STATE_STATUS, none, told, sem="acq_rel", scope="gpu") == 0:
         tl.store(state + STATE_PEER, tl.cast(source, tl.int64))
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
         tl.debug_barrier()
-        tl.atomic_xchg(peers.control + FAILED, none + 1, sem="release", scope="sys")
+        tl.atomic_xchg(peers.space.control + FAILED, none + 1, sem="release", scope="sys")
 
 
 @triton.jit

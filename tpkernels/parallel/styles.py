@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from tpkernels.integers import ceil_div
 from tpkernels.nn import check
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
@@ -252,7 +253,7 @@ def _uneven(total: int, world: int) -> list[int] | None:
 
 def _sizes(total: int, world: int) -> list[int]:
     """DTensor's split of ``total`` rows, which is that of ``torch.chunk``."""
-    chunk = -(-total // world)
+    chunk = ceil_div(total, world)
     return [max(0, min(chunk, total - rank * chunk)) for rank in range(world)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from math import prod
 
+from tpkernels.integers import ceil_div
 from tpkernels.planning.problem import Problem
 
 LINE_BYTES = 64  # parts of a step are aligned to cache lines
@@ -33,7 +34,7 @@ def step_rows(problem: Problem, workspace_bytes: int) -> int:
 
 def pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
     """Bytes that a call by `pipelined` uses of each data buffer."""
-    rows = -(-problem.rows // problem.world) if problem.dim is None else _most_rows(problem)
+    rows = ceil_div(problem.rows, problem.world) if problem.dim is None else _most_rows(problem)
     steps = max(1, min(rows, step_rows(problem, workspace_bytes)))
     return steps * step_bytes(problem) + 2 * problem.world * LINE_BYTES
 
@@ -41,7 +42,7 @@ def pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
 def direct_bytes(problem: Problem, workspace_bytes: int) -> int:
     """Bytes that a call by `direct` uses of each data buffer. The sums lie there too, at 4 bytes an
     element, or 8 in float64."""
-    with_sums = 1 + -(-max(4, problem.dtype.itemsize) // problem.dtype.itemsize)
+    with_sums = 1 + ceil_div(max(4, problem.dtype.itemsize), problem.dtype.itemsize)
     moved = min(problem.nbytes, _CHUNK_BYTES * problem.world)
     return moved * with_sums + _SLACK_BYTES
 

@@ -6,11 +6,14 @@ The protocol and its proof are in kernels/sync.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol, cast
 
 import torch
+
+from tpkernels.integers import round_up
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
@@ -27,11 +30,7 @@ MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
 def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
     """Bytes of a region with that many words from each source and buffers of that size."""
-    return _aligned(2 * world * words * _WORD) + 2 * _aligned(buffer_bytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(2 * world * words * _WORD, _ALIGNMENT) + 2 * round_up(buffer_bytes, _ALIGNMENT)
 
 
 class Region(Protocol):
@@ -74,8 +73,8 @@ class DeviceWorkspace:
             pinned = self.regions.is_cuda  # host and kernel write it while the other looks
             self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
         self.rank, self.world = rank, len(addresses)
-        self.words, self.buffer_bytes = words, _aligned(buffer_bytes)
-        self.buffers_at = _aligned(2 * self.world * words * _WORD)
+        self.words, self.buffer_bytes = words, round_up(buffer_bytes, _ALIGNMENT)
+        self.buffers_at = round_up(2 * self.world * words * _WORD, _ALIGNMENT)
         self.timeout = timeout
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self._chaos = {"seed": 0, "CHAOS": 0}
@@ -153,3 +152,12 @@ class DeviceWorkspace:
         protocol (negative controls)."""
         self._chaos = {"seed": seed, "CHAOS": max_delay_us * 2000 + skip_waits}
         self.buffer_stride = 0 if single_buffer else self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call prepared for its tensors: what it needs of a workspace, and its kernels' launch."""
+
+    words: int  # from one source
+    buffer_bytes: int
+    run: Callable[[DeviceWorkspace, int], None]  # takes the workspace and the call's signature

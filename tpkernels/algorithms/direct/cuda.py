@@ -1,11 +1,9 @@
-"""``direct`` on GPUs: one matmul, and one kernel that moves all of it at once.
+"""``direct`` on GPUs: one matmul, and one kernel that moves all the data at once.
 
 The kernels, their slots and words are in csrc/cuda/shards.cuh and all_reduce.cuh.
 """
 
 from __future__ import annotations
-
-from math import prod
 
 import torch
 
@@ -13,8 +11,7 @@ from tpkernels import cuda
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_rows, shard_shape
 from tpkernels.call import Call
-from tpkernels.cuda import shards
-from tpkernels.cuda.queued import queued
+from tpkernels.cuda.queued import queue
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.planning.problem import Problem
@@ -28,16 +25,13 @@ def rows_by_rank(problem: Problem) -> tuple[int, ...]:
 
 
 def as_blocks(x: torch.Tensor) -> torch.Tensor:
-    """x as a matrix whose rows are not cut: [..., K] as [rows, K], a vector as a column."""
+    """x as a matrix whose rows stay whole: [..., K] as [rows, K], a vector as a column."""
     return x.view(-1, 1) if x.dim() == 1 else as_rows(x)
 
 
 def _gather_into(call: Call, x: torch.Tensor, whole: torch.Tensor) -> None:
     rows, sizes = as_blocks(x.contiguous()), rows_by_rank(call.problem)
-    needs = shards.requirements(sizes, rows.shape[1] * rows.element_size())
-    with queued(call, x.device, *needs) as memory:
-        signature = call.plan.signature
-        cuda.all_gather(memory.current, signature, rows, as_blocks(whole), sizes)
+    queue(call, x.device, cuda.prepare_all_gather(rows, as_blocks(whole), sizes))
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -63,18 +57,9 @@ def all_gather_matmul(
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
     rows, sizes = as_blocks(x.contiguous()), rows_by_rank(call.problem)
-    residual = reduction.residual
-    needs = shards.requirements(sizes, rows.shape[1] * rows.element_size())
-    with queued(call, x.device, *needs) as memory:
-        cuda.reduce_scatter(
-            memory.current,
-            call.plan.signature,
-            rows,
-            as_blocks(out),
-            sizes,
-            reduction.bias,
-            None if residual is None else as_blocks(residual),
-        )
+    residual = None if reduction.residual is None else as_blocks(reduction.residual)
+    launch = cuda.prepare_reduce_scatter(rows, as_blocks(out), sizes, reduction.bias, residual)
+    queue(call, x.device, launch)
     return out
 
 
@@ -86,13 +71,9 @@ def matmul_reduce_scatter(
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """``out`` may be ``x``."""
-    x = x.contiguous()
-    way = cuda.all_reduce_way(x)
-    needs = cuda.layout(way, prod(x.shape), call.problem.world, x.itemsize, out.itemsize)
-    with queued(call, x.device, needs.words, needs.nbytes) as memory:
-        cuda.all_reduce(
-            memory.current, call.plan.signature, x, out, reduction.bias, reduction.residual, way
-        )
+    x, world = x.contiguous(), call.problem.world
+    launch = cuda.prepare_all_reduce(world, x, out, reduction.bias, reduction.residual)
+    queue(call, x.device, launch)
 
 
 def matmul_all_reduce(

@@ -28,6 +28,7 @@ from tpkernels.algorithms.shards import (
     shard_shape,
 )
 from tpkernels.call import Call
+from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
@@ -40,10 +41,6 @@ def _steps(call: Call, rows: int, per_rank: int = 1) -> tuple[int, Iterator[int]
     fitting = per_rank * step_rows(call.problem, call.workspace.usable_bytes)
     step = max(1, min(rows, fitting))
     return step, iter(range(0, max(rows, 1), step))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // LINE_BYTES) * LINE_BYTES
 
 
 def all_gather_matmul(
@@ -107,7 +104,7 @@ def matmul_reduce_scatter(
     out = empty(shard_shape(problem, rank), reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, max(rows))
-    slot = _aligned(step * max(columns) * wire.itemsize)
+    slot = round_up(step * max(columns) * wire.itemsize, LINE_BYTES)
     channel = workspace.channel
     for begin in begins:
         counts = [max(0, min(step, rows[r] - begin)) for r in world]
@@ -133,11 +130,11 @@ def matmul_all_reduce(
     out = empty(problem.shape, reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, problem.rows, per_rank=problem.world)
-    results_at = _aligned(step * columns * wire.itemsize)
+    results_at = round_up(step * columns * wire.itemsize, LINE_BYTES)
     channel = workspace.channel
     for begin in begins:
         count = min(step, problem.rows - begin)
-        part = -(-count // problem.world)
+        part = ceil_div(count, problem.world)
         edges = [min(count, r * part) for r in range(problem.world + 1)]
         channel.begin(call.plan.signature, call.plan.text)
 

@@ -23,6 +23,7 @@ from tpkernels.algorithms.shards import as_rows, shard_rows, shard_shape
 from tpkernels.call import Call
 from tpkernels.cuda import CopyCall, sum_partials
 from tpkernels.cuda.queued import queued
+from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.shards import shard_sizes
@@ -30,6 +31,7 @@ from tpkernels.symm.side_stream import SideStream
 
 # Words of a call: the first and the last are the call's own.
 DATA, _RESULT, _WORDS = 1, 2, 4
+_ALIGNMENT = 256  # bytes, of the results
 
 
 def all_gather_matmul(
@@ -46,7 +48,7 @@ def all_gather_matmul(
     rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
     factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
     with (
-        queued(call, x.device, _WORDS, -(-max(sizes) * row_bytes // 2)) as memory,
+        queued(call, x.device, _WORDS, ceil_div(max(sizes) * row_bytes, 2)) as memory,
         CopyCall(memory.current, call.plan.signature, [whole, *outs]) as copies,
     ):
         gather_and_multiply(
@@ -93,7 +95,7 @@ def matmul_reduce_scatter(
     out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
     nbytes = sum(sizes) * columns * problem.dtype.itemsize
     with (
-        queued(call, x.device, _WORDS, -(-nbytes // 2)) as memory,
+        queued(call, x.device, _WORDS, ceil_div(nbytes, 2)) as memory,
         CopyCall(memory.current, call.plan.signature, [out]) as copies,
     ):
         partials = multiply_and_scatter(
@@ -148,10 +150,10 @@ def matmul_all_reduce(
     rows, result = as_rows(x), as_rows(out)
     sizes = shard_sizes(rows.shape[0], problem.world)
     begins = [sum(sizes[:r]) for r in range(problem.world)]
-    results_at = -(-rows.shape[0] * columns * problem.dtype.itemsize // 256) * 256
+    results_at = round_up(rows.shape[0] * columns * problem.dtype.itemsize, _ALIGNMENT)
     nbytes = results_at + max(sizes) * columns * reduction.out_dtype.itemsize
     with (
-        queued(call, x.device, _WORDS, -(-nbytes // 2)) as memory,
+        queued(call, x.device, _WORDS, ceil_div(nbytes, 2)) as memory,
         CopyCall(memory.current, call.plan.signature, [out]) as copies,
     ):
         partials = multiply_and_scatter(
