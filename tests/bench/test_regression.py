@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.tiers import sweep
 from tpkernels.bench import measuring
 from tpkernels.bench.cases import MATMUL_OPS, Case, Outputs, Spec, run_tpkernels
 from tpkernels.bench.measuring import CaseReport, run_case
@@ -39,7 +40,7 @@ def regressions(found: Result) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("op", MATMUL_OPS)
+@pytest.mark.parametrize("op", sweep(MATMUL_OPS))
 def test_ops_keep_near_the_local_product(ranks: Callable[[int], Ranks], op: str) -> None:
     spec = Spec(op, (512, 1024, 1024), torch.float32)
     reports = ranks(2).run(run_case, spec, ["auto"], EFFORT, RATES, "cpu")

@@ -72,6 +72,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert "auto takes unfused: the ranks share no memory" in apart.output
 
 
+@pytest.mark.thorough
 def test_tune_tells_of_inputs_that_may_be_in_the_cache(cache: Path) -> None:
     """Of 64 bytes there are never enough copies."""
     shown = invoke("tune", "--op", "all_reduce", "--bytes", "64", "--repeat", "2").output
@@ -136,12 +137,14 @@ def best_of_candidates() -> tuple[Config, Config]:
     return found, taken
 
 
+@pytest.mark.thorough
 def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
     """One that does not compile is passed over, and breaks nothing."""
     for told in interpreting(2).run(best_of_candidates, timeout=120):
         assert told == ((("block_m", 16),), (("block_m", 16),))
 
 
+@pytest.mark.thorough
 def test_a_bad_cache_is_replaced(cache: Path) -> None:
     cache.parent.mkdir(0o700)
     cache.write_bytes(b"not ours")

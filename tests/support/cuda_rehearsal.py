@@ -41,7 +41,9 @@ class SharedMemory:
         workspace = groups.get(name).workspace
         assert workspace is not None
         arena = workspace._further_arena("a rehearsal", memory.numel())
-        return Handle([arena.region(r).address for r in range(workspace.member.world)], 0, arena)
+        return Handle(
+            [arena.region(r).address for r in range(workspace.participant.world)], 0, arena
+        )
 
 
 @contextlib.contextmanager
