@@ -21,20 +21,23 @@ CXX_FILES = $(shell find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow faults lint format sanitize bench docs docs-links wheel \
+.PHONY: help demo test test-thorough test-slow faults lint format sanitize bench docs docs-links wheel \
 	clean distclean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo '  ARGS=... is passed on by demo, test, test-slow, faults, sanitize and bench'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  ARGS=... is passed on by demo, test, test-thorough, test-slow, faults, sanitize and bench'
 
 demo: $(EXT)  ## a tensor-parallel MLP on four processes: right, and how fast
 	@$(BIN)/tpkernels demo $(ARGS)
 
-test: $(EXT)  ## the tests that take seconds
+test: $(EXT)  ## each op, algorithm, failure, command and document once: at most 5 minutes
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(EXT)  ## the tests that take minutes
+test-thorough: $(EXT)  ## the same with whole sweeps: about 15 minutes
+	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-slow: $(EXT)  ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 faults: $(EXT)  ## random faults at random moments: nobody hangs, nothing is wrong

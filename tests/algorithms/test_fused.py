@@ -14,6 +14,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.cases import Case, RanksFixture, each, uneven_splits
 from tests.support.ranked import check, check_cases, fresh_group, run_cases
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.symm.device import DeviceWorkspace
@@ -49,6 +50,7 @@ OPS: dict[str, Callable[[int, int, int, int], Case]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3, 4))]
@@ -118,12 +120,13 @@ def tuned_job() -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_tuned_block_sizes(interpreting: RanksFixture) -> None:
     for found in interpreting(2).run(tuned_job, timeout=120):
         assert not found, found
 
 
-@pytest.fixture(params=["one-shot", "two-shot"])
+@pytest.fixture(params=sweep(["two-shot", "one-shot"]))
 def shots(request: pytest.FixtureRequest) -> int:
     return 1 << 30 if request.param == "one-shot" else 0
 
@@ -199,6 +202,7 @@ def world_rows() -> int:
     return 64 * dist.get_world_size()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_fifty_calls_with_delays_and_poison(interpreting: RanksFixture, world: int) -> None:
     for wrong in interpreting(world).run(protocol_job, world, 50, 2000, True, timeout=250):
@@ -213,6 +217,7 @@ def test_more_calls_with_other_delays(interpreting: RanksFixture, world: int) ->
     assert not any(told), told
 
 
+@pytest.mark.thorough
 def test_a_wait_that_is_left_out_is_found(interpreting: RanksFixture) -> None:
     """Negative control: the test above can fail."""
     told = interpreting(2).run(protocol_job, 5, 8, 20_000, False, timeout=250, skip_waits=True)
@@ -233,7 +238,8 @@ def lagging_job(single_buffer: bool) -> list[str]:
         return found
 
 
-@pytest.mark.parametrize("single_buffer", [False, True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("single_buffer", [True, False])
 def test_one_buffer_is_not_enough(interpreting: RanksFixture, single_buffer: bool) -> None:
     told = interpreting(3).run(lagging_job, single_buffer)
     assert any(told) == single_buffer, told

@@ -15,6 +15,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.symm import device, watch
 
@@ -58,6 +59,7 @@ def test_a_killed_rank_is_reported(op: str) -> None:
             assert f"rank {VICTIM} (pid {pid})" in first.text and first.text.startswith(op), first
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", QUICK_OPS)
 def test_a_stopped_rank_is_a_timeout(op: str) -> None:
     with faults.watched_ranks(WORLD, TRITON_INTERPRET="1") as ranks:
@@ -92,6 +94,7 @@ def woken_job(delay_at: int) -> list[Ending]:
     return [faults.ending_of(call)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "delay_at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 9))]
 )
@@ -119,7 +122,7 @@ def mismatched_job(watched: bool) -> tuple[Ending, tuple[int, ...] | None]:
     return ending, space.failure()
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("watched", sweep([True, False]))
 def test_a_mismatch_is_found_on_all_ranks(interpreting: RanksFixture, watched: bool) -> None:
     told = interpreting(2).run(mismatched_job, watched)
     if not watched:  # by one of the kernels at least, which may end the wait of the other
@@ -170,6 +173,7 @@ def raising_job() -> Ending:
     return faults.ending_of(lambda: faults.run_op("matmul_reduce_scatter", group, "fused", 12))
 
 
+@pytest.mark.thorough
 def test_an_exception_in_one_rank_reaches_all() -> None:
     with faults.watched_ranks(WORLD, TRITON_INTERPRET="1") as ranks:
         for rank, first in faults.values(faults.collect(ranks, raising_job)).items():

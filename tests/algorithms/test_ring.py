@@ -13,6 +13,7 @@ import torch
 
 from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
 from tests.support.ranked import apart, call, check_cases, fresh_group, report
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.algorithms import ring
 from tpkernels.transport import point_to_point as links
@@ -39,13 +40,13 @@ def ways(*cases: Case, **options: Any) -> list[Case]:
     return each(*cases, algorithms=("unfused", "ring", "auto"), **options)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 def test_every_op_and_dtype(ranks: RanksFixture, world: int) -> None:
     plain = [replace(case, algorithm="ring") for case in dict.fromkeys(one_of_each(world))]
     run(ranks, world, ways(*{replace(c, integers=False, algorithm="auto") for c in plain}))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 def test_uneven_and_empty_shards(ranks: RanksFixture, world: int) -> None:
     cases = []
     for sizes in [*uneven_splits(23, world), (0,) * world]:
@@ -73,7 +74,7 @@ def test_uneven_and_empty_shards(ranks: RanksFixture, world: int) -> None:
     run(ranks, world, [replace(case, integers=True) for case in cases])
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", sweep([3, 2]))
 def test_epilogues_and_layouts(ranks: RanksFixture, world: int) -> None:
     gather = Case(op="all_gather_matmul", shape=(24, 33), n=(9, 30), biases=(F32, None))
     scatter = Case(op="matmul_reduce_scatter", shape=(24, 33), k=(20, 41), biases=(F32,))
@@ -118,7 +119,7 @@ def bits_job(cases: list[Case]) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 def test_the_bits_are_those_of_unfused(ranks: RanksFixture, world: int) -> None:
     cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
     report(bad for rank in ranks(world).run(bits_job, cases, timeout=120) for bad in rank)
@@ -176,7 +177,7 @@ def traffic_job(case: Case) -> int:
     return sent
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 def test_no_more_travels_than_must(ranks: RanksFixture, world: int) -> None:
     """(W-1)/W of the tensor from each rank, twice for an all-reduce: as in an all-to-all and an
     all-gather."""

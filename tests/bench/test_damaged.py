@@ -79,6 +79,7 @@ def test_what_is_unusable_is_refused(good: Path, report: Any, nothing_runs: None
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.thorough
 def test_no_damage_ends_in_a_traceback(good: Path, report: Any, nothing_runs: None) -> None:
     bad, failures, codes = good.with_name("bad.json"), [], set()
     kinds = list(altered(report, random.Random(SEED)))
@@ -130,6 +131,7 @@ def times(report: Any) -> Any:
     return report["results"][0]["times"]
 
 
+@pytest.mark.thorough
 def test_output_may_be_ascii(good: Path, report: Any) -> None:
     """As in a script that sets LC_ALL=C."""
     report = copy.deepcopy(report)

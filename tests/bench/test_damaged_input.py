@@ -81,6 +81,7 @@ def yaml_kinds(pick: random.Random) -> Iterator[tuple[str, bytes]]:
         yield f"cut at {at}", text[:at]
 
 
+@pytest.mark.thorough
 def test_no_yaml_ends_in_a_traceback(tmp_path: Path) -> None:
     path, planned, refused = tmp_path / "sweep.yaml", 0, 0
     for what, content in yaml_kinds(random.Random(SEED)):
@@ -100,6 +101,7 @@ def test_yaml_that_is_no_file_is_refused(tmp_path: Path, nothing_runs: None) -> 
         assert not faults(invoke("bench", "--config", str(path)), (2,))
 
 
+@pytest.mark.thorough
 def test_no_tuning_file_ends_in_a_traceback(cache: Path) -> None:
     """A file is used, or ignored with one printable warning."""
     store.update(MACHINE, *TABLE.measurements)

@@ -59,6 +59,7 @@ def measured(ranks: Callable[[int], Ranks], sleeps: Sleeps) -> Result:
     return result(Item(SPEC, 2), RATES, ranks(2).run(asleep, sleeps))
 
 
+@pytest.mark.thorough
 def test_serialised_communication_hides_nothing(ranks: Callable[[int], Ranks]) -> None:
     case = measured(ranks, Sleeps(op=COMPUTE + TRAVEL))
     hidden = case["algorithms"]["auto"]["e_overlap"]

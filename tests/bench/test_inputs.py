@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from tests.support.damage import RATES, good_report
+from tests.support.tiers import sweep
 from tpkernels.bench import inputs, roofline, table
 from tpkernels.bench import report as output
 from tpkernels.bench.cases import random_case
@@ -67,8 +68,8 @@ def turns(spec: Spec, cache: int | None, available: int) -> tuple[bool, float, f
     return right, used / size, made.over_cache, used + sum(whole.values())
 
 
-@pytest.mark.parametrize("cache", [None, *CACHES[:3]])
-@pytest.mark.parametrize("elements", [1024, 64 * 1024, None])
+@pytest.mark.parametrize("cache", sweep([None, *CACHES[:3]], 2))
+@pytest.mark.parametrize("elements", sweep([64 * 1024, 1024, None]))
 def test_cold_inputs_exceed_the_cache(
     ranks: Callable[[int], Ranks], elements: int | None, cache: int | None
 ) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.tiers import sweep
 from tpkernels.backends import OPS
 from tpkernels.bench import measuring
 from tpkernels.bench.cases import Case, Outputs, run_tpkernels
@@ -42,7 +43,7 @@ def regressions(case: Result) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if has_matmul(op)])
+@pytest.mark.parametrize("op", sweep([op for op in OPS if has_matmul(op)]))
 def test_ops_keep_near_the_local_product(ranks: Callable[[int], Ranks], op: str) -> None:
     spec = Spec(op, (512, 1024, 1024), torch.float32)
     reports = ranks(2).run(run_case, spec, ["auto"], EFFORT, RATES, "cpu")

@@ -167,6 +167,7 @@ def test_a_browser_without_network_shows_plots_and_table(folder: Path, tmp_path:
     assert int(data["height"]) > 200
 
 
+@pytest.mark.thorough
 def test_without_matplotlib_the_rest_is_there(folder: Path, tmp_path: Path) -> None:
     """In a process that cannot import it. One line says what is missing."""
     command = [sys.executable, "-c", "import importlib.util as u, sys\nfind = u.find_spec\n"]

@@ -42,6 +42,7 @@ def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert "no figure here is a measurement" in report and "Not run: sanitize." in report
 
 
+@pytest.mark.thorough
 def test_a_budget_ends_a_stage() -> None:
     ended = _run("--device", "cpu", "--only", "matmul_check", "--budget-s", "0")
     assert ended.returncode == 0 and "budget exhausted" in ended.stdout
@@ -51,7 +52,11 @@ def test_a_budget_ends_a_stage() -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", [("--only", "speed"), ("--device", "tpu")])
+WRONG = [("--only", "speed"), ("--device", "tpu")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arguments", WRONG)
 def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
     ended = _run(*arguments)
     assert ended.returncode == 2 and arguments[1] in ended.stderr.splitlines()[-1]
@@ -66,6 +71,7 @@ def test_the_kernels_are_right_on_a_gpu(stage: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     ended = _run()

@@ -18,6 +18,7 @@ from torch.profiler import profile
 
 import tpkernels
 from tests.cli.test_cli import MODULE, check_refused, invoke, processes_of_session
+from tests.support.tiers import sweep
 from tpkernels.bench import plots
 from tpkernels.bench.trace import CALL, lanes, merge, rank_of, times, union, without
 from tpkernels.local import matmul as product
@@ -158,7 +159,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("algorithm", EXPECTED)
+@pytest.mark.parametrize("algorithm", sweep(EXPECTED))
 def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
     options = ["--shape", "256,512,512", "--algorithm", algorithm, "--calls", "4"]
     shown = invoke(
@@ -188,6 +189,7 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
     check_picture(tmp_path / "new" / "folder" / "timeline.png", *kinds)
 
 
+@pytest.mark.thorough
 def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(SCRIPT)
@@ -271,6 +273,7 @@ def test_bad_input_is_one_line_before_any_rank_starts(
     check_refused(args, message, monkeypatch)
 
 
+@pytest.mark.thorough
 def test_without_matplotlib_there_is_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

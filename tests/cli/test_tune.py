@@ -73,6 +73,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert "auto chooses unfused: the ranks share no memory" in apart.output
 
 
+@pytest.mark.thorough
 def test_tune_tells_of_inputs_that_may_be_in_the_cache(cache: Path) -> None:
     """64 bytes would need too many copies."""
     shown = invoke("tune", "--op", "all_reduce", "--bytes", "64", "--repeat", "2").output
@@ -137,12 +138,14 @@ def best_of_candidates() -> tuple[Config, Config]:
     return best, taken
 
 
+@pytest.mark.thorough
 def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
     """A config that does not compile is skipped and breaks nothing."""
     for configs in interpreting(2).run(best_of_candidates, timeout=120):
         assert configs == ((("block_m", 16),), (("block_m", 16),))
 
 
+@pytest.mark.thorough
 def test_a_bad_cache_is_replaced(cache: Path) -> None:
     cache.parent.mkdir(0o700)
     cache.write_bytes(b"not ours")

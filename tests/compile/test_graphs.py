@@ -175,17 +175,20 @@ def test_it_is_fused_and_gives_the_same(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(job, F32, False, list(FUSED), timeout=250) for f in rank)
 
 
+@pytest.mark.thorough
 def test_symbolic_sizes(ranks: RanksFixture) -> None:
     names = ["gather transposed", "gather kept", "scatter dim 2 of 4", "scatter a sum"]
     report(f for rank in ranks(2).run(job, F32, True, names, timeout=250) for f in rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_four_ranks(ranks: RanksFixture, symbolic: bool) -> None:
     report(f for rank in ranks(4).run(job, F32, symbolic, list(FUSED), timeout=280) for f in rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(ranks: RanksFixture, dtype: torch.dtype) -> None:
     report(f for rank in ranks(3).run(job, dtype, False, list(FUSED), timeout=250) for f in rank)

@@ -21,6 +21,7 @@ from tests.support.cases import RanksFixture
 from tests.support.compiled import graph_runner
 from tests.support.ordered import tied
 from tests.support.ranked import fresh_group, report
+from tests.support.tiers import sweep
 from tests.support.traced import gather, reduce
 from tpkernels import all_reduce, all_reduce_, matmul_all_reduce
 from tpkernels.compile.graph import is_wrapped
@@ -193,7 +194,7 @@ def graphs_job(name: str, dynamic: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, 3))
 def test_they_are_tied_and_write_the_same(ranks: RanksFixture, name: str, dynamic: bool) -> None:
     report(f for rank in ranks(2).run(graphs_job, name, dynamic, timeout=100) for f in rank)
 

@@ -149,10 +149,12 @@ def llama_job(backend: str | None, twice: bool) -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 def test_every_pair_is_fused(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(llama_job, None, False, timeout=280) for f in rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_without_the_pass_nothing_is(ranks: RanksFixture, world: int) -> None:

@@ -225,6 +225,7 @@ def cut_job() -> list[str]:
         return check(Graph(_cut, ((2, 6), (6, 5)), reasons=reasons), group)
 
 
+@pytest.mark.thorough
 def test_a_view_that_cuts_up_the_shards(ranks: RanksFixture) -> None:
     report(f for rank in ranks(4).run(cut_job, timeout=100) for f in rank)
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support import cuda_builds
 from tests.support.paths import ROOT
+from tests.support.tiers import sweep
 from tpkernels import _C
 from tpkernels.kernels import sync
 
@@ -55,6 +56,7 @@ def test_nothing_is_spilled() -> None:
             assert used.stack == 0 and used.local == 0, f"{kernel} on {arch}: {used}"
 
 
+@pytest.mark.thorough
 def test_spills_would_be_seen() -> None:
     """Negative control: blocks so many to an SM that registers are few."""
     ptx = cuda_builds.ptx_of(embedded())
@@ -100,7 +102,7 @@ def test_data_follows_a_wait_behind_a_barrier(kernel: str) -> None:
     assert acquires
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", sweep(ARCHITECTURES))
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
     quiet = ("sum_of_partials", "paced_copy", "call_wait", "call_poison")

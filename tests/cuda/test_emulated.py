@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.support import emulated
 from tests.support.cases import RanksFixture
+from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.dtypes import CODES
 
@@ -71,7 +72,7 @@ def sums_job(driver: str, way: str) -> list[str]:
     return wrong if failure is None else [*wrong, str(failure)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [*sweep((3, 1, 2)), pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", EXACT_WAYS)
 def test_sums_are_the_hosts_bit_for_bit(
     ranks: RanksFixture, cuda_driver: str, way: str, world: int
@@ -93,7 +94,7 @@ def multimem_job(driver: str) -> list[str]:
     return wrong if space.failure() is None else [*wrong, str(space.failure())]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", sweep([4, 1, 2]))
 def test_multimem(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     assert ranks(world).run(multimem_job, cuda_driver) == [[]] * world
 
@@ -133,7 +134,7 @@ def delays_job(driver: str, broken: dict[str, bool]) -> int:
     return wrong + (space.failure() is not None)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", sweep([2, 4]))
 def test_call_after_call_under_delays(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     assert ranks(world).run(delays_job, cuda_driver, {}) == [0] * world
 
@@ -171,6 +172,7 @@ def mixed_job(driver: str) -> list[str]:
     return [*wrong, *map(str, filter(None, [space.failure()]))]
 
 
+@pytest.mark.thorough
 def test_triton_kernels_may_come_between(interpreting: RanksFixture, cuda_driver: str) -> None:
     assert interpreting(3).run(mixed_job, cuda_driver) == [[]] * 3
 
@@ -196,6 +198,7 @@ def pulled_job(driver: str) -> int:
     return wrong + (space.failure() is not None)
 
 
+@pytest.mark.thorough
 def test_copies_wait_for_those_who_still_read(interpreting: RanksFixture, cuda_driver: str) -> None:
     assert interpreting(3).run(pulled_job, cuda_driver) == [0] * 3
 
@@ -224,7 +227,7 @@ def copies_job(driver: str, broken: dict[str, bool]) -> int:
     return wrong + (space.failure() is not None)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", sweep([3, 1, 2]))
 def test_copies_ordered_by_words(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     assert ranks(world).run(copies_job, cuda_driver, {}) == [0] * world
 
@@ -233,7 +236,7 @@ def test_copies_without_waits_are_wrong(ranks: RanksFixture, cuda_driver: str) -
     assert sum(ranks(3).run(copies_job, cuda_driver, {"skip_waits": True})) > 0
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", sweep([2, 1]))
 def test_the_gpu_suites_checks(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     """They have not seen a GPU; here they run on the CPU."""
     for told in ranks(world).run(suite_job, cuda_driver):

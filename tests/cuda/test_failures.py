@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support import emulated
 from tests.support.cases import RanksFixture
+from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.cuda import image
 from tpkernels.launch import Ranks
@@ -63,7 +64,7 @@ def late_job(driver: str, way: str) -> tuple[Failure, float, int]:
     return space.failure(), seconds, 0
 
 
-@pytest.mark.parametrize("way", ["barrier", "copies", "one_shot", "two_shot", "multimem"])
+@pytest.mark.parametrize("way", sweep(["copies", "multimem", "barrier", "one_shot", "two_shot"], 2))
 def test_a_rank_that_does_not_come_is_a_timeout(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -82,7 +83,7 @@ def mismatch_job(driver: str, way: str) -> tuple[Failure, float]:
     return space.failure(), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("way", ["barrier", "copies", "one_shot", "two_shot"])
+@pytest.mark.parametrize("way", sweep(["two_shot", "barrier", "copies", "one_shot"]))
 def test_another_call_is_a_mismatch_on_both(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -134,7 +135,7 @@ def queued_job(driver: str, way: str) -> tuple[Failure, bool, bool]:
     return None, True, True
 
 
-@pytest.mark.parametrize("way", ["barrier", "copies", "one_shot", "two_shot"])
+@pytest.mark.parametrize("way", sweep(["two_shot", "barrier", "copies", "one_shot"]))
 def test_calls_queued_behind_a_failure_touch_no_peer(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:

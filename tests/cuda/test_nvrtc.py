@@ -184,6 +184,7 @@ def nvrtc() -> Any:
         pytest.skip(str(error))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arch", [pytest.param(a, marks=pytest.mark.slow if a != "sm_90" else ()) for a in ARCHITECTURES]
 )

@@ -17,6 +17,7 @@ from tests.support.cases import Case, RanksFixture, each, one_of_each
 from tests.support.cuda_rehearsal import FUSED_OPS, Handle, SharedMemory, pretending
 from tests.support.faults import Ending
 from tests.support.ranked import check_cases, fresh_group, report
+from tests.support.tiers import sweep
 from tpkernels import dtypes, groups
 from tpkernels.algorithms import reduction as summing
 from tpkernels.algorithms.reduction import Reduction
@@ -28,7 +29,7 @@ def cases_job(cases: Sequence[Case]) -> list[str]:
         return check_cases(cases, group)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", sweep([2, 1, 3]))
 def test_unfused(ranks: RanksFixture, world: int) -> None:
     ways = [case for case in one_of_each(world) if case.algorithm == "unfused"]
     told = ranks(world).run(cases_job, ways)
@@ -113,7 +114,7 @@ def unsupported_job(op: str, kind: str) -> list[Ending]:
         return [*endings, faults.ending_of(call)]
 
 
-@pytest.mark.parametrize("op", FUSED_OPS)
+@pytest.mark.parametrize("op", sweep(FUSED_OPS))
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

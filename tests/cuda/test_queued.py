@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.support.cases import Case, RanksFixture, each, uneven_splits
 from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import check_cases, fresh_group, report
+from tests.support.tiers import covering, sweep
 from tpkernels import groups
 
 WAYS = ("direct", "pipelined")
@@ -62,13 +64,13 @@ def cases_of(world: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", sweep([3, 1, 2, 4]))
 def test_products(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     told = ranks(world).run(cases_job, cuda_driver, cases_of(world), timeout=240)
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", sweep([4, 1, 2]))
 def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     found = [Case(op="all_reduce", shape=(300, 40)), Case(op="all_reduce_", shape=(7, 5))]
     for total in (1, 50):
@@ -82,7 +84,7 @@ def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sweep(WAYS))
 def test_call_after_call_under_delays(ranks: RanksFixture, cuda_driver: str, way: str) -> None:
     cases = each(
         Case(op="all_gather_matmul", shape=(12, 8), sizes=(3, 0, 9), n=(5,)),
@@ -237,7 +239,7 @@ def late_job(driver: str, op: str, way: str) -> tuple[bool, Ending] | None:
 
 @pytest.mark.parametrize(
     ("op", "way"),
-    [(op, way) for op in MATMULS for way in WAYS] + [(op, "direct") for op in COLLECTIVES],
+    covering([*product(MATMULS, WAYS), *product(COLLECTIVES, ["direct"])]),
 )
 def test_a_call_that_gave_up_leaves_nan(
     ranks: RanksFixture, cuda_driver: str, op: str, way: str

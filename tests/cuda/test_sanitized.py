@@ -35,6 +35,7 @@ def run(
     return toolchain.run(emulated.build(scratch, "threads.cpp", *flags), *switches)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sanitizer", ["thread", pytest.param("address", marks=pytest.mark.slow)])
 def test_no_report(scratch: Path, sanitizer: str) -> None:
     ended = run(scratch, sanitizer)
@@ -49,6 +50,7 @@ def test_a_missing_order_is_reported(scratch: Path, order: str) -> None:
     assert ended.returncode != 0 and RACE in ended.stdout, ended.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("breakage", ["single-buffer", "skip-waits"])
 def test_a_broken_protocol_is_reported(scratch: Path, breakage: str) -> None:
     ended = run(scratch, "thread", f"--{breakage}")

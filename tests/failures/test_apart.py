@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
 from tests.support.ranked import apart
+from tests.support.tiers import covering, sweep
 from tpkernels import groups
 from tpkernels.algorithms import ring, shards, unfused
 from tpkernels.backends import OPS
@@ -85,11 +87,12 @@ def disturbed_job(
 WITHIN = [(op, way, "local_matmul") for op in MATMULS for way in WAYS]
 CASES = [*((op, way, "before") for op in OPS for way in WAYS), *WITHIN]
 QUICK_CASES = [
-    pytest.param(*case, marks=[] if case in WITHIN else [pytest.mark.slow]) for case in CASES
+    *sweep(WITHIN),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in WITHIN),
 ]
 
 
-@pytest.mark.parametrize(("op", "algorithm", "where"), CASES)
+@pytest.mark.parametrize(("op", "algorithm", "where"), covering(CASES))
 def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         outcomes = faults.collect(
@@ -140,7 +143,7 @@ def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float
     return report, faults.disturbed_at() if interrupt else 0.0
 
 
-@pytest.mark.parametrize("op", MATMULS)
+@pytest.mark.parametrize("op", sweep(MATMULS))
 @pytest.mark.parametrize("algorithm", WAYS)
 def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
@@ -212,8 +215,7 @@ def mismatch_job(pair: str, algorithm: str) -> Report:
     return report
 
 
-@pytest.mark.parametrize("algorithm", WAYS)
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("pair", "algorithm"), covering(product(PAIRS, WAYS)))
 def test_ranks_in_different_calls_are_told(ranks: RanksFixture, pair: str, algorithm: str) -> None:
     named = set()
     for rank, report in enumerate(ranks(WORLD).run(mismatch_job, pair, algorithm)):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.support import faults
 from tests.support.faults import CASES, MATMUL_CASES, PROMPT, Ending, Report
+from tests.support.tiers import covering, sweep
 from tpkernels.algorithms import ring, shards, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.pipelined import cpu as pipelined
@@ -24,6 +25,7 @@ from tpkernels.transport import waits as waiting
 WORLD = 4
 VICTIM = 2
 STOP_TIMEOUT = 1.5
+MATMULS = sorted({op for op, _ in MATMUL_CASES})
 
 
 def _break_product(on_call: int, then: Any) -> None:
@@ -107,18 +109,18 @@ def _kill(op: str, algorithm: str, where: str) -> None:
             assert first.text.startswith(op) and f"rank {rank} " in first.text, first
 
 
-@pytest.mark.parametrize(("op", "algorithm"), CASES)
+@pytest.mark.parametrize(("op", "algorithm"), covering(CASES))
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "inside"])
 def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
     _kill(op, algorithm, where)
 
 
-@pytest.mark.parametrize(("op", "algorithm"), MATMUL_CASES)
+@pytest.mark.parametrize(("op", "algorithm"), sweep(MATMUL_CASES))
 def test_a_rank_killed_in_its_matmul_is_reported(op: str, algorithm: str) -> None:
     _kill(op, algorithm, "local_matmul")
 
 
-@pytest.mark.parametrize("op", [op for op, algorithm in CASES if algorithm == "unfused"])
+@pytest.mark.parametrize("op", sweep(op for op, algorithm in CASES if algorithm == "unfused"))
 def test_a_rank_killed_while_others_are_in_gloo_is_reported(op: str) -> None:
     _kill(op, "unfused", "gloo")
 
@@ -145,8 +147,12 @@ def _stop(op: str, algorithm: str, where: str) -> list[Ending]:
 @pytest.mark.parametrize(
     ("op", "algorithm"),
     [
-        pytest.param(*case, marks=[] if case in MATMUL_CASES else [pytest.mark.slow])
-        for case in CASES
+        *covering(MATMUL_CASES),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in CASES
+            if case not in MATMUL_CASES
+        ),
     ],
 )
 def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
@@ -156,14 +162,14 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
         assert "expected call #3, seen #2" in first.text, first
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("op", sweep(MATMULS))
 @pytest.mark.parametrize("where", ["inside", "local_matmul"])
 def test_a_rank_stopped_within_a_call_is_a_timeout(op: str, where: str) -> None:
     for first in _stop(op, "pipelined", where):
         assert first.peer is not None, first
 
 
-@pytest.mark.parametrize("op", ["all_gather", "matmul_all_reduce"])
+@pytest.mark.parametrize("op", sweep(["all_gather", "matmul_all_reduce"]))
 def test_a_rank_stopped_while_others_are_in_gloo_is_a_timeout(op: str) -> None:
     for first in _stop(op, "unfused", "gloo"):
         assert first.peer == VICTIM, first
@@ -188,7 +194,7 @@ def failing_job(op: str, algorithm: str) -> Report:
     return report
 
 
-@pytest.mark.parametrize(("op", "algorithm"), MATMUL_CASES)
+@pytest.mark.parametrize(("op", "algorithm"), covering(MATMUL_CASES))
 def test_an_exception_in_one_rank_reaches_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         reports = faults.values(faults.collect(ranks, failing_job, op, algorithm))
@@ -225,7 +231,7 @@ def interrupted_job(algorithm: str, in_gloo: bool) -> tuple[Report, float]:
 
 @pytest.mark.parametrize(
     ("algorithm", "in_gloo"),
-    [("direct", False), ("pipelined", False), ("unfused", False), ("unfused", True)],
+    covering([("direct", False), ("unfused", True), ("unfused", False), ("pipelined", False)]),
 )
 def test_an_interrupt_ends_a_wait(algorithm: str, in_gloo: bool) -> None:
     with faults.watched_ranks(WORLD) as ranks:
@@ -271,7 +277,7 @@ def leaving_job(op: str, algorithm: str) -> Ending:
     return ending
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("op", sweep(["reduce_scatter", "all_gather"]))
 @pytest.mark.parametrize("algorithm", ["unfused", "ring"])
 def test_a_rank_that_is_through_may_end(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:

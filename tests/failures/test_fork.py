@@ -16,6 +16,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
+from tests.support.tiers import sweep
 from tpkernels import groups
 
 WORLD = 2
@@ -87,8 +88,8 @@ def forked_job(used_before: bool, ends: bool) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("used_before", [True, False])
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("used_before", sweep([True, False]))
+@pytest.mark.parametrize("ends", sweep([True, False]))
 def test_a_fork_is_no_rank(ranks: RanksFixture, used_before: bool, ends: bool) -> None:
     report(f for rank in ranks(WORLD).run(forked_job, used_before, ends) for f in rank)
 

@@ -19,6 +19,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
+from tests.support.tiers import sweep, thorough
 from tpkernels import _C
 from tpkernels.symm import host, rendezvous
 
@@ -52,7 +53,7 @@ def groups_job(count: int, finalize: bool) -> tuple[tuple[int, int], tuple[int, 
     return first, _held()
 
 
-@pytest.mark.parametrize("finalize", [True, False], ids=["finalize", "destroy"])
+@pytest.mark.parametrize("finalize", sweep([True, False]), ids=["finalize", "destroy"])
 def test_groups_leave_nothing_behind(finalize: bool) -> None:
     with faults.watched_ranks(2) as ranks:
         for first, last in ranks.run(groups_job, 50, finalize):
@@ -261,11 +262,11 @@ _ENDS = {
     ("end", "algorithm"),
     [
         pytest.param("with all in use", "direct", marks=pytest.mark.slow),
-        ("when names have gone", "direct"),
-        ("after a fork has ended", "direct"),
+        thorough("when names have gone", "direct"),
+        thorough("after a fork has ended", "direct"),
         ("after a peer was killed", "direct"),
         pytest.param("after a peer was killed", "unfused", marks=pytest.mark.slow),
-        ("with a thread in a call", "direct"),
+        thorough("with a thread in a call", "direct"),
     ],
 )
 def test_the_interpreter_ends_in_time(tmp_path: Path, end: str, algorithm: str) -> None:

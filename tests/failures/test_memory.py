@@ -18,6 +18,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import CASES, Ending
+from tests.support.tiers import covering
 from tpkernels.local import memory
 from tpkernels.ops import _autograd
 
@@ -89,7 +90,7 @@ def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], list[str],
     return [first, faults.ending_of(lambda: checked(2.0))], wrong, lacked
 
 
-@pytest.mark.parametrize(("op", "algorithm"), [*CASES, ("all_reduce_", "direct")])
+@pytest.mark.parametrize(("op", "algorithm"), covering([*CASES, ("all_reduce_", "direct")]))
 def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: str) -> None:
     for at in range(1, 40):
         told = ranks(WORLD).run(poor_job, op, algorithm, at, timeout=100)

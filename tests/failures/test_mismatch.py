@@ -192,6 +192,13 @@ def _require_mismatch(reports: list[Report], pids: list[int]) -> tuple[str, str]
     return both
 
 
+def _tier(number: int, late: bool) -> list[pytest.MarkDecorator]:
+    """Half of the cases are slow: every pair is in the others, early or late."""
+    if late != number % 2:
+        return [pytest.mark.slow]
+    return [] if number < 4 else [pytest.mark.thorough]
+
+
 @pytest.mark.parametrize(
     ("pair", "late"),
     [
@@ -199,7 +206,7 @@ def _require_mismatch(reports: list[Report], pids: list[int]) -> tuple[str, str]
             pair,
             late,
             id=f"{pair}-{'late' if late else 'early'}",
-            marks=[] if late == i % 2 else [pytest.mark.slow],
+            marks=_tier(i, late),
         )
         for i, pair in enumerate(PAIRS)
         for late in (False, True)

@@ -19,6 +19,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
+from tests.support.tiers import covering, sweep, thorough
 from tpkernels.symm import host, rendezvous
 
 WORLD = 4
@@ -74,7 +75,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("step", "where", "victim"), CASES)
+@pytest.mark.parametrize(("step", "where", "victim"), covering(CASES))
 def test_a_killed_rank_is_reported(step: str, where: str, victim: int) -> None:
     alone = step == "init" and where == "before"  # nobody knows its process yet
     timeout = TIMEOUT if step == "init" else faults.PATIENCE
@@ -92,7 +93,10 @@ def test_a_killed_rank_is_reported(step: str, where: str, victim: int) -> None:
 
 @pytest.mark.parametrize(
     ("step", "where", "victim"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case[2] else []) for case in CASES],
+    [
+        *covering(case for case in CASES if case[2] == 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case[2]),
+    ],
 )
 def test_a_stopped_rank_is_a_timeout(step: str, where: str, victim: int) -> None:
     with faults.watched_ranks(WORLD) as ranks:
@@ -130,7 +134,7 @@ def too_much_job(nbytes: int) -> tuple[Ending, Ending]:
     return first, faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
 
 
-@pytest.mark.parametrize("nbytes", [1 << 44, 1 << 50, 1 << 56])
+@pytest.mark.parametrize("nbytes", sweep([1 << 50, 1 << 44, 1 << 56]))
 def test_too_large_a_workspace_is_an_error_on_all_ranks(ranks: RanksFixture, nbytes: int) -> None:
     for first, then in ranks(WORLD).run(too_much_job, nbytes):
         assert first.error == "MemoryError" and first.seconds < PROMPT, first
@@ -176,7 +180,8 @@ def too_much_on_some_job(poor: tuple[int, ...], step: str) -> tuple[Ending, Endi
 
 @pytest.mark.parametrize("step", ["init", "empty"])
 @pytest.mark.parametrize(
-    "poor", [(0,), pytest.param((2,), marks=pytest.mark.slow), (1, 3), (0, 1, 2, 3)]
+    "poor",
+    [(1, 3), thorough((0,)), thorough((0, 1, 2, 3)), pytest.param((2,), marks=pytest.mark.slow)],
 )
 def test_memory_that_one_rank_lacks_is_an_error_on_all(
     ranks: RanksFixture, poor: tuple[int, ...], step: str

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpkernels
 from tests.support.cases import RanksFixture, one_of_each
 from tests.support.ranked import check_cases, fresh_group, report
+from tests.support.tiers import sweep, thorough
 from tpkernels.groups import GroupLike
 
 
@@ -113,7 +114,7 @@ def after_destroy() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", sweep([2, 1, 4]))
 @pytest.mark.parametrize("job", [given_by_name_or_not_at_all, given_as_mesh, after_destroy])
 def test_a_group_of_all_ranks(
     ranks: RanksFixture, world: int, job: Callable[[], list[str]]
@@ -121,27 +122,28 @@ def test_a_group_of_all_ranks(
     report(failure for rank in ranks(world).run(job, timeout=120) for failure in rank)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), thorough((1, 4)), thorough((4, 1))])
 def test_dims_of_a_mesh(ranks: RanksFixture, shape: tuple[int, int]) -> None:
     told = ranks(4).run(given_as_mesh_dim, shape, timeout=120)
     report(failure for rank in told for failure in rank)
 
 
 @pytest.mark.parametrize(
-    "members", [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(1, 2, 3)], [(0, 3), (0, 1, 2), (2,)]]
+    "members",
+    sweep([[(0, 3), (0, 1, 2), (2,)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(1, 2, 3)]]),
 )
 def test_sub_groups(ranks: RanksFixture, members: list[tuple[int, ...]]) -> None:
     told = ranks(4).run(on_own_subgroup, members, timeout=120)
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", sweep([2, 4]))
 def test_several_groups_in_turns(ranks: RanksFixture, world: int) -> None:
     told = ranks(world).run(in_turns, 3, timeout=120)
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", sweep([2, 3]))
 def test_two_threads_on_two_groups(ranks: RanksFixture, world: int) -> None:
     told = ranks(world).run(by_threads, 5, timeout=120)
     report(failure for rank in told for failure in rank)

@@ -18,6 +18,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.groups import group as group_module
 
@@ -110,7 +111,7 @@ def handled_job(algorithm: str, again: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("again", ["op", "new op", "empty", "finalize"])
+@pytest.mark.parametrize("again", sweep(["op", "new op", "empty", "finalize"]))
 def test_a_signal_handler_cannot_use_the_group_that_waits(ranks: RanksFixture, again: str) -> None:
     told = ranks(WORLD).run(handled_job, "direct", again)
     report(failure for rank in told for failure in rank)

@@ -16,15 +16,24 @@ import triton.language as tl
 
 from tests.support import kernel_builds
 from tests.support.kernel_builds import KERNELS, build
+from tests.support.tiers import sweep
 from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
 
 DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
 QUICK = {(arch, tl.bfloat16) for arch in (80, 90, 100)} | {(90, tl.float32)}
+
+
+def tier(arch: int, dtype: Any, few: bool) -> list[pytest.MarkDecorator]:
+    if (arch, dtype, few) == (90, tl.bfloat16, False):
+        return []
+    return [pytest.mark.thorough if (arch, dtype) in QUICK else pytest.mark.slow]
+
+
 ENTRIES = [
     pytest.param(
         *(arch, dtype, config),
         id=f"sm_{arch}-{dtype}-{'few' if few else 'many'}",
-        marks=[] if (arch, dtype) in QUICK else [pytest.mark.slow],
+        marks=tier(arch, dtype, few),
     )
     for (arch, size, few), config in TABLE.items()
     for dtype in DTYPES[size]
@@ -44,7 +53,7 @@ def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
     wanted = [params for params in found if {"name", "arch", "dtype", "config"} <= params.keys()]
     if len(wanted) > 1:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0))), context) as pool:
             for done in [pool.submit(build, **params) for params in wanted]:
                 done.exception()  # the test has it again
 
@@ -72,6 +81,7 @@ def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
         assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0, candidate
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
 def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
@@ -82,7 +92,7 @@ def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
     """Before each release there is a barrier, and between the two no store of data."""
     lines = build(name, tl.bfloat16, arch, TABLE[arch, 2, False]).ptx.splitlines()
@@ -93,8 +103,8 @@ def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
     assert releases
 
 
-@pytest.mark.parametrize("b_major", ["k", "n"])
-@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("b_major", sweep(["k", "n"]))
+@pytest.mark.parametrize("tma", sweep([True, False]))
 def test_other_layouts_of_the_weight(b_major: str, tma: bool) -> None:
     config = replace(TABLE[90, 2, False], tma=tma)
     found = build("matmul", tl.bfloat16, 90, config, b_major=b_major)
@@ -102,7 +112,7 @@ def test_other_layouts_of_the_weight(b_major: str, tma: bool) -> None:
     assert (found.count(r"cp\.async\.bulk\.tensor") > 0) == tma
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_a_hook_that_does_nothing_costs_nothing(arch: int) -> None:
     config = TABLE[arch, 2, False]
     plain, hooked = (
@@ -114,6 +124,7 @@ def test_a_hook_that_does_nothing_costs_nothing(arch: int) -> None:
     assert plain.registers == hooked.registers
 
 
+@pytest.mark.thorough
 def test_delays_are_there_only_when_asked_for() -> None:
     config = TABLE[90, 2, True]
     off, on = (

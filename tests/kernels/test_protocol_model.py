@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 
 from tests.support.protocol_model import EMPTY, MIXED, Step, advance, check
+from tests.support.tiers import sweep
 
 ALL_CALLS = ("pull", "push", "push-empty", "two-shot", "two-shot-empty")
 KINDS = {kind: (kind,) * 3 for kind in ALL_CALLS} | {
@@ -33,7 +34,7 @@ def test_right(kind: str, world: int) -> None:
     expect("", KINDS[kind], world)
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", sweep((2, 3)))
 def test_right_in_any_order_of_calls(world: int) -> None:
     for calls in product(ALL_CALLS, repeat=3):
         expect("", calls, world)

@@ -160,6 +160,7 @@ def _require_success(run: subprocess.CompletedProcess[str]) -> None:
     assert cases is not None and int(cases[1]) >= 20, run.stdout
 
 
+@pytest.mark.thorough
 def test_threads_under_thread_sanitizer(build: Build) -> None:
     toolchain, program = build("thread")
     _require_success(toolchain.run(program, "--threads-only"))
@@ -171,6 +172,7 @@ def test_threads_and_processes_under_address_sanitizer(build: Build) -> None:
     _require_success(toolchain.run(program))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ordering", ["ACQUIRE", "RELEASE"])
 def test_a_missing_ordering_is_reported(build: Build, ordering: str) -> None:
     """The values are right all the same, on x86: only the sanitizer can tell."""
@@ -180,6 +182,7 @@ def test_a_missing_ordering_is_reported(build: Build, ordering: str) -> None:
     assert "WARNING: ThreadSanitizer: data race" in run.stdout, run.stdout
 
 
+@pytest.mark.thorough
 def test_a_single_buffer_is_reported(build: Build) -> None:
     toolchain, program = build("thread")
     only = "--only=random_collectives_under_delays"

@@ -204,6 +204,7 @@ assert fake.alive == 0
 """
 
 
+@pytest.mark.thorough
 def test_a_fork_leaves_the_parents_communicator_alone(fake: Fake) -> None:
     code = FORKING.format(root=str(ROOT), path=fake.path)
     ended = subprocess.run(
@@ -225,6 +226,7 @@ fake.delay("ncclCommAbort", {delay})
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 30])
 def test_a_process_ends_with_a_communicator_open(fake: Fake, delay: float) -> None:
     code = LEAVING.format(root=str(ROOT), path=fake.path, delay=delay)

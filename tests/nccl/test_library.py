@@ -194,6 +194,7 @@ def test_the_real_library_without_a_gpu(real: str) -> None:
         assert "cuda" in str(caught.value).lower()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_real_library_prints_nothing(real: str) -> None:
     code = f"""
@@ -210,6 +211,7 @@ except RuntimeError:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "refused\n", "")
 
 
+@pytest.mark.thorough
 def test_the_real_library_goes_on_after_a_fork(real: str) -> None:
     code = f"""
 import os

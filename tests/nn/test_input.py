@@ -12,6 +12,7 @@ import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import Model, Shape, far, inputs
 from tests.support.ranked import fresh_group, report
+from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.ops._column_matmul import column_matmul
 
@@ -203,7 +204,7 @@ def compile_job(sequence: bool) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("sequence", sweep([True, False]))
 def test_compiled_layers(ranks: RanksFixture, sequence: bool) -> None:
     results = ranks(2).run(compile_job, sequence, timeout=120)
     report(failure for rank in results for failure in rank)

@@ -111,6 +111,7 @@ def low_precision_job() -> Any:
         return loss.item().hex(), loss.dtype, mine.grad.dtype, made, largest.elements, off
 
 
+@pytest.mark.thorough
 def test_16_bit_logits_never_gathered(ranks: RanksFixture) -> None:
     results = ranks(3).run(low_precision_job)
     assert len({bits for bits, *_ in results}) == 1

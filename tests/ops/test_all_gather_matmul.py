@@ -19,6 +19,7 @@ from tests.support.cases import (
     uneven_splits,
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, run_cases
+from tests.support.tiers import sweep
 
 OP = "all_gather_matmul"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -79,7 +80,7 @@ def test_out_dtype(ranks: RanksFixture, world: int) -> None:
     run_cases(ranks, world, cases)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "sliced", "offset"])
+@pytest.mark.parametrize("layout", sweep(["sliced", "transposed", "offset"]))
 def test_strided_inputs_and_weights(ranks: RanksFixture, world: int, layout: str) -> None:
     cases = []
     for weight_layout in ("plain", "linear", "sliced"):
@@ -97,8 +98,8 @@ def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
     run_cases(ranks, world, exact(*cases))
 
 
-@pytest.mark.parametrize("k", [1, 33])
-@pytest.mark.parametrize("m", [1, 7, 1023])
+@pytest.mark.parametrize("k", sweep([33, 1]))
+@pytest.mark.parametrize("m", sweep([1023, 1, 7]))
 def test_odd_shapes(ranks: RanksFixture, world: int, m: int, k: int) -> None:
     """M rows on each rank, and M rows over all ranks."""
     even = Case(op=OP, shape=(m * world, k), n=(5,))

@@ -17,6 +17,7 @@ from tests.support.cases import (
     each,
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, run_cases
+from tests.support.tiers import sweep
 
 OPS = ("all_reduce", "all_reduce_")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -52,7 +53,9 @@ def test_either_side_of_one_shot(ranks: RanksFixture, world: int) -> None:
         run(ranks, world, *cases, dtypes=(dtype,))
 
 
-@pytest.mark.parametrize("dtype,out_dtype", [(BF16, F32), (F16, F32), (F32, BF16), (F16, BF16)])
+@pytest.mark.parametrize(
+    "dtype,out_dtype", sweep([(BF16, F32), (F16, F32), (F32, BF16), (F16, BF16)])
+)
 def test_out_dtype(
     ranks: RanksFixture, world: int, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
@@ -61,14 +64,14 @@ def test_out_dtype(
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("layout", ["transposed", "sliced", "offset"])
+@pytest.mark.parametrize("layout", sweep(["sliced", "transposed", "offset"]))
 def test_strided_inputs(ranks: RanksFixture, world: int, layout: str, op: str) -> None:
     shapes = [(13,), (24, 5), (130, 77), (3, 12, 7)]
     cases = [Case(op=op, shape=shape, layout=layout) for shape in shapes]
     run(ranks, world, *cases, integers=(True,))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 1023])
+@pytest.mark.parametrize("rows", sweep([1023, 1, 7]))
 def test_odd_shapes(ranks: RanksFixture, world: int, rows: int) -> None:
     run(ranks, world, *(Case(op="all_reduce", shape=(rows, k)) for k in (1, 33)))
 

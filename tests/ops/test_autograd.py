@@ -10,13 +10,14 @@ import torch
 
 from tests.support.cases import QUICK_WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from tests.support.gradients import run_cases
+from tests.support.tiers import sweep
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
 
-@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize("save_gathered", sweep([False, True]))
 def test_all_gather_matmul(ranks: RanksFixture, world: int, save_gathered: bool) -> None:
     """One weight and several, with a bias or not, a gradient of the gathered x or none; rows,
     blocks and columns gathered."""

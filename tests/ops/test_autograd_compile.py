@@ -15,6 +15,7 @@ import tpkernels
 from tests.ops.test_opcheck import opcheck_failures
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
+from tests.support.tiers import sweep
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
@@ -110,11 +111,12 @@ def compile_job(
     return failures
 
 
+@pytest.mark.thorough
 def test_opcheck(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(opcheck_job, timeout=250) for f in rank)
 
 
-@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize("save_gathered", sweep([True, False]))
 @pytest.mark.parametrize("make", [sequence_step, replicated_step])
 def test_one_graph_and_the_eager_bits(
     ranks: RanksFixture,
@@ -126,6 +128,7 @@ def test_one_graph_and_the_eager_bits(
     report(f for rank in ranks(2).run(*job, timeout=250) for f in rank)
 
 
+@pytest.mark.thorough
 def test_compiled_under_autocast(ranks: RanksFixture) -> None:
     job = (compile_job, sequence_step, False, "aot_eager", F32, (4, 6), True)
     report(f for rank in ranks(2).run(*job, timeout=250) for f in rank)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import tpkernels
-from tests.support.cases import WORLDS, RanksFixture
+from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
+from tests.support.tiers import sweep
 
 F64 = torch.float64
 
@@ -118,7 +119,7 @@ def checkpoint_job(reentrant: bool) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
 def test_an_mlp_has_the_unsharded_gradients(
     ranks: RanksFixture, world: int, sequence: bool
@@ -126,6 +127,6 @@ def test_an_mlp_has_the_unsharded_gradients(
     report(f for rank in ranks(world).run(model_job, sequence) for f in rank)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", sweep([False, True]))
 def test_checkpointing(ranks: RanksFixture, reentrant: bool) -> None:
     report(f for rank in ranks(3).run(checkpoint_job, reentrant) for f in rank)

@@ -17,6 +17,7 @@ from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each
 from tests.support.gradients import run_cases
 from tests.support.ranked import fresh_group, recorded_calls, report
+from tests.support.tiers import thorough
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 VICTIM = 1
@@ -191,6 +192,7 @@ def test_on_two_ranks(ranks: RanksFixture, job: Callable[[], list[str]]) -> None
     report(failure for rank in ranks(2).run(job) for failure in rank)
 
 
+@pytest.mark.thorough
 def test_fused(interpreting: RanksFixture) -> None:
     """The backward of a Triton kernel is the other Triton kernel."""
     gather = Case(op="all_gather_matmul", shape=(40, 24), n=(16, 8), biases=(F32, None))
@@ -219,8 +221,8 @@ def killed_job(op: str, algorithm: str) -> faults.Ending | None:
     return faults.ending_of(loss.backward)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "pipelined"])
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("algorithm", ["direct", thorough("pipelined")])
+@pytest.mark.parametrize("op", ["all_gather_matmul", thorough("matmul_reduce_scatter")])
 def test_a_rank_killed_before_its_backward_is_reported(op: str, algorithm: str) -> None:
     with faults.watched_ranks(3) as ranks:
         outcomes = faults.collect(ranks, killed_job, op, algorithm)

@@ -15,12 +15,12 @@ from tests.support.cases import (
     COLLECTIVE_ALGORITHMS,
     DTYPES,
     MATMUL_ALGORITHMS,
-    WORLDS,
     Case,
     RanksFixture,
     each,
 )
 from tests.support.ranked import call, fresh_group, report
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.launch import Ranks
 
@@ -75,7 +75,7 @@ def _cases() -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 def test_bits_of_runs_ranks_and_algorithms(ranks: RanksFixture, world: int) -> None:
     cases = _cases()
     told = ranks(world).run(bits_job, cases, 3, timeout=120)
@@ -157,7 +157,7 @@ def order_job(dtype: torch.dtype, out_dtype: torch.dtype, shape: tuple[int, int]
     return failures
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_order_is_that_of_the_ranks(
     ranks: RanksFixture, world: int, dtype: torch.dtype

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 import tpkernels
 from tests.support.cases import MATMUL_WAYS, RanksFixture, one_of_each
 from tests.support.ranked import check_cases, fresh_group, report
+from tests.support.tiers import sweep
 from tpkernels import groups
 
 
@@ -29,7 +30,7 @@ def evaluate_then_train_job(first: str) -> list[str]:
         return failures
 
 
-@pytest.mark.parametrize("first", MATMUL_WAYS)
+@pytest.mark.parametrize("first", sweep(MATMUL_WAYS, 2))
 def test_evaluation_before_training(ranks: RanksFixture, first: str) -> None:
     report(f for rank in ranks(2).run(evaluate_then_train_job, first) for f in rank)
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
+from tests.support.tiers import sweep, thorough
 from tpkernels.groups import GroupLike
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -187,18 +188,19 @@ def compile_with_every_kind_of_group() -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_opcheck(ranks: RanksFixture, world: int) -> None:
     report(f for rank in ranks(world).run(opcheck_job, timeout=200) for f in rank)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world", [3, thorough(1), pytest.param(2, marks=pytest.mark.slow)])
 def test_fake_kernels_foretell_the_results(ranks: RanksFixture, world: int) -> None:
     report(f for rank in ranks(world).run(fake_job) for f in rank)
 
 
-@pytest.mark.parametrize("dynamic", [False, True, None], ids=["static", "dynamic", "marked"])
-@pytest.mark.parametrize("make", [_mlp, _attention, _in_place])
+@pytest.mark.parametrize("dynamic", sweep([False, True, None]), ids=["static", "dynamic", "marked"])
+@pytest.mark.parametrize("make", sweep([_mlp, _attention, _in_place]))
 def test_compile(
     ranks: RanksFixture,
     make: Callable[[str, GroupLike], _Step],
@@ -207,5 +209,6 @@ def test_compile(
     report(f for rank in ranks(2).run(compile_job, make, dynamic, timeout=200) for f in rank)
 
 
+@pytest.mark.thorough
 def test_compile_with_every_kind_of_group(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(compile_with_every_kind_of_group) for f in rank)

@@ -25,7 +25,7 @@ WEIGHT_LAYOUTS = ("plain", "linear", "sliced", "offset")
 
 # Examples follow from the strategies alone: the same ones in every run.
 # The ranks go on from example to example.
-thorough = settings(
+each_example = settings(
     max_examples=30,
     derandomize=True,
     deadline=None,
@@ -158,37 +158,41 @@ def check(ranks: RanksFixture, example: Example) -> None:
     run_cases(ranks, world, by_every_algorithm(case), SMALLEST_WORKSPACE)
 
 
-@thorough
+@pytest.mark.thorough
+@each_example
 @given(all_gathers())
 def test_all_gather(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
-@thorough
+@each_example
 @given(reduce_scatters())
 def test_reduce_scatter(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
-@thorough
+@pytest.mark.thorough
+@each_example
 @given(all_reduces())
 def test_all_reduce(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
-@thorough
+@each_example
 @given(all_gather_matmuls())
 def test_all_gather_matmul(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
-@thorough
+@pytest.mark.thorough
+@each_example
 @given(matmul_reduce_scatters())
 def test_matmul_reduce_scatter(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
-@thorough
+@pytest.mark.thorough
+@each_example
 @given(matmul_all_reduces())
 def test_matmul_all_reduce(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
@@ -206,7 +210,7 @@ EXAMPLES = st.one_of(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(thorough, max_examples=160, derandomize=False)
+@settings(each_example, max_examples=160, derandomize=False)
 @given(st.lists(EXAMPLES, min_size=12, max_size=12))
 def test_thousands_of_exact_calls(ranks: RanksFixture, examples: list[Example]) -> None:
     """Integers small enough for every sum to be exact, so that all algorithms must give the same

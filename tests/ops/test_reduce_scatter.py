@@ -19,6 +19,7 @@ from tests.support.cases import (
     uneven_splits,
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, run_cases
+from tests.support.tiers import sweep
 
 OP = "reduce_scatter"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -55,7 +56,9 @@ def test_any_dim_is_scattered(ranks: RanksFixture, world: int) -> None:
     run(ranks, world, *cases, integers=(True,))
 
 
-@pytest.mark.parametrize("dtype,out_dtype", [(BF16, F32), (F16, F32), (F32, BF16), (F16, BF16)])
+@pytest.mark.parametrize(
+    "dtype,out_dtype", sweep([(BF16, F32), (F16, F32), (F32, BF16), (F16, BF16)])
+)
 def test_out_dtype(
     ranks: RanksFixture, world: int, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
@@ -63,7 +66,7 @@ def test_out_dtype(
     run(ranks, world, case, replace(case, shape=(3, 24, 5), dim=1), dtypes=(dtype,))
 
 
-@pytest.mark.parametrize("layout", ["transposed", "sliced", "offset"])
+@pytest.mark.parametrize("layout", sweep(["sliced", "transposed", "offset"]))
 def test_strided_inputs(ranks: RanksFixture, world: int, layout: str) -> None:
     cases = [
         Case(op=OP, shape=shape, dim=dim, layout=layout)
@@ -87,7 +90,7 @@ def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
     run(ranks, world, *cases, integers=(True,))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 1023])
+@pytest.mark.parametrize("rows", sweep([1023, 1, 7]))
 def test_odd_shapes(ranks: RanksFixture, world: int, rows: int) -> None:
     """So many rows for each rank, and over all ranks."""
     cases = [Case(op=OP, shape=(rows * world, k)) for k in (1, 33)]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.cases import QUICK_WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, report, run_cases
+from tests.support.tiers import sweep
 from tpkernels import groups
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -22,7 +23,7 @@ LAYOUTS = ("symmetric", "symmetric_end", "mixed")
 
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sweep(LAYOUTS))
 def test_matmuls(ranks: RanksFixture, world: int, layout: str) -> None:
     gather = Case(op="all_gather_matmul", shape=(24, 12), n=(7, 3), return_gathered=True)
     cases = [gather, replace(gather, shape=(2, 12, 3, 8), dim=1, n=(5,))]
@@ -37,7 +38,7 @@ def test_matmuls(ranks: RanksFixture, world: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sweep(LAYOUTS))
 def test_collectives(ranks: RanksFixture, world: int, layout: str) -> None:
     cases = []
     for op in ("all_gather", "reduce_scatter"):
@@ -50,8 +51,8 @@ def test_collectives(ranks: RanksFixture, world: int, layout: str) -> None:
     run_cases(ranks, world, exact(*cases, dtypes=(F32, BF16)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", sweep([3, 1, 2]))
+@pytest.mark.parametrize("layout", sweep(LAYOUTS))
 def test_many_chunks(ranks: RanksFixture, world: int, layout: str) -> None:
     """In every chunk, peers find the right place in the right tensor, also where a rank's shard has
     ended before."""
@@ -159,14 +160,14 @@ def made_and_dropped() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", sweep([4, 2]))
 def test_input_may_be_overwritten_at_once(ranks: RanksFixture, world: int) -> None:
     told = ranks(world).run(overwritten_at_once, 25, timeout=120)
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("job", [results_are_kept, made_and_dropped])
+@pytest.mark.parametrize("world", sweep([2, 1, 4]))
+@pytest.mark.parametrize("job", sweep([results_are_kept, made_and_dropped]))
 def test_memory_belongs_to_its_owner(
     ranks: RanksFixture, world: int, job: Callable[[], list[str]]
 ) -> None:

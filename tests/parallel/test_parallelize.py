@@ -14,6 +14,7 @@ from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import shard
 from tests.support.ranked import recorded_calls, report
+from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
 pytest.importorskip("transformers")
@@ -28,7 +29,7 @@ def logits_job(model_type: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", hf_models.SWEEP)
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", sweep(["llama", "mistral", "qwen2", "qwen3"]))
 def test_logits_and_gradients(ranks: RanksFixture, world: int, model_type: str) -> None:
     results = ranks(world).run(logits_job, model_type, timeout=120)
     report(failure for rank in results for failure in rank)
@@ -168,5 +169,6 @@ def clipping_job() -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 def test_clipping_is_that_of_the_unsharded_model(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(3).run(clipping_job) for failure in rank)

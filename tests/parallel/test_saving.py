@@ -16,6 +16,7 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
+from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
 pytest.importorskip("transformers")
@@ -73,7 +74,7 @@ def saving_job(base: str, model_type: str, tied: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", sweep([True, False]))
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_the_files_are_the_unsharded_models(
     ranks: RanksFixture, tmp_path: Path, world: int, tied: bool, model_type: str

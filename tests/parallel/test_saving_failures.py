@@ -19,6 +19,7 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT
+from tests.support.tiers import sweep
 from tpkernels.launch import Ranks
 
 pytest.importorskip("transformers")
@@ -61,7 +62,7 @@ def failing_job(base: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("world", [2, 1])
+@pytest.mark.parametrize("world", sweep([2, 1]))
 def test_an_error_of_rank_0_is_raised_on_all(
     ranks: RanksFixture, tmp_path: Path, world: int
 ) -> None:
@@ -116,7 +117,7 @@ def alone_job(base: str, rank: int) -> tuple[str, float]:
     return ending, took
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", sweep([1, 0]))
 def test_one_rank_alone_does_not_hang(ranks: RanksFixture, tmp_path: Path, rank: int) -> None:
     ending, took = ranks(2).run(alone_job, str(tmp_path), rank)[rank]
     assert ending == "CollectiveTimeoutError" and took < 1.0 + PROMPT
@@ -136,6 +137,7 @@ def dying_job(base: str) -> tuple[str, float]:
     return "nothing", 0.0
 
 
+@pytest.mark.thorough
 def test_rank_0_dies_while_it_writes(tmp_path: Path) -> None:
     with Ranks(2) as pool:
         pool.submit(dying_job, str(tmp_path))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
+from tests.support.tiers import sweep
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
 
 WHOLE, F64 = Replicate(), torch.float64
@@ -215,12 +216,12 @@ def refusals_job() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", sweep([3, 2]))
 def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
     report(f for rank in ranks(world).run(uneven_job, timeout=120) for f in rank)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", sweep([2, 3]))
 def test_every_layout(ranks: RanksFixture, world: int) -> None:
     report(f for rank in ranks(world).run(layouts_job, timeout=120) for f in rank)
 

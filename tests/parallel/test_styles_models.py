@@ -180,5 +180,6 @@ def mesh_job(folder: str) -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 def test_beside_fsdp_on_a_mesh(ranks: RanksFixture, tmp_path: Path) -> None:
     report(f for rank in ranks(4).run(mesh_job, str(tmp_path), timeout=200) for f in rank)

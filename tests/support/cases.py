@@ -10,12 +10,14 @@ from typing import TypeAlias
 import pytest
 import torch
 
+from tests.support.tiers import sweep
 from tpkernels.launch import Ranks
 
 RanksFixture: TypeAlias = Callable[[int], Ranks]
 
 WORLDS = (1, 2, 3, 4)
-QUICK_WORLDS = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))  # of sweeps; others have all
+# Of sweeps; others have all.
+QUICK_WORLDS = (*sweep((3, 2, 1)), pytest.param(4, marks=pytest.mark.slow))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COLLECTIVE_WAYS = ("unfused", "ring", "direct")
 MATMUL_WAYS = ("unfused", "ring", "direct", "pipelined")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.tiers import sweep
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.symm import exchange as exchange_module
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
@@ -146,7 +147,7 @@ def random_lives(seed: int, attempts: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sweep(range(3)))
 def test_random_failures(seed: int) -> None:
     assert random_lives(seed, 25) == []
 

@@ -22,6 +22,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PATIENCE, PROMPT, Ending, shares_memory
+from tests.support.tiers import sweep
 from tpkernels import _C, groups
 from tpkernels.symm import colocation, rendezvous
 
@@ -53,7 +54,7 @@ def failing_job(where: str) -> tuple[Ending, Ending]:
     return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
-@pytest.mark.parametrize("where", ["interrupt", "reach", "connect"])
+@pytest.mark.parametrize("where", sweep(["connect", "interrupt", "reach"]))
 def test_a_rank_that_fails_in_the_first_set_up_tells_the_others(where: str) -> None:
     with faults.watched_ranks(4) as ranks:
         told = faults.values(faults.collect(ranks, failing_job, where))
@@ -244,7 +245,7 @@ def few_descriptors_job(poor: int, room: int) -> tuple[Ending, bool, list[str], 
     return first, shares_memory(group), [str(one.message) for one in caught], last
 
 
-@pytest.mark.parametrize("poor", [0, 2])
+@pytest.mark.parametrize("poor", sweep([2, 0]))
 def test_a_limit_of_descriptors_is_told_to_all(poor: int) -> None:
     """However many there are: an error that says so, or a warning and no shared memory; never one
     that is late on another rank."""

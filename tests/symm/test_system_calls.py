@@ -18,6 +18,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending, shares_memory
+from tests.support.tiers import sweep
 from tpkernels import _C
 
 
@@ -43,7 +44,7 @@ def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str]
 
 
 @pytest.mark.parametrize("call", ["open_memfd", "open_pidfd"])
-@pytest.mark.parametrize(("rank", "refusal"), [(0, 38), (1, 1)], ids=["ENOSYS", "EPERM"])
+@pytest.mark.parametrize(("rank", "refusal"), sweep([(0, 38), (1, 1)]), ids=["ENOSYS", "EPERM"])
 def test_ranks_without_a_system_call_go_by_the_process_group(
     ranks: RanksFixture, call: str, rank: int, refusal: int
 ) -> None:
@@ -78,6 +79,7 @@ _WITHOUT = """
 """
 
 
+@pytest.mark.thorough
 def test_a_python_without_the_functions_does_as_well(tmp_path: Path) -> None:
     """Conda's, and those that are built for old systems."""
     (tmp_path / "without.py").write_text(textwrap.dedent(_WITHOUT))

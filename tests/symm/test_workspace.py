@@ -16,6 +16,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture
 from tests.support.ranked import check, report
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.symm import host
 from tpkernels.symm.segments import Segments
@@ -77,7 +78,7 @@ def growth_job(nbytes: int) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("nbytes", [1 << 16, 3 * MIB + 5, 16 * MIB])
+@pytest.mark.parametrize("nbytes", sweep([16 * MIB, 1 << 16, 3 * MIB + 5]))
 def test_it_grows_to_what_was_asked_for(ranks: RanksFixture, nbytes: int) -> None:
     report(f for rank in ranks(2).run(growth_job, nbytes, timeout=100) for f in rank)
 
@@ -143,8 +144,8 @@ def poor_job(poor: int, lacks: str) -> tuple[list[str], list[str], int, int]:
     return failures, texts, workspace.channel.capacity, taken(group, others)
 
 
-@pytest.mark.parametrize("lacks", ["looks", "commits"])
-@pytest.mark.parametrize("poor", [0, 1])
+@pytest.mark.parametrize("lacks", sweep(["looks", "commits"]))
+@pytest.mark.parametrize("poor", sweep([1, 0]))
 def test_without_memory_calls_take_more_steps(ranks: RanksFixture, poor: int, lacks: str) -> None:
     """The group goes on, as it is, with no more memory than it had, and one rank warns once."""
     told = ranks(2).run(poor_job, poor, lacks, timeout=100)

@@ -16,6 +16,7 @@ import pytest
 from benchmarks.hosts import Hosts
 from tests.support import across_hosts
 from tests.support.paths import ROOT
+from tests.support.tiers import sweep
 
 START_SECONDS = 60.0  # torchrun, its rendezvous and the imports of the ranks
 SLACK = 5.0
@@ -63,7 +64,7 @@ def results(started: Started, out: Path, world: int, seconds: float) -> list[dic
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("nproc", sweep([1, 2]))
 def test_ops_work_across_hosts(start: Callable[..., Started], tmp_path: Path, nproc: int) -> None:
     out = tmp_path / "found"
     started = start(nproc, "works", str(out), str(nproc))
@@ -82,6 +83,7 @@ def _await(paths: list[Path], started: Started) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "op"),
     [
