@@ -7,13 +7,13 @@ import contextlib
 import warnings
 from unittest import mock
 
-import faults
 import pytest
 import torch
 import torch.distributed as dist
-from cases import RanksFixture
 
 import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
 from tpkernels.planning import store
 from tpkernels.planning.table import Table
 from tpkernels.symm import colocation, host

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import faults
 import pytest
 import torch
 import torch.distributed as dist
-from cases import RanksFixture
-from faults import Ending
-from ranked import report
 
 import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import Ending
+from tests.support.ranked import report
 from tpkernels.nccl import Communicator
 
 WORLD = 2
@@ -103,7 +103,7 @@ def test_a_refused_backward_breaks_nothing(ranks: RanksFixture) -> None:
 
 def save_job(folder: str) -> list[str]:
     """A handler that saves a model, which is refused."""
-    import hf_models
+    from tests.support import hf_models
 
     mesh = hf_models.mesh_of_all()
     model = tpkernels.parallelize(hf_models.make("llama"), mesh)

@@ -11,13 +11,13 @@ import weakref
 from typing import Any
 from unittest import mock
 
-import hf_models
 import pytest
 import torch.distributed as dist
-from cases import RanksFixture
-from faults import PROMPT, Ending, ending_of, run_op
 
 import tpkernels
+from tests.support import hf_models
+from tests.support.cases import RanksFixture
+from tests.support.faults import PROMPT, Ending, ending_of, run_op
 from tpkernels.parallel import saving
 
 pytest.importorskip("transformers")

@@ -7,12 +7,12 @@ import signal
 import threading
 import time
 
-import faults
 import torch
 import torch.distributed as dist
-from ranked import report
 
 import tpkernels
+from tests.support import faults
+from tests.support.ranked import report
 from tpkernels import groups
 from tpkernels.launch import Ranks
 
