@@ -4,6 +4,7 @@ way, files that can be read in one go."""
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -56,7 +57,12 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(part for part in parts if part != "__init__"), path
 
 
-def imports(name: str, path: Path) -> Iterator[str]:
+@functools.cache
+def imports(name: str, path: Path) -> tuple[str, ...]:
+    return tuple(_imports(name, path))
+
+
+def _imports(name: str, path: Path) -> Iterator[str]:
     """What a module imports of the package, as "layer.module" without the package's name."""
     package = f"tpkernels.{name}".rstrip(".").split(".")
     if path.name != "__init__.py":
@@ -75,9 +81,8 @@ def imports(name: str, path: Path) -> Iterator[str]:
                 yield full.removeprefix("tpkernels").removeprefix(".")
 
 
-@pytest.mark.parametrize("name", dict(modules()))
-def test_imports_point_one_way(name: str) -> None:
-    path = dict(modules())[name]
+@pytest.mark.parametrize(("name", "path"), dict(modules()).items(), ids=dict(modules()))
+def test_imports_point_one_way(name: str, path: Path) -> None:
     layer = name.partition(".")[0]
     if layer in USERS:
         if layer == "bench":

@@ -137,16 +137,23 @@ def _entries(folder: str) -> set[str]:
     return {entry.name for entry in os.scandir(folder)}
 
 
-_OURS = re.compile(r"tpk|torch|gloo|c10d|psm_|sem\.|rank")
+# Such as ranks might make, and torchrun does not: others use these folders at the same time.
+_OURS = re.compile(r"tpk|torch_|gloo|c10d|psm_|sem\.|rank")
 
 
 def _left_files(before: dict[str, set[str]]) -> list[str]:
-    """New entries; in the folder for temporary files only such as ranks might make, for others use
-    it at the same time."""
-    left = [f"/dev/shm/{name}" for name in _entries("/dev/shm") - before["/dev/shm"]]
-    folder = tempfile.gettempdir()
-    new = _entries(folder) - before[folder]
-    return left + [f"{folder}/{name}" for name in new if _OURS.search(name)]
+    """New entries that do not go away: others make some that live for a moment."""
+    deadline = time.monotonic() + PROMPT
+    while left := [
+        f"{folder}/{name}"
+        for folder, known in before.items()
+        for name in _entries(folder) - known
+        if _OURS.search(name)
+    ]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return left
 
 
 def _left_processes(leaders: list[int]) -> list[str]:

@@ -1,0 +1,78 @@
+"""`make test` runs every op by every algorithm, and every kind of fault; the tiers add to it."""
+
+from __future__ import annotations
+
+import importlib
+from types import FunctionType
+
+import pytest
+
+from tests.failures import test_campaign
+from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
+from tests.support.paths import ROOT
+from tests.support.tiers import covering, sweep, thorough
+from tpkernels.backends import OPS, TABLES
+
+LEFT_OUT = {"slow", "thorough"}
+
+
+def left_out(case: object) -> bool:
+    return any(mark.name in LEFT_OUT for mark in getattr(case, "marks", ()))
+
+
+def in_default_tier(test: FunctionType) -> bool:
+    """It is not marked, and of each of its parameters there is a value that is not."""
+    marks = getattr(test, "pytestmark", [])
+    sweeps = [mark.args[1] for mark in marks if mark.name == "parametrize"]
+    return not LEFT_OUT & {mark.name for mark in marks} and all(
+        not all(map(left_out, list(values))) for values in sweeps
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_by_every_algorithm(op: str) -> None:
+    module = importlib.import_module(f"tests.ops.test_{op}")
+    assert in_default_tier(module.test_every_dtype_by_every_algorithm)
+    run = MATMUL_ALGORITHMS if "matmul" in op else COLLECTIVE_ALGORITHMS
+    # What the interpreter of kernels runs is in algorithms/test_fused.py.
+    there = {algorithm for name, algorithm in TABLES["cpu"] if name == op} - {"fused"}
+    assert set(run) == there | {"auto"}
+
+
+def test_every_kind_of_fault() -> None:
+    assert in_default_tier(test_campaign.test_a_fault_of_each_kind)
+
+
+def test_every_layer() -> None:
+    """Folders mirror the package, and have tests that `make test` runs."""
+    folders = [path.parent.name for path in (ROOT / "tpkernels").glob("*/__init__.py")]
+    assert "ops" in folders
+    for folder in folders:
+        files = [path.stem for path in (ROOT / "tests" / folder).glob("test_*.py")]
+        tests = [test for file in files for test in _tests_of(f"tests.{folder}.{file}")]
+        assert any(map(in_default_tier, tests)), f"nothing in make test is in tests/{folder}"
+
+
+def _tests_of(name: str) -> list[FunctionType]:
+    try:
+        module = importlib.import_module(name)
+    except pytest.skip.Exception:  # it needs what is not installed
+        return []
+    marks = getattr(module, "pytestmark", [])
+    if LEFT_OUT & {mark.name for mark in (marks if isinstance(marks, list) else [marks])}:
+        return []
+    named = [value for key, value in vars(module).items() if key.startswith("test_")]
+    return [test for test in named if isinstance(test, FunctionType)]
+
+
+def test_the_first_of_a_sweep_are_in_the_default_tier() -> None:
+    assert [left_out(case) for case in sweep("abc")] == [False, True, True]
+    assert [left_out(case) for case in sweep(iter("abc"), 2)] == [False, False, True]
+    assert sweep([(1, 2), (3, 4)])[1].values == (3, 4)
+    assert thorough("a").values == ("a",)
+
+
+def test_a_cover_has_every_value_in_the_default_tier() -> None:
+    cases = covering((op, way) for op in "abc" for way in "xy")
+    kept = [case for case in cases if not left_out(case)]
+    assert kept == [("a", "x"), ("a", "y"), ("b", "x"), ("c", "x")] and len(cases) == 6
