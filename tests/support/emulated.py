@@ -84,6 +84,6 @@ def space_of(
     workspace = groups.get(group.group_name).workspace
     assert workspace is not None
     space = workspace.device(words, buffer_bytes, "a test of the CUDA kernels")
-    space.timeout = timeout
+    space.timeout_ns = int(timeout * 1e9)
     space.multicast = 1 << 60  # tests/native/emulated/grid.h
     return space

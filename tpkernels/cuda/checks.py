@@ -6,7 +6,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels.dtypes import CODES, name
-from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.device import DeviceWorkspace, signed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -76,13 +76,20 @@ def epilogue(
 
 
 def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
-    """What ``space`` gives every kernel, as the extension takes it."""
-    given = space.arguments(signature)
+    """What every kernel needs of a call, in the extension's form."""
     return _C.cuda.Space(
-        **{
-            key: value.data_ptr() if isinstance(value, torch.Tensor) else value
-            for key, value in given.items()
-        }
+        regions=space.regions.data_ptr(),
+        state=space.state.data_ptr(),
+        control=space.control.data_ptr(),
+        rank=space.rank,
+        signature=signed(signature),
+        timeout_ns=space.timeout_ns,
+        words=space.words,
+        buffers_at=space.buffers_at,
+        buffer_stride=space.buffer_stride,
+        WORLD=space.world,
+        seed=space.seed,
+        CHAOS=space.chaos,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.device import DeviceWorkspace, signed
 
 
 class Workspace(NamedTuple):
@@ -30,7 +30,6 @@ SCALARS = ["rank", "signature", "timeout_ns", "seed"]
 
 def launch_arguments(space: DeviceWorkspace, signature: int) -> dict[str, Any]:
     """The arguments of every kernel that communicates."""
-    values = space.arguments(signature)
     workspace = Workspace(
         space.regions,
         space.state,
@@ -39,6 +38,12 @@ def launch_arguments(space: DeviceWorkspace, signature: int) -> dict[str, Any]:
         space.buffers_at,
         space.buffer_stride,
         tl.constexpr(space.world),
-        tl.constexpr(values["CHAOS"]),
+        tl.constexpr(space.chaos),
     )
-    return {"workspace": workspace, **{name: values[name] for name in SCALARS}}
+    return {
+        "workspace": workspace,
+        "rank": space.rank,
+        "signature": signed(signature),
+        "timeout_ns": space.timeout_ns,
+        "seed": space.seed,
+    }

@@ -28,6 +28,11 @@ CONTROL = ABORT, FAILED = range(2)
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
 
+def signed(signature: int) -> int:
+    """A signature as kernels take it: a signed 32-bit number."""
+    return signature - (signature >> 31 << 32)
+
+
 def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
     """Bytes of a region with that many words from each source and buffers of that size."""
     return round_up(2 * world * words * _WORD, _ALIGNMENT) + 2 * round_up(buffer_bytes, _ALIGNMENT)
@@ -75,9 +80,9 @@ class DeviceWorkspace:
         self.rank, self.world = rank, len(addresses)
         self.words, self.buffer_bytes = words, round_up(buffer_bytes, _ALIGNMENT)
         self.buffers_at = round_up(2 * self.world * words * _WORD, _ALIGNMENT)
-        self.timeout = timeout
+        self.timeout_ns = int(timeout * 1e9)
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
-        self._chaos = {"seed": 0, "CHAOS": 0}
+        self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
 
     def holds(self, words: int, buffer_bytes: int) -> bool:
@@ -113,22 +118,6 @@ class DeviceWorkspace:
             self._starts[sizes] = found
         return found
 
-    def arguments(self, signature: int) -> dict[str, Any]:
-        """What every kernel that communicates is given."""
-        return {
-            "regions": self.regions,
-            "state": self.state,
-            "control": self.control,
-            "rank": self.rank,
-            "signature": signature - (signature >> 31 << 32),  # as a signed 32-bit number
-            "timeout_ns": int(self.timeout * 1e9),
-            "words": self.words,
-            "buffers_at": self.buffers_at,
-            "buffer_stride": self.buffer_stride,
-            "WORLD": self.world,
-            **self._chaos,
-        }
-
     def abort(self, rank: int) -> None:
         """Ends all waits of a running kernel: ``rank`` is lost."""
         self.control[ABORT] = 1 + rank
@@ -150,7 +139,8 @@ class DeviceWorkspace:
     ) -> None:
         """For tests: random delays at every publish and wait, and the two ways to break the
         protocol (negative controls)."""
-        self._chaos = {"seed": seed, "CHAOS": max_delay_us * 2000 + skip_waits}
+        self.seed = seed
+        self.chaos = max_delay_us * 2000 + skip_waits  # twice the nanoseconds, and one bit
         self.buffer_stride = 0 if single_buffer else self.buffer_bytes
 
 
