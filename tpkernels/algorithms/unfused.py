@@ -4,7 +4,7 @@ It runs on any process group, and is what ``auto`` chooses where ranks share no 
 move the partials with an all-to-all and sum them here, in fp32 and in rank order: the same bytes
 travel as in a reduce-scatter, and the bits are those of every other algorithm.
 
-A rank in another call is found before anything is sent (links.py, waiting.py).
+A rank in another call is detected before anything is sent (transport/point_to_point.py, waits.py).
 """
 
 from __future__ import annotations

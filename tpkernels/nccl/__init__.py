@@ -3,7 +3,8 @@
 NCCL is loaded on first use, so this module imports on machines without NCCL and CUDA.
 """
 
-from tpkernels.nccl.communicator import Communicator, Window
+from tpkernels.nccl.communicator import Communicator
 from tpkernels.nccl.library import facts, load, unique_id, version
+from tpkernels.nccl.memory import Window
 
 __all__ = ["Communicator", "Window", "facts", "load", "unique_id", "version"]

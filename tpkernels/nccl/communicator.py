@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -20,18 +19,11 @@ from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups import GroupLike
 from tpkernels.nccl import checks, memory
 from tpkernels.nccl.bootstrap import bootstrap
+from tpkernels.nccl.memory import Window
 from tpkernels.text import of_error
 
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _POLL_INTERVAL = 1e-3  # s, between queries of an event
-
-
-@dataclass(frozen=True)
-class Window:
-    """Memory that all ranks have registered with `Communicator.register_window`."""
-
-    handle: int  #: NCCL's ``ncclWindow_t``
-    tensor: torch.Tensor  #: the memory of this rank
 
 
 def _stream(device: torch.device) -> int:
@@ -59,8 +51,7 @@ class Communicator:
     Raises:
         ValueError: an option is out of range or differs between ranks.
         NotImplementedError: there is no CUDA device or no NCCL, or NCCL is too old for an option.
-        CollectiveTimeoutError: a rank did not come in time.
-        TpkernelsError: a rank cannot take part; raised on all ranks.
+        TpkernelsError: a rank cannot take part or did not come in time; raised on all ranks.
     """
 
     def __init__(
@@ -118,8 +109,7 @@ class Communicator:
         return self._enqueue(OperationKind.ALL_GATHER, x, out, x.numel())
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's shard along dim 0 of the sum of all ranks' ``x``, summed in NCCL's order and
-        in the dtype of ``x``."""
+        """This rank's shard, along dim 0, of what `all_reduce` returns."""
         rows = checks.divisible(x, self.world)
         out = x.new_empty((rows, *x.shape[1:])) if out is None else out
         checks.pair(x, out, self.device)
@@ -127,8 +117,7 @@ class Communicator:
         return self._enqueue(OperationKind.REDUCE_SCATTER, x, out, out.numel())
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of all ranks' ``x``, in NCCL's order and in the dtype of ``x``; ``out=x`` sums in
-        place."""
+        """The sum of all ranks' ``x``, in NCCL's order and in x's dtype; ``out=x``: in place."""
         out = torch.empty_like(x) if out is None else out
         checks.pair(x, out, self.device)
         checks.elements(out.numel(), x.numel(), "out", "x")
@@ -161,15 +150,8 @@ class Communicator:
         recv_rows: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Sends piece r of ``x`` along dim 0 to rank r, and returns the pieces received, in rank
-        order.
-
-        Args:
-            x: the pieces to send.
-            out: where received pieces are stored; by default a new tensor.
-            send_rows: rows of each piece that is sent; by default all are equal. ``send_rows[r]``
-                must equal ``recv_rows[this rank]`` on rank r.
-            recv_rows: rows of each piece that is received; by default ``send_rows``.
-        """
+        order. ``send_rows`` has the rows of each piece, by default equal; ``send_rows[r]`` must
+        equal ``recv_rows[this rank]`` on rank r."""
         checks.has_rows(x)
         if send_rows is None:
             send_rows = [checks.divisible(x, self.world)] * self.world
@@ -227,16 +209,11 @@ class Communicator:
         self._native.check()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the current stream has run all work enqueued so far, checking for errors
-        meanwhile.
-
-        Args:
-            timeout: in seconds; by default the communicator's.
+        """Waits until the current stream has run all work enqueued so far, for at most ``timeout``
+        seconds (by default the communicator's). Calls `check` meanwhile.
 
         Raises:
             CollectiveTimeoutError: the stream was not done in time; the communicator was aborted.
-            PeerLostError: a peer's process or the link to it is gone.
-            TpkernelsError: NCCL reports another error.
         """
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -252,12 +229,8 @@ class Communicator:
         self.check()
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
-        """Creates a communicator of the ranks that pass the same color. Collective.
-
-        Args:
-            color: at least 0; None: this rank joins none, and gets None.
-            key: the new communicator's ranks are in the order of their keys; by default their ranks
-                here.
+        """Creates a communicator of the ranks that pass the same color, ordered by key, by default
+        by rank. Returns None for color None. Collective.
 
         Raises:
             ValueError: ``color`` is negative.
@@ -286,10 +259,7 @@ class Communicator:
 
     def register_window(self, x: torch.Tensor) -> Window | None:
         """Registers a tensor from `empty`, of the same size on all ranks, for NCCL's symmetric
-        kernels. Collective.
-
-        Returns:
-            The window; None if the ranks' devices do not support symmetric kernels.
+        kernels. Returns None if the ranks' devices do not support these. Collective.
 
         Raises:
             NotImplementedError: NCCL is older than 2.27.
@@ -308,8 +278,7 @@ class Communicator:
         self._native.close()
 
     def abort(self) -> None:
-        """Cancels all work in flight and frees the communicator; the peers' calls fail. May be
-        called from any thread."""
+        """Cancels work in flight and frees the communicator, from any thread. Peers' calls fail."""
         self._native.abort("it was aborted")
 
     def __enter__(self) -> Communicator:

@@ -1,15 +1,24 @@
-"""Device memory that NCCL allocates, as tensors."""
+"""Device memory that NCCL allocates, as tensors, and windows on it."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tpkernels import _C
+
+
+@dataclass(frozen=True)
+class Window:
+    """Memory that all ranks have registered with `Communicator.register_window`."""
+
+    handle: int  #: NCCL's ``ncclWindow_t``
+    tensor: torch.Tensor  #: the memory of this rank
 
 
 class _Memory:
