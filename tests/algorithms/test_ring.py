@@ -40,13 +40,13 @@ def ways(*cases: Case, **options: Any) -> list[Case]:
     return each(*cases, algorithms=("unfused", "ring", "auto"), **options)
 
 
-@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
+@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
 def test_every_op_and_dtype(ranks: RanksFixture, world: int) -> None:
     plain = [replace(case, algorithm="ring") for case in dict.fromkeys(one_of_each(world))]
     run(ranks, world, ways(*{replace(c, integers=False, algorithm="auto") for c in plain}))
 
 
-@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
+@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
 def test_uneven_and_empty_shards(ranks: RanksFixture, world: int) -> None:
     cases = []
     for sizes in [*uneven_splits(23, world), (0,) * world]:
@@ -119,7 +119,7 @@ def bits_job(cases: list[Case]) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
+@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
 def test_the_bits_are_those_of_unfused(ranks: RanksFixture, world: int) -> None:
     cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
     report(bad for rank in ranks(world).run(bits_job, cases, timeout=120) for bad in rank)
@@ -177,7 +177,7 @@ def traffic_job(case: Case) -> int:
     return sent
 
 
-@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
+@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
 def test_no_more_travels_than_must(ranks: RanksFixture, world: int) -> None:
     """(W-1)/W of the tensor from each rank, twice for an all-reduce: as in an all-to-all and an
     all-gather."""
