@@ -145,7 +145,7 @@ def _compile(nvrtc: Any, options: tuple[str, ...]) -> bytes:
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip() or "no further reason"
         raise NotImplementedError(
-            f"NVRTC {_version(nvrtc)} cannot compile the CUDA kernels with {options[-1]}: "
+            f"NVRTC {_version(nvrtc)} does not compile the CUDA kernels with {options[-1]}: "
             f"{error}: {log}"
         ) from error
     finally:
