@@ -171,7 +171,7 @@ def test_without_nvrtc_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     monkeypatch.setattr(_C.cuda, "architectures", lambda: "")
-    assert "CuPy 14.0 is here, but NVRTC" in image.image_status()
+    assert "CuPy 14.0 is installed, but NVRTC" in image.image_status()
     assert "libnvrtc.so.13" in image.image_status()
 
 

@@ -1,1 +1,1 @@
-"""How a planned call is carried out. One file per algorithm, one function per op in it."""
+"""How a planned call is carried out: one file per algorithm, with one function per op."""

@@ -15,7 +15,7 @@ from tpkernels.local.ranges import COPY, recorded
 
 @dataclass(frozen=True)
 class Reduction:
-    """What follows the sum of the partials: ``+ bias + residual``, then one rounding to
+    """The steps after the sum of the partials: ``+ bias + residual``, then one rounding to
     ``out_dtype``.
 
     ``bias`` is [cols] in the accumulator's dtype; ``residual`` is contiguous, of the output's
@@ -27,7 +27,7 @@ class Reduction:
     residual: torch.Tensor | None = None
 
     def epilogue(self) -> _C.host.Epilogue:
-        """The extension's form. It holds addresses: keep the reduction while it is in use."""
+        """The extension's form. It holds addresses: keep the reduction alive while it is used."""
         bias, residual = self.bias, self.residual
         return _C.host.Epilogue(
             dtypes.CODES[self.out_dtype],
@@ -39,7 +39,7 @@ class Reduction:
 
 
 def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The result where one rank's partial is the whole sum; ``partial`` itself if that is all."""
+    """The result for a single rank, whose partial is the whole sum. May be ``partial`` itself."""
     plain = reduction.bias is None and reduction.residual is None
     if plain and reduction.out_dtype == partial.dtype:
         return partial
@@ -51,8 +51,8 @@ def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
-    """``out = round(sum of partials in order + bias + residual)``. All contiguous and of one size;
-    they stand at element ``begin`` of the whole output. ``out`` may be one of them."""
+    """``out = round(sum of partials in order + bias + residual)``. All are contiguous, of one size,
+    and start at element ``begin`` of the whole output. ``out`` may be one of the partials."""
     if out.device.type != "cpu":
         _reduce_by_torch(out, partials, reduction, begin)
         return

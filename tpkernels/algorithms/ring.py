@@ -1,19 +1,20 @@
-"""Sends and receives between pairs of ranks, overlapped with the matmul of the part that is here.
+"""Sends and receives between pairs of ranks, overlapped with the matmul of local data.
 
-all_gather_matmul      shards travel round the ring from neighbour to neighbour, both ways: in step
-                       s each rank passes on the shards that came in step s-1, and multiplies them
-                       meanwhile. Opposite each other on an even ring the ways meet: half of that
-                       shard comes either way.
+all_gather_matmul      shards travel round the ring from neighbour to neighbour, in both directions.
+                       In step s each rank passes on the shards that arrived in step s-1, and
+                       multiplies them meanwhile. On an even ring both directions reach the opposite
+                       rank in the same step; each brings half of that rank's shard.
 matmul_reduce_scatter  in step s each rank multiplies the rows of rank+s and sends them there, its
-                       own rows last; when the partials of all ranks are here it sums them.
+                       own rows last. When it has the partials of all ranks it sums them.
 matmul_all_reduce      the same on parts of the rows, then the sums travel round the ring.
 
-Partials go straight to their owner. Passed on from neighbour to neighbour as a running sum, each
-chunk would be summed in an order that starts at another rank, which breaks the contract of fixed
-rank order; either way each rank sends (W-1)/W of the tensor. Links without all-to-all route what
-goes further than to the neighbour.
+Partials go straight to their owner. If neighbours passed on running sums, each chunk's sum would
+start at a different rank, which breaks the contract of fixed rank order. Either way each rank sends
+(W-1)/W of the tensor. Links without all-to-all have to route transfers between ranks that are not
+neighbours.
 
-It needs no memory in common and no collective of the backend: any process group with send and recv.
+No shared memory and no collective of the backend is needed: any process group with send and recv
+will do.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from tpkernels.transport.waits import announce_done
 
 @dataclass(frozen=True)
 class Hop:
-    """What one rank does in one direction in one step of the ring: it sends part of ``sent``'s
-    shard to rank ``to`` and receives that of ``received``'s from rank ``source``. ``part`` is which
-    of ``parts`` equal parts."""
+    """What one rank does in one direction in one step of the ring: it sends part of rank ``sent``'s
+    shard to rank ``to``, and receives the same part of rank ``received``'s shard from rank
+    ``source``. The part is number ``part`` of ``parts`` equal ones."""
 
     to: int
     source: int
@@ -71,7 +72,7 @@ def hops(rank: int, world: int) -> Iterator[list[Hop]]:
             yield [up, down]
         elif world == 2:
             yield [up]
-        else:  # the last step of an even ring: both receive of the rank opposite
+        else:  # the last step of an even ring: both directions bring the opposite rank's shard
             yield [replace(up, part=0, parts=2), replace(down, part=1, parts=2)]
 
 
@@ -81,8 +82,8 @@ def _gather(
     shards: Sequence[torch.Tensor],
     use: Callable[[int], None] = lambda owner: None,
 ) -> None:
-    """Fills ``shards``, flat and contiguous, of which this rank's own is here. ``use(owner)`` runs
-    once for each, when it is here, while others travel."""
+    """Fills ``shards``, flat and contiguous; this rank's own is filled already. ``use(owner)`` runs
+    once for each shard that is here, while others travel."""
     here = [call.group.rank]
     for step in hops(call.group.rank, call.group.world):
         with recorded(TRANSFER):
@@ -105,8 +106,8 @@ def _scatter(
     count: int,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Sends ``part_of(owner)``, flat and contiguous, to each owner while the next is made, this
-    rank's own last. Returns what the ranks have made for this one, in rank order, ``count``
+    """Sends ``part_of(owner)``, flat and contiguous, to each owner while the next one is computed;
+    this rank's own comes last. Returns the ranks' parts for this rank, in rank order, ``count``
     elements each."""
     rank, world = call.group.rank, call.group.world
     buffers = empty([(world - 1) * count], call.problem.dtype, device)
@@ -123,8 +124,8 @@ def _scatter(
 
 
 def _shards(call: Call, x: torch.Tensor, whole: torch.Tensor | None) -> list[torch.Tensor]:
-    """A flat buffer for the shard of each rank, this rank's with ``x`` in it: parts of the gathered
-    ``whole``, if there is one and shards are contiguous in it."""
+    """A flat buffer for the shard of each rank; this rank's holds ``x``. The buffers are parts of
+    the gathered ``whole``, if there is one and shards are contiguous in it."""
     problem, rank = call.problem, call.group.rank
     counts = [prod(shard_shape(problem, r)) for r in range(problem.world)]
     if whole is not None and problem.outer == 1:
@@ -215,7 +216,7 @@ def _all_reduce(
     part_of: Callable[[int], torch.Tensor],
     reduction: Reduction,
 ) -> None:
-    """The owner of elements [edges[r], edges[r + 1]) sums them; then the sums are gathered."""
+    """Rank r sums elements [edges[r], edges[r + 1]); then the sums are gathered."""
     rank, link = call.group.rank, enter(call)
     sums = [out[begin:end] for begin, end in itertools.pairwise(edges)]
     parts = _scatter(call, link, part_of, sums[rank].numel(), out.device)
@@ -225,7 +226,7 @@ def _all_reduce(
 
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
-    """``out`` may be ``x``: a part of it is overwritten by its sum, when that is complete."""
+    """``out`` may be ``x``: a part is overwritten only when its sum is complete."""
     flat, world = x.contiguous().view(-1), call.group.world
     part = ceil_div(flat.numel(), world)
     edges = [min(flat.numel(), r * part) for r in range(world + 1)]

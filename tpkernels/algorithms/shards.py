@@ -21,21 +21,21 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_partial(call: Call, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """``x @ w`` in the dtype that partials travel in. x [..., K], w [K, N] -> [..., N]."""
+    """``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N] -> [..., N]."""
     partial = empty((*x.shape[:-1], w.shape[1]), call.problem.dtype, x.device)
     local_matmul(as_rows(x), w, as_rows(partial))
     return partial
 
 
 def shard_rows(problem: Problem, rank: int) -> int:
-    """Matrix rows of ``rank``'s shard, which is cut along a dim that is not the last."""
+    """Matrix rows of ``rank``'s shard. The sharded dim must not be the last."""
     assert problem.dim is not None  # an all-reduce has no shards
     return problem.outer * problem.sizes[rank] * prod(problem.shape[problem.dim + 1 : -1])
 
 
 def runs(problem: Problem, rank: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Rows [begin, end) of ``rank``'s shard as runs that are contiguous in the whole matrix:
-    (row in the shard, row in the whole, count)."""
+    """Rows [begin, end) of ``rank``'s shard as runs that are contiguous in the whole matrix. Yields
+    (row in the shard, row in the whole matrix, number of rows)."""
     assert problem.dim is not None  # an all-reduce has no shards
     middle = prod(problem.shape[problem.dim + 1 : -1])
     width = problem.sizes[rank] * middle
@@ -59,8 +59,9 @@ def multiply_shard(
     factors: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
     gathered: torch.Tensor | None = None,
 ) -> None:
-    """All-gather and matmul on a part of it: rows ``begin`` and after of ``owner``'s shard, [rows,
-    K], times each (weight, bias, whole output). They are also copied to the whole ``gathered``."""
+    """One part of an all-gather and matmul: multiplies ``shard`` [rows, K], the rows of ``owner``'s
+    shard from ``begin`` on, for each (weight, bias, whole output). Also copies them to the whole
+    ``gathered``."""
     for at, row, count in runs(problem, owner, begin, begin + shard.shape[0]):
         part = shard[at - begin : at - begin + count]
         for w, bias, out in factors:
@@ -72,8 +73,8 @@ def multiply_shard(
 def partial_of_shard(
     problem: Problem, owner: int, begin: int, x: torch.Tensor, w: torch.Tensor, to: torch.Tensor
 ) -> None:
-    """Matmul and reduce-scatter on a part of it: ``to`` is rows ``begin`` and after of ``owner``'s
-    shard of ``x @ w``. x [rows, K], w [K, N]."""
+    """One part of a matmul and reduce-scatter: fills ``to`` with the rows of ``owner``'s shard of
+    ``x @ w`` from ``begin`` on. x [rows, K], w [K, N]."""
     if problem.dim == len(problem.shape) - 1:
         first = sum(problem.sizes[:owner])
         columns = w[:, first : first + problem.sizes[owner]]
@@ -84,7 +85,7 @@ def partial_of_shard(
 
 
 def shard_shape(problem: Problem, owner: int) -> list[int]:
-    """Shape of ``owner``'s shard of what is gathered or scattered."""
+    """Shape of ``owner``'s shard of the gathered or scattered tensor."""
     assert problem.dim is not None  # an all-reduce has no shards
     shape = list(problem.shape)
     shape[problem.dim] = problem.sizes[owner]

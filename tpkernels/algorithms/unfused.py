@@ -1,10 +1,10 @@
 """The plain way: a ``torch.distributed`` collective, then the matmul, or the other way round.
 
-It runs on any process group, and is what ``auto`` chooses where ranks share no memory. Reductions
-move the partials with an all-to-all and sum them here, in fp32 and in rank order: the same bytes
-travel as in a reduce-scatter, and the bits are those of every other algorithm.
+It runs on any process group, and ``auto`` chooses it where ranks share no memory. Reductions move
+the partials with an all-to-all and sum them locally, in fp32 and in rank order. That moves as
+many bytes as a reduce-scatter, and gives the same bits as every other algorithm.
 
-A rank in another call is detected before anything is sent (transport/point_to_point.py, waits.py).
+A rank in another call is detected before anything is sent; see ``transport``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tpkernels.local.memory import empty
 from tpkernels.transport.point_to_point import enter
 from tpkernels.transport.waits import announce_done, finish
 
-# A reduction moves in steps whose buffers the allocator keeps, rather than taking fresh pages.
+# A reduction moves in steps of this size, so that the allocator can reuse their buffers instead of
+# taking fresh pages.
 _STEP_BYTES = 4 << 20
 
 
@@ -44,7 +45,7 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     dim, sizes = problem.dim, problem.sizes
     assert dim is not None  # an all-gather has one
     largest = max(sizes)
-    if x.shape[dim] < largest:  # the collective takes equal shards only
+    if x.shape[dim] < largest:  # the collective needs equal shards
         padded = x.new_zeros((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
         padded.narrow(dim, 0, x.shape[dim]).copy_(x)
         x = padded
@@ -65,7 +66,7 @@ def _all_gather(call: Call, own: torch.Tensor) -> torch.Tensor:
 
 
 def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Sends piece r to rank r; returns what the ranks sent here, in rank order."""
+    """Sends piece r to rank r. Returns what the ranks sent to this one, in rank order."""
     group = call.group
     count = pieces[group.rank].numel()
     sent = torch.cat([piece.reshape(-1) for piece in pieces])

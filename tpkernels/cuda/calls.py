@@ -1,7 +1,7 @@
 """Calls of one kernel: all-reduces, the sum of partials, a barrier, a paced copy.
 
-Sums keep to the numerics contract: fp32, in the order of the ranks, then bias, then residual, one
-rounding; the same bits for every way but ``multimem``.
+Sums follow the numerics contract: fp32, in rank order, then bias, then residual, one rounding. All
+ways give the same bits, except ``multimem``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SEGMENT_UNIT = 64  # elements; csrc/cuda/all_reduce.cuh
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """How an all-reduce of ``count`` elements lies in a buffer."""
+    """Where an all-reduce keeps its data in a buffer."""
 
     blocks: int
     segment: int  # elements that a rank reduces
@@ -53,7 +53,7 @@ class BufferLayout:
 
 
 def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> BufferLayout:
-    """For elements of that many bytes before and after the sum."""
+    """The layout for ``count`` elements of ``x_bytes`` each, which become ``out_bytes`` each."""
     blocks = min(_REDUCE_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARD)))
     segment = count if way == "one_shot" else round_up(ceil_div(count, world), _SEGMENT_UNIT)
     slot = 0 if way == "multimem" else round_up(segment * x_bytes, _SLOT_ALIGNMENT)
@@ -69,7 +69,7 @@ def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Bu
 
 
 def all_reduce_way(x: torch.Tensor) -> str:
-    """What ``auto`` is for an all-reduce of x."""
+    """The way that ``auto`` takes for an all-reduce of x."""
     return "one_shot" if x.numel() * x.element_size() <= ONE_SHOT_BYTES else "two_shot"
 
 
@@ -85,13 +85,13 @@ def all_reduce(
     """``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
 
     Args:
-        x: contiguous, fp32, fp16 or bf16; all ranks give one shape and dtype.
+        x: contiguous, fp32, fp16 or bf16; the same shape and dtype on all ranks.
         out: of x's shape, any of the dtypes; may be x.
         bias: fp32, [x.shape[-1]].
         residual: of x's shape, any of the dtypes.
-        way: ``one_shot`` (every rank sums all), ``two_shot`` (every rank sums a part), ``auto``
-            (one of these, by size) or ``multimem``: the switch sums, in an order of its own, so the
-            bits may differ from run to run.
+        way: ``one_shot`` (every rank sums everything), ``two_shot`` (every rank sums a part),
+            ``auto`` (one of these, by size) or ``multimem``: the switch sums, in its own order, so
+            the bits may differ from run to run.
 
     Raises:
         ValueError: an argument does not fit the others, or the workspace is too small.
@@ -164,19 +164,19 @@ def _check_multimem(
     if not space.multicast:
         raise NotImplementedError(
             "way 'multimem' needs multicast memory, which GPUs behind an NVSwitch have; "
-            "'one_shot' and 'two_shot' do without"
+            "'one_shot' and 'two_shot' do not need it"
         )
     if out.dtype != x.dtype or bias is not None or residual is not None:
         raise NotImplementedError(
-            "way 'multimem' has no bias, residual or other dtype for out: the switch sums and "
-            "rounds; 'one_shot' and 'two_shot' have them"
+            "way 'multimem' takes no bias, residual or other dtype for out, as the switch sums and "
+            "rounds; 'one_shot' and 'two_shot' take them"
         )
 
 
 def _largest_piece(
     space: DeviceWorkspace, way: str, count: int, x_bytes: int, out_bytes: int
 ) -> int:
-    """Elements of a call that fits the workspace; larger ones run piece by piece."""
+    """The most elements that fit the workspace in one call; larger tensors run piece by piece."""
     piece = max(count, 1)
     while not _fits(space, layout(way, piece, space.world, x_bytes, out_bytes)):
         if piece <= _SEGMENT_UNIT:
@@ -200,8 +200,8 @@ def sum_partials(
     begin: int = 0,
 ) -> None:
     """``out = round(partials[0] + partials[1] + ... + bias + residual)``, added in fp32 in that
-    order. Contiguous, of one shape; ``out`` may be a partial. ``begin`` is the element at which
-    they stand within the whole output: element i gets ``bias[(begin + i) % len(bias)]``, fp32."""
+    order. Contiguous, of one shape; ``out`` may be a partial. They start at element ``begin`` of
+    the whole output: element i gets ``bias[(begin + i) % len(bias)]``, fp32."""
     if not 1 <= len(partials) <= _C.cuda.MAX_WORLD:
         raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.cuda.MAX_WORLD}")
     first = partials[0]
@@ -227,7 +227,8 @@ def sum_partials(
 
 
 def barrier(space: DeviceWorkspace, signature: int) -> None:
-    """When it has ended, what any rank queued before its own is complete and visible."""
+    """When it ends, everything that any rank queued before its own barrier is complete and
+    visible."""
     device, stream = device_and_stream(space.regions.device)
     kernels(device).barrier(stream, space_of(space, signature))
 
@@ -235,9 +236,9 @@ def barrier(space: DeviceWorkspace, signature: int) -> None:
 def paced_copy(
     dst: torch.Tensor, src: torch.Tensor, gb_per_s: float, latency_us: float = 0.0, sms: int = 16
 ) -> None:
-    """Copies ``src`` to ``dst`` as a link would that brings its first byte after ``latency_us``
-    and then ``gb_per_s`` * 1e9 bytes a second, with ``sms`` blocks of 1024 threads: a model of a
-    link on one GPU. Contiguous, of one shape and dtype. Slower where the SMs cannot move as much.
+    """Copies ``src`` to ``dst`` at the pace of a link, to model one on a single GPU: the first byte
+    arrives after ``latency_us``, then ``gb_per_s`` * 1e9 bytes a second. It has ``sms`` blocks of
+    1024 threads, and is slower if they cannot move as much. Contiguous, of one shape and dtype.
     """
     check_contiguous(dst.device, dst=dst, src=src)
     check_alike(True, dst=dst, src=src)

@@ -1,4 +1,4 @@
-"""What the calls have in common: checks of tensors, and their form in the extension."""
+"""What the calls share: checks of tensors, and the extension's form of arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Raises ``ValueError`` for a tensor that is elsewhere, or has gaps."""
+    """Raises ``ValueError`` for a tensor that is on another device or not contiguous."""
     for what, tensor in tensors.items():
         if tensor is None:
             continue
@@ -26,7 +26,7 @@ def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> No
 
 
 def check_dtypes(**tensors: torch.Tensor | None) -> None:
-    """Raises ``NotImplementedError`` for a dtype that the kernels do not sum."""
+    """Raises ``NotImplementedError`` for a dtype that the kernels cannot sum."""
     for what, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in DTYPES:
             allowed = ", ".join(map(name, DTYPES))
@@ -34,16 +34,17 @@ def check_dtypes(**tensors: torch.Tensor | None) -> None:
 
 
 def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
-    """Raises ``ValueError`` for a tensor whose shape, or dtype if asked for, is not the first's."""
+    """Raises ``ValueError`` unless all tensors have the first one's shape and, if ``dtype``, its
+    dtype."""
     (first, model), *rest = tensors.items()
-    assert model is not None  # by the callers
+    assert model is not None  # no caller passes None first
     for what, tensor in rest:
         if tensor is None:
             continue
         if tensor.shape != model.shape or (dtype and tensor.dtype != model.dtype):
             raise ValueError(
                 f"{what} is {list(tensor.shape)} {name(tensor.dtype)}, {first} "
-                f"{list(model.shape)} {name(model.dtype)}; they must be alike"
+                f"{list(model.shape)} {name(model.dtype)}; they must match"
             )
 
 
@@ -65,7 +66,7 @@ def epilogue(
     residual: torch.Tensor | None,
     begin: int = 0,
 ) -> _C.cuda.Epilogue:
-    """The extension's form, for elements from ``begin`` on."""
+    """The extension's form of an epilogue, for elements from ``begin`` on."""
     return _C.cuda.Epilogue(
         CODES[out_dtype],
         0 if bias is None else bias.data_ptr(),
@@ -94,7 +95,7 @@ def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
 
 
 def device_and_stream(device: torch.device) -> tuple[int, int]:
-    """(index of the GPU, torch's current stream of it). The tests' driver takes CPU tensors."""
+    """(index of the GPU, torch's current stream there). The tests' driver takes CPU tensors."""
     if device.type != "cuda":
         return 0, 0
     stream = torch.cuda.current_stream(device)

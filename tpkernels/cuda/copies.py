@@ -23,15 +23,16 @@ from tpkernels.symm.device import DeviceWorkspace
 
 
 class CopyCall:
-    """One call on a group, on any streams of its device: from the entry of the ``with`` block on
-    every rank may write its own memory, and at its end all have read what they fetch.
+    """One call on a group, on any streams of its device. From the start of the ``with`` block on,
+    every rank may write its own memory; at the end of the block, all ranks have read what they
+    fetch.
 
-    A rank's memory are the bytes of both its buffers, at addresses that are the same in every call,
-    as the graphs that record copies need. All ranks make the call, with one signature; each queues
-    on the stream that is current at the entry all that comes before the end.
+    A rank's memory is the bytes of both its buffers. Their addresses are the same in every call:
+    graphs that record copies need that. All ranks make the call, with the same signature. Each must
+    queue everything before the end on the stream that is current at the start, or join it to that.
 
     Args:
-        results: contiguous; they become NaN at the end if a wait has failed.
+        results: contiguous; filled with NaN at the end if a wait has failed.
     """
 
     def __init__(
@@ -67,22 +68,23 @@ class CopyCall:
         self._kernels.copy(self._stream(), here, src.data_ptr(), nbytes)
 
     def publish(self, index: int, to: int | None = None) -> None:
-        """Tells ``to``, or all peers, by word ``index`` that what the stream did before is done."""
+        """Publishes word ``index`` to rank ``to``, or to all peers: the stream's earlier work is
+        done."""
         self._check_word(index)
         if to is not None:
             self._check_peer(to)
         self._kernels.publish(self._stream(), self._words, -1 if to is None else to, index)
 
     def pass_on(self, source: int, index: int) -> None:
-        """Tells kernels of this rank that wait for word ``index`` of rank ``source`` that what the
-        stream did before is done."""
+        """Publishes word ``index`` of rank ``source`` to this rank's own kernels: the stream's
+        earlier work is done."""
         self._check_word(index)
         self._check_peer(source)
         self._kernels.pass_on(self._stream(), self._words, source, index)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
         """Waits for word ``index`` of rank ``source``, then copies from byte ``offset`` of its
-        memory into ``dst``. After a wait that failed, ``dst`` holds what must not be used."""
+        memory into ``dst``. After a failed wait the contents of ``dst`` must not be used."""
         self._check_word(index)
         self._check_peer(source)
         nbytes = self._check(dst, offset)
@@ -94,7 +96,7 @@ class CopyCall:
         return device_and_stream(self._space.regions.device)[1]
 
     def _check(self, tensor: torch.Tensor, offset: int) -> int:
-        """Bytes of the tensor, which fit at ``offset``."""
+        """The size of the tensor in bytes; raises if it does not fit at ``offset``."""
         check_contiguous(self._space.regions.device, tensor=tensor)
         nbytes = tensor.numel() * tensor.element_size()
         held = 2 * self._space.buffer_bytes
@@ -103,7 +105,7 @@ class CopyCall:
         return nbytes
 
     def _check_word(self, index: int) -> None:
-        """The first word and the one behind ``last_word`` are the call's own."""
+        """The first word and the one after ``last_word`` are reserved for the call itself."""
         if not 1 <= index <= self.last_word:
             raise ValueError(f"word {index}; it must be 1 to {self.last_word}")
 

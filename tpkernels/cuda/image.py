@@ -1,9 +1,9 @@
-"""Where the compiled kernels come from: the fat binary in the extension, where it was built with
-nvcc; else NVRTC, which CuPy finds and calls, compiles the same sources once per architecture.
+"""Where the compiled kernels come from: the fat binary in the extension, if it was built with nvcc.
+Otherwise NVRTC compiles the same sources once per architecture; CuPy finds and calls it.
 
-What NVRTC made is kept in ``$XDG_CACHE_HOME/tpkernels`` (``~/.cache/tpkernels``), under a name that
-holds the architecture and a hash of sources, options and NVRTC's version. A file there is used only
-if nobody else can have written it (`cache.read_trusted`) and its own checksum is right; losing it
+The cubins from NVRTC are kept in ``$XDG_CACHE_HOME/tpkernels`` (``~/.cache/tpkernels``), under a
+name with the architecture and a hash of sources, options and NVRTC's version. A file there is used
+only if nobody else can have written it (`cache.read_trusted`) and its checksum is right. Losing it
 costs a compilation.
 """
 
@@ -24,7 +24,7 @@ from tpkernels.cuda.checks import device_and_stream
 _OPTIONS = ("--std=c++17",)
 _MOST_BYTES = 64 << 20  # an image has less than 1 MiB
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_INSTALL = "pip install 'tpkernels[cu13]' (or [cu12] for CUDA 12), or build where there is nvcc"
+_INSTALL = "pip install 'tpkernels[cu13]' (or [cu12] for CUDA 12), or build with nvcc"
 
 
 @functools.cache
@@ -33,19 +33,19 @@ def kernels(device: int) -> _C.cuda.Kernels:
 
     Raises:
         NotImplementedError: there is no driver, no such GPU, or no image that it can run.
-        RuntimeError: the first call, which loads them, comes while a graph is captured.
+        RuntimeError: the kernels are not loaded yet and a graph is being captured.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "the CUDA kernels are not loaded yet, which a capture does not allow: call "
-            "tpkernels.cuda.barrier, or any of its functions, once before"
+            "the CUDA kernels cannot be loaded while a graph is captured: call "
+            "tpkernels.cuda.barrier, or any other function of tpkernels.cuda, once before"
         )
     capability = _C.cuda.compute_capability(device)
     return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))
 
 
 def image_status() -> str:
-    """Which image is active: embedded, or made by NVRTC, or why there is none."""
+    """Which image is used, embedded or compiled by NVRTC, or why there is none."""
     if embedded := _C.cuda.architectures():
         return f"embedded: {embedded}"
     try:
@@ -56,7 +56,7 @@ def image_status() -> str:
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Why the kernels cannot run on a GPU; None: they are loaded."""
+    """Why the kernels cannot run on a GPU, or None if they are loaded."""
     try:
         kernels(device_and_stream(device)[0])
     except NotImplementedError as error:
@@ -69,10 +69,10 @@ def driver_status() -> str:
     try:
         version = _C.cuda.driver_version()
         devices = range(_C.cuda.device_count())
-        found = ", ".join(f"sm_{_C.cuda.compute_capability(i)}" for i in devices)
+        gpus = ", ".join(f"sm_{_C.cuda.compute_capability(i)}" for i in devices)
     except (NotImplementedError, RuntimeError) as error:
         return str(error)
-    return f"for CUDA {version // 1000}.{version % 1000 // 10}, GPUs: {found or 'none'}"
+    return f"for CUDA {version // 1000}.{version % 1000 // 10}, GPUs: {gpus or 'none'}"
 
 
 def nvrtc_image(capability: int) -> bytes:
@@ -94,8 +94,8 @@ def nvrtc_image(capability: int) -> bytes:
 
 
 def read_cached(path: Path) -> bytes | None:
-    """The image in a file; None if it is not there, cannot be read, is damaged, or if another user
-    can have written it."""
+    """The image in a file, or None if the file is missing, unreadable or damaged, or if another
+    user could have written it."""
     try:
         content = read_trusted(path, most=_MOST_BYTES)
     except (OSError, ValueError):
@@ -105,28 +105,28 @@ def read_cached(path: Path) -> bytes | None:
 
 
 def write_cached(path: Path, image: bytes) -> None:
-    """Keeps an image. Where that cannot be done, the next process compiles again."""
+    """Keeps an image. If that fails, the next process compiles again."""
     with contextlib.suppress(OSError):
         replace_file(path, hashlib.sha256(image).digest() + image)
 
 
 def _nvrtc() -> tuple[Any, str]:
-    """CuPy's face of NVRTC, and CuPy's version."""
+    """CuPy's NVRTC module, and CuPy's version."""
     try:
         import cupy
         from cupy.cuda import nvrtc
     except ImportError as error:
         raise NotImplementedError(
-            f"the CUDA kernels were not compiled when tpkernels was built, and CuPy, which would "
+            f"the CUDA kernels were not compiled when tpkernels was built, and CuPy, which could "
             f"compile them now, cannot be imported ({error}): {_INSTALL}"
         ) from error
     try:
         nvrtc.getVersion()
-    except Exception as error:  # of another class in each version of CuPy
-        told = str(error).strip().splitlines() or [type(error).__name__]
+    except Exception as error:  # the class depends on CuPy's version
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise NotImplementedError(
-            f"CuPy {cupy.__version__} is here, but NVRTC, the compiler that it calls, is not "
-            f"({told[0]}): {_INSTALL}"
+            f"CuPy {cupy.__version__} is installed, but NVRTC, the compiler that it calls, is not "
+            f"({lines[0]}): {_INSTALL}"
         ) from error
     return nvrtc, cupy.__version__
 
@@ -141,7 +141,7 @@ def _compile(nvrtc: Any, options: tuple[str, ...]) -> bytes:
     program = nvrtc.createProgram(source, main, texts, names)
     try:
         nvrtc.compileProgram(program, options)
-        return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy takes the last byte off, as of text
+        return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy strips the last byte, as from text
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip() or "no further reason"
         raise NotImplementedError(

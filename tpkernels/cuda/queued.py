@@ -1,8 +1,7 @@
 """Calls on CUDA tensors that only queue kernels and copies over symmetric memory.
 
 Sync: among the kernels as in kernels/sync.py. A thread watches the peers and ends the kernels'
-waits when one is lost. A failure shows in the results, which are NaN, and is raised by the group's
-next call.
+waits when one is lost. After a failure the results are NaN, and the group's next call raises.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def queue(call: Call, on: torch.device, launch: Launch) -> None:
 def kernel_error(
     call: Call, where: str, kind: int, peer: int, expected: int, seen: int
 ) -> TpkernelsError:
-    """What a kernel's wait has seen, as an exception."""
+    """The exception for a kernel's failed wait."""
     error = {
         device.TIMEOUT: CollectiveTimeoutError,
         device.MISMATCH: CollectiveMismatchError,

@@ -42,7 +42,7 @@ def prepare_all_gather(x: torch.Tensor, out: torch.Tensor, sizes: tuple[int, ...
     def run(space: DeviceWorkspace, signature: int) -> None:
         _check(space, cut, x, out, sizes[space.rank], sum(sizes))
         if out.dtype != x.dtype:
-            raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must be alike")
+            raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must have the same dtype")
         device, _ = device_and_stream(x.device)
         after = epilogue(x.dtype, None, None)
         _launch(kernels(device).gather, space, signature, cut, x, out, after)

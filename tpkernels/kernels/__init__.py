@@ -1,5 +1,5 @@
-"""Triton kernels. Nothing outside this folder imports Triton; who wants a kernel imports its module
-when it is to run."""
+"""Triton kernels. Only this folder imports Triton, so import kernel modules lazily, at the call
+site."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_GPU = "needs a GPU that torch sees"
 
 @functools.lru_cache
 def unsupported(device: str) -> str | None:
-    """Why the kernels cannot run on tensors of a device type; None: they can."""
+    """Why the kernels cannot run on tensors of a device type, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton (pip install triton)"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -26,8 +26,8 @@ def unsupported(device: str) -> str | None:
     if device == "cuda":
         if not torch.cuda.is_available():
             return NO_GPU
-        found = torch.cuda.get_device_capability()
-        if found < OLDEST:
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < OLDEST:
             name = torch.cuda.get_device_name()
-            return f"needs compute capability 8.0; {name} has {found[0]}.{found[1]}"
+            return f"needs compute capability 8.0; {name} has {major}.{minor}"
     return None

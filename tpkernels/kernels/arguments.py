@@ -19,7 +19,7 @@ class Workspace(NamedTuple):
     buffers_at: Any  # bytes from the start of a region
     buffer_stride: Any  # bytes from one buffer to the other
     world: Any  # known at compile time
-    chaos: Any  # likewise; see `delay`
+    chaos: Any  # known at compile time; see `delay`
 
 
 # Launch arguments that differ between ranks or calls. They are not fields of `Workspace`: Triton

@@ -1,7 +1,7 @@
-"""How the tile loop is cut: block sizes by architecture, dtype and rows.
+"""Block sizes of the tile loop, by architecture, dtype and number of rows.
 
-None of these has been measured on a GPU; they are compiled for each architecture by the tests,
-which require the tensor core instructions and refuse spills.
+None of these has been measured on a GPU. The tests compile them for each architecture, require
+tensor core instructions and allow no spills.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tpkernels.planning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
-_SUM_ELEMENTS = 16  # of a sum that a thread has at a time
+_SUM_ELEMENTS = 16  # of a sum, in a thread's registers at a time
 
 
 class Tiling(NamedTuple):
@@ -39,8 +39,8 @@ class Tiling(NamedTuple):
 class MatmulConfig:
     """One way to run the tile loop.
 
-    ``programs`` is the size of the persistent grid, 0 for one per multiprocessor; ``fetchers`` of
-    them bring the peers' rows of an all-gather.
+    ``programs`` is the size of the persistent grid, 0 for one per multiprocessor. In an all-gather,
+    ``fetchers`` of them bring the peers' rows.
     """
 
     block_m: int
@@ -55,7 +55,7 @@ class MatmulConfig:
 
     @property
     def sum_m(self) -> int:
-        """Rows of a tile that are summed at a time, so that they fit the registers."""
+        """Rows of a tile that are summed at a time: as many as fit the registers."""
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
     def tiling(self, a: torch.Tensor, b: torch.Tensor) -> Tiling:
@@ -79,12 +79,12 @@ class MatmulConfig:
         return "no"
 
     def launch(self) -> dict[str, int]:
-        """Arguments of the launch. A persistent grid has one program per multiprocessor, which may
-        have all the registers: ptxas would rather spill some, for more programs at a time."""
+        """Launch options. A persistent grid has one program per multiprocessor, so a program may
+        use all registers. Without maxnreg, ptxas spills some to fit more programs."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": 255}
 
     def tiles(self, sizes: Iterable[int], n: int) -> int:
-        """Tiles of segments of ``sizes`` rows and ``n`` columns."""
+        """Number of tiles in segments of ``sizes`` rows and ``n`` columns."""
         return sum(ceil_div(size, self.block_m) for size in sizes) * ceil_div(n, self.block_n)
 
 
@@ -112,7 +112,7 @@ TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
     (100, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
     (100, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
 }
-# What is tried, beside the table, by `tpkernels tune` and the GPU suite for 16-bit operands.
+# What `tpkernels tune` and the GPU suite try besides the table, for 16-bit operands.
 _FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 CANDIDATES: dict[bool, tuple[Config, ...]] = {
     few: tuple(tuple(zip(_FIELDS, values, strict=True)) for values in blocks)
@@ -134,8 +134,8 @@ INTERPRETER = MatmulConfig(
 
 
 def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = ()) -> MatmulConfig:
-    """The config for a product of that many rows: that of the table, with the fields that were
-    found better on this machine. What is no candidate is ignored.
+    """The config for a product of that many rows: the table's, with the fields that ``tuned``
+    replaces. A ``tuned`` that is not among the candidates is ignored.
 
     Raises:
         NotImplementedError: the device is older than sm_80.
@@ -147,8 +147,8 @@ def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = 
         raise NotImplementedError(
             f"the Triton kernels need compute capability 8.0; {device} has {capability / 10:.1f}"
         )
-    triton.set_allocator(_allocate)  # for the descriptors that kernels make; of this thread
-    # From 12.0 on devices have the matrix instructions and the shared memory of 8.0.
+    triton.set_allocator(_allocate)  # kernels make descriptors; the setting is per thread
+    # Devices from 12.0 on have the matrix instructions and the shared memory of 8.0.
     known = 80 if capability >= 120 else max(arch for arch, _, _ in TABLE if arch <= capability)
     config = TABLE[known, dtype.itemsize, rows <= _SMALL_M]
     better = _fields(tuned) if tuned in candidates(dtype, rows) else {}
@@ -156,7 +156,7 @@ def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = 
 
 
 def candidates(dtype: torch.dtype, rows: int) -> tuple[Config, ...]:
-    """Configs worth a measurement for a product of that many rows."""
+    """Configs worth measuring for a product of that many rows."""
     return CANDIDATES[rows <= _SMALL_M] if dtype.itemsize == 2 else ()
 
 

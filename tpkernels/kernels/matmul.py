@@ -38,8 +38,9 @@ class Product(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """How the M rows of a product are split. A launch argument: Triton turns the compile-time
-    fields of a tuple into values when a kernel assigns it to a name."""
+    """How the M rows of a product are split. It is a launch argument because ``number`` must be
+    known at compile time: Triton makes a runtime value of such a field when a kernel assigns the
+    tuple to a variable."""
 
     starts: Any  # a table: the first row of each segment, and the end of the last
     M: Any
@@ -59,7 +60,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def segment(segments, owner):
-    """The first row of a segment, and the row behind its last."""
+    """The first row of a segment, and the row after its last."""
     if segments.number == 1:
         return 0, segments.M
     else:
@@ -172,7 +173,7 @@ def matmul_tiles(
                     mask=(depth < K)[:, None] & (columns < N)[None, :],
                     other=0.0,
                 )
-            if INTERPRETED:  # whose dot takes bf16 for integers
+            if INTERPRETED:  # its dot treats bf16 as integers
                 x, y = x.to(tl.float32), y.to(tl.float32)
             acc = tl.dot(x, y, acc, input_precision="ieee")
         after(after_context, acc, Tile(owner, local, row, column, begin, end))
@@ -181,7 +182,7 @@ def matmul_tiles(
 @triton.jit
 def rounded(acc, dtype: tl.constexpr):
     """``acc`` in ``dtype``, rounded to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # whose cast truncates
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter's cast truncates
         bits = acc.to(tl.int32, bitcast=True)
         acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return acc.to(dtype)

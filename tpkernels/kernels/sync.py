@@ -3,33 +3,36 @@
 Problem: kernels on several ranks, each a grid of programs, exchange tiles through each other's
 memory, call after call and in replayed graphs, without the host.
 
-Algorithm: every rank owns a region that all others address: words, then two buffers. A call is an
-epoch. Words and buffers are doubled by its parity. A word is (signature << 32 | epoch), pushed into
-the region of the rank that waits for it, so that every wait polls local memory.
+Algorithm: every rank owns a region that all others can address: words, then two buffers. A call is
+an epoch. There are two sets of words and buffers, one for each parity of the epoch. A word is
+(signature << 32 | epoch). It is pushed into the region of the rank that waits for it, so every wait
+polls local memory.
 
-Sync: who has data writes it, then pushes a word (`publish`: release, system scope); who needs it
+Sync: a producer writes its data, then pushes a word (`publish`: release, system scope). A consumer
 waits for the word (`wait_for`: acquire, system scope), then reads. The first program of every rank
-pushes an ENTERED word to every peer when it starts, and before it ends it waits for theirs.
+pushes an ENTERED word to every peer when it starts, and waits for their ENTERED words before it
+ends.
 
-Invariant (no overwritten read): when rank A starts epoch e+2 its kernel of e+1 has ended, so it
-has seen the ENTERED word of e+1 of every peer B. B pushed that when its kernel of e had ended,
-which was B's last reader of any buffer of epoch e, A's or its own. So A may write the buffers of
-parity e: its own, and its slots in B's. Nor can a word be two epochs ahead of a waiter; hence words
-are compared for equality. tests/support/protocol_model.py searches all interleavings.
+Invariant (no overwritten read): when rank A starts epoch e+2, its kernel of e+1 has ended, so it
+has seen the ENTERED word of e+1 from every peer B. B pushed that word after its kernel of e had
+ended, and that kernel was B's last reader of any buffer of epoch e, A's or its own. So A may write
+the buffers of parity e: its own, and its slots in B's. For the same reason no word can be two
+epochs ahead of a waiter; hence words are compared for equality. tests/support/protocol_model.py
+searches all interleavings.
 
-Programs: a program waits for words of a peer's first program, or of its program of the same number.
-Those that a program waits for before it publishes (the results of a two-shot) depend on lower
-numbers or the same alone. So it is enough that every rank starts its programs in increasing order,
-however many run at a time.
+Programs: a program waits only for words of a peer's first program, or of the peer's program of the
+same number. Words that a program waits for before it publishes (the results of a two-shot) depend
+only on programs of lower numbers or the same number. So it is enough that every rank starts its
+programs in increasing order, however many run at a time.
 
-The epoch lives in device memory, and the last program of a grid to end advances it: a captured
-graph replays correctly.
+The epoch lives in device memory, and the last program of a grid to end advances it. That makes a
+captured graph replay correctly.
 
-Failure: a wait ends at its deadline, when the peer's ENTERED word is of another call, when the host
-sets ABORT, or when another wait of the grid has failed. From then on the grid publishes nothing, so
-that no peer takes garbage for data; the kernel runs to its end, and its last program fills the
-results with NaN. The host finds FAILED set when it looks next. Calls queued before that store into
-no buffer (`usable`): a peer may be further behind them than the invariant allows.
+Failure: a wait ends at its deadline, when the peer's ENTERED word belongs to another call, when the
+host sets ABORT, or when another wait of the grid has failed. From then on the grid publishes
+nothing, so no peer mistakes garbage for data. The kernel runs to its end, and its last program
+fills the results with NaN. The host sees FAILED the next time it looks. Calls that were queued by
+then store into no buffer (`usable`): a peer may be further behind them than the invariant allows.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ import triton.language as tl
 
 from tpkernels.symm import device
 
-# What the host reads and writes too: symm/device.py says what they are.
+# Shared with the host; see symm/device.py.
 STATE_EPOCH = tl.constexpr(device.EPOCH)
 STATE_ENDED = tl.constexpr(device.ENDED)
 STATE_STATUS = tl.constexpr(device.STATUS)
@@ -57,7 +60,7 @@ FAILED_MISMATCH = tl.constexpr(device.MISMATCH)
 FAILED_TIMEOUT = tl.constexpr(device.TIMEOUT)
 FAILED_ABORT = tl.constexpr(device.ABORTED)
 
-# Words from one source: ENTERED, then those of tiles or chunks.
+# Words from one source: ENTERED, then one per tile or chunk.
 ENTERED = tl.constexpr(0)
 TILES = tl.constexpr(1)
 
@@ -72,7 +75,7 @@ if INTERPRETED.value:
         time.sleep(int(nanoseconds.handle.data.item()) * 1e-9)
 
     def pause() -> None:
-        """Lets another rank have the core: ranks may outnumber them."""
+        """Yields the core to another rank: there may be more ranks than cores."""
         time.sleep(0)
 
 else:
@@ -115,7 +118,7 @@ def delay(peers, place):
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr):
-    """A pointer to an address that is a multiple of 16, which makes accesses vectors."""
+    """A pointer to an address that is a multiple of 16, which allows vector accesses."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
@@ -151,12 +154,12 @@ def enter(peers):
 
 @triton.jit
 def finish(peers):
-    """Ends a call: the first program has then heard of every peer, the last one advances the
-    epoch. True for the last one of a grid in which a wait has failed: it is to `poison` results."""
+    """Ends a call: the first program waits for every peer, the last one advances the epoch. Returns
+    true in the last program of a grid in which a wait has failed: it must `poison` the results."""
     if tl.program_id(0) == 0:
         for i in range(1, peers.space.world):
             wait_for(peers, (peers.rank + i) % peers.space.world, ENTERED)
-    tl.debug_barrier()  # the count is one thread's, the results all threads'
+    tl.debug_barrier()  # one thread counts, all threads have stored results
     ended = tl.atomic_add(peers.space.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
     broken = failed(peers.space.state)
     last = ended == tl.num_programs(0) - 1
@@ -168,7 +171,7 @@ def finish(peers):
 
 @triton.jit
 def poison(out, count):
-    """Fills ``out`` with NaN: nobody shall take it for a result."""
+    """Fills ``out`` with NaN, so it cannot be mistaken for a result."""
     BLOCK: tl.constexpr = 1024
     nan = tl.full((BLOCK,), float("nan"), out.dtype.element_ty)
     for begin in range(0, count, BLOCK):
@@ -178,7 +181,7 @@ def poison(out, count):
 
 @triton.jit
 def word_of(peers, rank, source, index):
-    """Where the word ``index`` from ``source`` stands in the region of ``rank``."""
+    """Pointer to the word ``index`` from ``source`` in the region of ``rank``."""
     region = tl.load(peers.space.regions + rank).to(tl.pointer_type(tl.int64))
     return region + (peers.parity * peers.space.world + source) * peers.space.words + index
 
@@ -192,17 +195,17 @@ def buffer_of(peers, rank):
 
 @triton.jit
 def publish(peers, to, index):
-    """Tells ``to`` that all this program wrote before is complete. Release."""
+    """Tells ``to`` that everything this program has written is complete. Release."""
     publish_from(peers, to, peers.rank, index)
 
 
 @triton.jit
 def publish_from(peers, to, source, index):
-    """The same for data that came from ``source``. Nothing is told after a wait has failed: what
+    """The same for data that came from ``source``. Publishes nothing after a wait has failed: what
     was written since is not the data."""
     delay(peers, index)
     broken = failed(peers.space.state)
-    tl.debug_barrier()  # the word is one thread's, the data all threads'
+    tl.debug_barrier()  # one thread stores the word, all threads have stored data
     if not broken:
         word = word_of(peers, to, source, index)
         tl.atomic_xchg(word, peers.word, sem="release", scope="sys")
@@ -210,7 +213,7 @@ def publish_from(peers, to, source, index):
 
 @triton.jit
 def wait_for(peers, source, index):
-    """Returns when the word ``index`` from ``source`` has come, or a wait has failed. Acquire."""
+    """Returns when the word ``index`` from ``source`` has arrived or a wait has failed. Acquire."""
     delay(peers, index)
     if peers.space.chaos & 1 == 0:
         word = word_of(peers, peers.rank, source, index)
@@ -219,20 +222,20 @@ def wait_for(peers, source, index):
             _poll(peers, source, word)
 
 
-# Each thread reads a clock, or memory, at a time of its own, but the threads of a program must take
-# the same way. What an atomic returns was read by one of them for all.
+# Threads read a clock or memory at different times, but all threads of a program must take the same
+# branch. An atomic is done by one thread, which shares the result with the others.
 
 
 @triton.jit
 def _now(state):
-    """The latest that any program has told of the time."""
+    """The latest time that any program has recorded."""
     tl.atomic_max(state + STATE_CLOCK, tl.cast(clock(), tl.int64), sem="relaxed", scope="gpu")
     return tl.atomic_add(state + STATE_CLOCK, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _lost(peers):
-    """ABORT, at the latest when asked a second time."""
+    """ABORT, at the latest on the second call after the host has set it."""
     abort = tl.load(peers.space.control + ABORT, volatile=True)
     return tl.atomic_max(peers.space.state + STATE_LOST, abort, sem="relaxed", scope="gpu")
 
@@ -246,12 +249,12 @@ def _poll(peers, source, awaited):
     seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
     while (seen != word) & (status == 0):
         pause()
-        came = tl.atomic_add(entered, 0, sem="relaxed", scope="sys")
+        arrived = tl.atomic_add(entered, 0, sem="relaxed", scope="sys")
         lost = _lost(peers)
-        if (came != word) & ((came & 0xFFFFFFFF) == (word & 0xFFFFFFFF)):
-            _fail(peers, FAILED_MISMATCH, source, came)
+        if (arrived != word) & ((arrived & 0xFFFFFFFF) == (word & 0xFFFFFFFF)):
+            _fail(peers, FAILED_MISMATCH, source, arrived)
         elif lost != 0:
-            _fail(peers, FAILED_ABORT, lost - 1, came)
+            _fail(peers, FAILED_ABORT, lost - 1, arrived)
         elif _now(state) - begin > peers.timeout_ns:
             _fail(peers, FAILED_TIMEOUT, source, seen)
         status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
@@ -262,8 +265,8 @@ def _poll(peers, source, awaited):
 def _fail(peers, kind: tl.constexpr, source, seen):
     """Records the first failure of a grid."""
     state = peers.space.state
-    none, told = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
-    if tl.atomic_cas(state + STATE_STATUS, none, told, sem="acq_rel", scope="gpu") == 0:
+    none, status = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
+    if tl.atomic_cas(state + STATE_STATUS, none, status, sem="acq_rel", scope="gpu") == 0:
         tl.store(state + STATE_PEER, tl.cast(source, tl.int64))
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
@@ -273,7 +276,7 @@ def _fail(peers, kind: tl.constexpr, source, seen):
 
 @triton.jit
 def fence_async_proxy():
-    """After a wait, before TMA reads of what it guards: those go through another proxy."""
+    """Needed between a wait and TMA reads of the data it guards: TMA uses another proxy."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1

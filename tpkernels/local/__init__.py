@@ -1,1 +1,1 @@
-"""What a rank does by itself: the local matmul, memory for results, ranges for profilers."""
+"""What a rank does alone: the local matmul, memory for results, profiler ranges."""

@@ -1,10 +1,10 @@
-"""The local matrix product, as every algorithm does it.
+"""The local matrix product that all algorithms use.
 
-Where the processor has no instructions for a 16-bit dtype, torch multiplies it many times slower
-than fp32. There the product is taken in fp32, a panel of weight columns at a time: the panel is
-converted into a buffer that stays in the cache, so the conversion costs little beside the product.
-It is also what gives fp32 results of 16-bit operands. Either way products accumulate in fp32 and
-round once.
+If the processor has no instructions for a 16-bit dtype, torch multiplies it many times slower than
+fp32. In that case the product is computed in fp32, one panel of weight columns at a time: the panel
+is converted into a buffer that stays in the cache, so the conversion costs little compared with the
+product. The same code gives fp32 results of 16-bit operands. Either way products accumulate in fp32
+and round once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import MATMUL, profiling, recorded
 
-# Columns of a converted panel, and the fewest rows for which converting pays.
+# Columns of a converted panel, and the fewest rows for which conversion pays off.
 # AMD EPYC Zen 3 (AVX2), 1 thread, torch 2.13, 2026-11-21, (2048, 2048, 4096) bf16: torch.mm 3488
 # ms, panels of 128/256/512/2048 columns 506/463/444/473 ms; 4 rows: torch.mm 6.9 ms, panels of 256
 # 6.2 ms.
@@ -49,7 +49,7 @@ def local_matmul(
     strides, ``out`` with unit column stride."""
     if x.shape[0] == 0 or w.shape[1] == 0:
         return out
-    if not profiling():  # 0.1 us, where to open no range would take 0.4
+    if not profiling():  # takes 0.1 us; a null range would take 0.4
         return _local_matmul(x, w, out, bias)
     with recorded(MATMUL):
         return _local_matmul(x, w, out, bias)
@@ -73,11 +73,11 @@ def _local_matmul(
         to = out[:, columns]
         whole = to if to.dtype == torch.float32 else None
         if wide_bias is None:
-            got = torch.mm(wide, panel) if whole is None else torch.mm(wide, panel, out=whole)
+            product = torch.mm(wide, panel) if whole is None else torch.mm(wide, panel, out=whole)
         elif whole is None:
-            got = torch.addmm(wide_bias[columns], wide, panel)
+            product = torch.addmm(wide_bias[columns], wide, panel)
         else:
-            got = torch.addmm(wide_bias[columns], wide, panel, out=whole)
+            product = torch.addmm(wide_bias[columns], wide, panel, out=whole)
         if whole is None:
-            to.copy_(got)
+            to.copy_(product)
     return out

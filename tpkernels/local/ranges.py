@@ -1,15 +1,15 @@
-"""Profiler ranges of what an op does on the host: products, copies and sums, waits.
+"""Profiler ranges for the host's part of an op: products, copies and sums, waits.
 
     tpkernels::matmul    a local product
-    tpkernels::copy      data moves to or from peers, or is summed; waits within it are ranges of
-                         their own
-    tpkernels::transfer  data of peers moves while what the range holds is done: messages that are
-                         under way, waited for or not, or a product that reads a peer's memory
+    tpkernels::copy      data moves to or from peers, or is summed; waits within it have their own
+                         ranges
+    tpkernels::transfer  peers' data moves during the work in this range: messages are under way,
+                         waited for or not, or a product reads a peer's memory
     tpkernels::wait      for a peer, or for torch.distributed
 
-They are opened where a profiler runs and nowhere else: a range that nobody sees takes 0.4 us, and
-one of ``torch.profiler.record_function`` 25 us, where an op takes 13 to 31. AMD EPYC Zen 3, torch
-2.13, 2026-11-21.
+They are opened only while a profiler runs: an unused range takes 0.4 us, and one of
+``torch.profiler.record_function`` 25 us, when an op takes 13 to 31. AMD EPYC Zen 3, torch 2.13,
+2026-11-21.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def profiling() -> bool:
-    """Whether one of torch's profilers runs in this process."""
+    """Whether one of torch's profilers is running in this process."""
     return profiler._is_profiler_enabled
 
 
 def recorded(name: str) -> AbstractContextManager[Any]:
-    """A range of that name, for as long as the block takes."""
+    """A range of that name around a block; no range unless a profiler is running."""
     return _Range(name) if profiler._is_profiler_enabled else _NOTHING
 
 
 @contextlib.contextmanager
 def recorded_waits(workspace: HostWorkspace | None) -> Iterator[None]:
-    """Ranges of the channel's waits, wherever in the extension they are."""
+    """Ranges around all waits of the channel, wherever in the extension they happen."""
     if workspace is None:
         yield
         return

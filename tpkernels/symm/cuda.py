@@ -1,8 +1,8 @@
 """Workspaces of the kernels on GPUs that can address each other, in torch's symmetric memory.
 
-A call only queues a kernel, so nothing on the host is in step with its words. What the host has for
-such a group is a channel of its own, in one call for ever, on which a thread sees peers die, and
-whose end it tells to peers.
+A call only queues a kernel, so nothing on the host is in step with its words. The host keeps a
+separate channel for such a group, in a never-ending call on which a watcher thread detects dead
+peers and announces its own exit.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tpkernels.symm.watch import Watch
 @dataclass(frozen=True)
 class _Region:
     address: int
-    memory: Any  # what keeps it mapped
+    memory: Any  # keeps it mapped
 
 
 class CudaWorkspace:
-    """The workspace of a group's kernels on one device, which grows, and the watch over its peers.
+    """The growing workspace of a group's kernels on one device, and the watch over the peers.
 
     Args:
         participant: this rank's place in the group.
-        channel: of its own, in a call that all ranks have begun and nobody ends.
-        device: of this rank's tensors.
+        channel: used by nobody else, in a call that all ranks have begun and none ends.
+        device: this rank's device.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CudaWorkspace:
         self.device = device
         self.side = SideStream(device)
         self._member, self._channel = participant, channel
-        # All that were ever made: a captured graph may go on using one that has been outgrown.
+        # All workspaces ever made: a captured graph may still use one that has been outgrown.
         self.spaces: list[DeviceWorkspace] = []
         self._chaos: dict[str, Any] | None = None
         self._watch = Watch(channel, self.spaces)
@@ -53,12 +53,13 @@ class CudaWorkspace:
 
     @property
     def current(self) -> DeviceWorkspace:
-        """The largest one."""
+        """The largest workspace."""
         return self.spaces[-1]
 
     def grow(self, words: int, buffer_bytes: int, reason: str | None = None) -> None:
-        """Makes a workspace of at least that size, and of twice the last one's, so that all of them
-        together stay below twice the largest. Collective; raises what ``make_workspace`` does."""
+        """Makes a workspace of at least that size and at least twice the last one's, so that all
+        together take less than twice the largest. Collective; raises what ``make_workspace`` does.
+        """
         if self.spaces:
             words = max(words, 2 * self.current.words)
             buffer_bytes = max(buffer_bytes, 2 * self.current.buffer_bytes)
@@ -74,12 +75,13 @@ class CudaWorkspace:
 
     def failure(self) -> tuple[int, int, int, int] | None:
         """The first failure of a kernel in any of the workspaces."""
-        return next((told for space in self.spaces if (told := space.failure())), None)
+        failures = (space.failure() for space in self.spaces)
+        return next(filter(None, failures), None)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Kernels of a group follow each other, also from different streams. (Replays of a graph
-        are ordered by whoever replays it.)"""
+        """Runs the kernels of a group one after the other, even if they come from several streams.
+        (Whoever replays a graph orders its replays.)"""
         if self.device.type != "cuda":  # a rehearsal
             yield
             return
@@ -99,12 +101,12 @@ class CudaWorkspace:
             space.set_chaos(**switches)
 
     def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """Stops the watch and tells the peers; memory goes with the last use of it."""
+        """Stops the watch and tells the peers. Memory is freed after its last use."""
         self._watch.stop()
         self._channel.abandon(why, late, culprit)
 
 
-@torch.inference_mode(False)  # its memory outlives the mode of this call
+@torch.inference_mode(False)  # the memory outlives this call's mode
 def make_workspace(
     participant: Participant,
     words: int,
@@ -113,13 +115,13 @@ def make_workspace(
     reason: str | None = None,
 ) -> DeviceWorkspace:
     """The workspace of a group whose ranks' GPUs can address each other. Collective; waits for the
-    device. ``reason`` is why this rank already knows that it cannot be.
+    device. ``reason`` says why this rank cannot take part, if it knows already.
 
     Raises:
-        NotImplementedError: on all ranks alike, where they cannot: no peer access, no virtual
-            memory management, ranks that share a GPU without
+        NotImplementedError: on all ranks, if the GPUs cannot: no peer access, no virtual memory
+            management, ranks that share a GPU without
             TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
-        CollectiveTimeoutError, PeerLostError: a rank did not come, or left.
+        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
     """
     nbytes = region_bytes(participant.world, words, buffer_bytes)
     memory = handle = None
@@ -132,8 +134,9 @@ def make_workspace(
                 torch.cuda.synchronize(device)
         except RuntimeError as error:
             reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
-    agree_on_gpus(participant, reason, _describe(device))  # and no peer writes before all is zero
-    assert memory is not None  # or all ranks would have raised
+    # No peer writes before this returns, and by then all memory is zero.
+    agree_on_gpus(participant, reason, _describe(device))
+    assert memory is not None  # otherwise all ranks would have raised
     if participant.world == 1:
         alone = _Region(memory.data_ptr(), memory)
         return DeviceWorkspace(
@@ -147,7 +150,7 @@ def make_workspace(
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
         )
     agree_on_gpus(participant, reason)
-    assert handle is not None  # likewise
+    assert handle is not None  # as above
     regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
     return DeviceWorkspace(
         regions,
@@ -162,25 +165,25 @@ def make_workspace(
 
 
 def _describe(device: torch.device) -> str:
-    """What the ranks' GPUs must have in common: grids and configs follow from it."""
+    """What must be the same for all ranks' GPUs, because grids and configs depend on it."""
     if device.type != "cuda":  # a rehearsal
         return device.type
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name} (sm_{found.major}{found.minor}, {found.multi_processor_count} processors)"
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} processors)"
 
 
 def agree_on_gpus(participant: Participant, error: str | None, kind: str = "") -> None:
-    """Raises ``NotImplementedError`` on all ranks if one has an ``error``, or another ``kind`` of
+    """Raises ``NotImplementedError`` on all ranks if one has an ``error`` or another ``kind`` of
     GPU. Collective."""
-    said = exchange(participant, "kernels on GPUs", {"error": error, "kind": kind})
-    for rank, other in enumerate(said):
-        if other["error"] is not None:
+    reports = exchange(participant, "kernels on GPUs", {"error": error, "kind": kind})
+    for rank, report in enumerate(reports):
+        if report["error"] is not None:
             raise NotImplementedError(
                 f"the kernels of group '{participant.group}' cannot run on GPUs: rank {rank} "
-                f"{other['error']}"
+                f"{report['error']}"
             )
-        if other["kind"] != said[0]["kind"]:
+        if report["kind"] != reports[0]["kind"]:
             raise NotImplementedError(
                 f"the kernels of group '{participant.group}' need GPUs of one kind: rank 0 has "
-                f"{said[0]['kind']}, rank {rank} {other['kind']}"
+                f"{reports[0]['kind']}, rank {rank} {report['kind']}"
             )

@@ -1,7 +1,7 @@
-"""The workspace of the Triton kernels: what each rank's region holds, and what a kernel is given.
+"""The workspace of the kernels on devices: the contents of each rank's region, and prepared calls.
 
-A region is, for both parities and every source rank, `words` signal words, and then two buffers.
-The protocol and its proof are in kernels/sync.py.
+A region holds `words` signal words for each parity and source rank, and then two buffers. The
+protocol and its proof are in kernels/sync.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tpkernels.integers import round_up
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
 
-# `state`: int64 words in the device's memory, private to a rank. ENDED: programs of the running
-# grid that have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
+# `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
+# grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
 STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST = range(8)
-# `control`: int64 words in the host's memory. ABORT: 1 + the rank that is lost; the host writes it.
-# FAILED: 1 once STATUS is set; a kernel writes it.
+# `control`: int64 words in host memory. ABORT: 1 + the lost rank; the host writes it. FAILED: 1
+# once STATUS is set; a kernel writes it.
 CONTROL = ABORT, FAILED = range(2)
-# What STATUS says.
+# Values of STATUS.
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
 
@@ -46,15 +46,15 @@ class Region(Protocol):
 
 
 class DeviceWorkspace:
-    """Regions of a group's ranks, and the epoch of its kernels.
+    """The regions of a group's ranks, and the epoch of their kernels.
 
     Args:
-        regions: of the ranks, as this rank addresses them; zeros at first.
+        regions: the ranks' regions as this rank addresses them; filled with zeros.
         words: signal words from one source.
         buffer_bytes: of each of the two buffers.
         timeout: seconds that a wait may take.
-        multicast: address of all regions at once; 0 where there is no multicast.
-        own: the bytes of this rank's region; by default ``regions[rank]`` is a buffer of them.
+        multicast: address of all regions at once; 0 without multicast.
+        own: the bytes of this rank's region; by default ``regions[rank]``, which is then a buffer.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class DeviceWorkspace:
         multicast: int = 0,
         own: torch.Tensor | None = None,
     ) -> None:
-        self._memory = regions  # keeps them mapped
+        self._memory = regions  # keeps the regions mapped
         self._own = own
         self.multicast = multicast
         addresses = [region.address for region in regions]
-        with torch.inference_mode(False):  # they outlive the mode of this call
+        with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
             self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
-            pinned = self.regions.is_cuda  # host and kernel write it while the other looks
+            pinned = self.regions.is_cuda  # host and kernels write it while the other reads
             self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
         self.rank, self.world = rank, len(addresses)
         self.words, self.buffer_bytes = words, round_up(buffer_bytes, _ALIGNMENT)
@@ -86,7 +86,7 @@ class DeviceWorkspace:
         self.buffer_stride = self.buffer_bytes
 
     def holds(self, words: int, buffer_bytes: int) -> bool:
-        """Whether a call with such needs fits."""
+        """Whether a call that needs that much fits."""
         return words <= self.words and buffer_bytes <= self.buffer_bytes
 
     def buffers(self, rank: int) -> int:
@@ -99,32 +99,32 @@ class DeviceWorkspace:
         if offset < 0 or offset + nbytes > 2 * self.buffer_bytes:
             raise IndexError(f"bytes [{offset}, +{nbytes}) of {2 * self.buffer_bytes}")
         if self._own is None:
-            with torch.inference_mode(False):  # likewise
+            with torch.inference_mode(False):  # as above
                 self._own = torch.frombuffer(cast(Any, self._memory[self.rank]), dtype=torch.uint8)
         return self._own.narrow(0, self.buffers_at + offset, nbytes).view(dtype).view(shape)
 
     def starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
         """Row at which each rank's segment begins, and the end of the last."""
-        found = self._starts.get(sizes)
-        if found is None:
+        starts = self._starts.get(sizes)
+        if starts is None:
             if self.regions.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"rows {list(sizes)} are new to this group: call the op once with them before "
-                    "the capture of a graph"
+                    f"rows {list(sizes)} are new to this group: call the op with them once before "
+                    "capturing a graph"
                 )
             edges = [sum(sizes[:r]) for r in range(len(sizes) + 1)]
-            with torch.inference_mode(False):  # likewise
-                found = torch.tensor(edges, dtype=torch.int32, device=self.regions.device)
-            self._starts[sizes] = found
-        return found
+            with torch.inference_mode(False):  # as above
+                starts = torch.tensor(edges, dtype=torch.int32, device=self.regions.device)
+            self._starts[sizes] = starts
+        return starts
 
     def abort(self, rank: int) -> None:
         """Ends all waits of a running kernel: ``rank`` is lost."""
         self.control[ABORT] = 1 + rank
 
     def failure(self) -> tuple[int, int, int, int] | None:
-        """(kind, peer, word expected, word seen) of the first failed wait, as far as the kernels
-        have come; costs nothing while there is none. Kinds are MISMATCH, TIMEOUT and ABORTED."""
+        """(kind, peer, word expected, word seen) of the first failed wait so far; None, at no cost,
+        if there is none. Kinds are MISMATCH, TIMEOUT and ABORTED."""
         if not self.control[FAILED]:
             return None
         kind, peer, expected, seen = self.state[STATUS : SEEN + 1].tolist()
@@ -137,8 +137,8 @@ class DeviceWorkspace:
         single_buffer: bool = False,
         skip_waits: bool = False,
     ) -> None:
-        """For tests: random delays at every publish and wait, and the two ways to break the
-        protocol (negative controls)."""
+        """For tests: adds random delays to every publish and wait. ``single_buffer`` and
+        ``skip_waits`` break the protocol (negative controls)."""
         self.seed = seed
         self.chaos = max_delay_us * 2000 + skip_waits  # twice the nanoseconds, and one bit
         self.buffer_stride = 0 if single_buffer else self.buffer_bytes

@@ -1,4 +1,4 @@
-"""A second stream beside the current one, for copies beside a product."""
+"""A second stream, for copies that overlap with a matmul on the current one."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ Mark = torch.cuda.Event | None
 class SideStream:
     """A stream of ``device`` that is forked from the current stream and joined to it within a call.
 
-    It uses the caller's tensors without ``record_stream``: the current stream, in whose order their
-    memory is given out again, is behind ``join`` when the call returns. Events order it, so it goes
-    into a captured graph. CPU tensors (a rehearsal) have no streams: all runs at once, in order.
+    It uses the caller's tensors without ``record_stream``: their memory is reused in the order of
+    the current stream, which has waited in ``join`` when the call returns. Ordering is by events,
+    so the stream can be captured into a graph. CPU tensors (a rehearsal) have no streams: all work
+    runs at once, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def fork(self) -> None:
-        """What is queued here from now on runs behind what the current stream has so far."""
+        """Work queued here from now on runs after the work in the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """What is queued within goes to this stream."""
+        """Work queued within the block goes to this stream."""
         if self._stream is None:
             yield
             return
@@ -36,15 +37,15 @@ class SideStream:
             yield
 
     def mark(self) -> Mark:
-        """What this stream has so far."""
+        """Marks the work in this stream so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: Mark) -> None:
-        """The current stream goes on behind ``mark``."""
+        """The current stream waits for ``mark``."""
         if self._stream is not None and mark is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
     def join(self) -> None:
-        """The current stream goes on behind all of this one."""
+        """The current stream waits for all work of this one."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

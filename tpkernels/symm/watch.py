@@ -1,4 +1,4 @@
-"""A thread that looks after the peers while kernels wait for their words."""
+"""A thread that watches the peers while kernels wait for their words."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tpkernels._C.host import Phase
 from tpkernels.errors import TpkernelsError
 from tpkernels.symm.device import DeviceWorkspace
 
-LOOK_S = 0.02  # between two looks at the peers
+LOOK_S = 0.02  # seconds between two looks at the peers
 
 
 class Watch:
     """Ends the waits of kernels on ``spaces`` when a peer is lost.
 
-    Nobody else may use ``channel`` meanwhile, and nobody publishes RESULT in its call.
+    Nothing else may use ``channel`` meanwhile, and no rank publishes RESULT in its call.
     """
 
     def __init__(self, channel: _C.host.Channel, spaces: Sequence[DeviceWorkspace]) -> None:

@@ -1,1 +1,1 @@
-"""Between ranks that share no memory: transfers over torch.distributed, and waits for them."""
+"""Transfers over torch.distributed between ranks that share no memory, and waits for them."""

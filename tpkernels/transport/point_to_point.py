@@ -1,16 +1,17 @@
-"""Point-to-point transfers of one call, and the greetings that tell whether it is the same one.
+"""Point-to-point transfers of one call, and greetings that detect a rank in another call.
 
-Problem: ranks that share no memory, and are in different calls, would take each other's bytes for
-their own; where sizes differ gloo even ends the process.
+Problem: ranks that share no memory and are in different calls would mistake each other's data for
+their own. If the sizes differ, gloo even ends the process.
 
-Algorithm: each rank greets every other with the name of its call, under a tag of their own, and
-sends data under a tag made from the call's signature. Data of another call thus finds no receiver,
-and is never waited for longer than its sender's greeting.
+Algorithm: each rank greets every other with the name of its call, under a reserved tag, and sends
+data under a tag made from the call's signature. So data of another call finds no receiver, and
+nobody waits for it longer than for its sender's greeting.
 
 Sync: messages between two ranks under one tag arrive in the order in which they were sent, so the
-n-th greeting is that of the n-th call.
+n-th greeting belongs to the n-th call.
 
-Failure: a rank that leaves a call with an error closes its connections, and who waits for it fails.
+Failure: a rank that leaves a call with an error closes its connections. The ranks that wait for it
+fail.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tpkernels.call import Call
 from tpkernels.errors import CollectiveMismatchError
 from tpkernels.transport.waits import finish, raise_failure
 
-Message: TypeAlias = tuple[torch.Tensor, int]  # what, and to or from which rank
-Started: TypeAlias = tuple[Any, int]  # a work, and the rank on its other side
+Message: TypeAlias = tuple[torch.Tensor, int]  # the data, and the rank at the other end
+Started: TypeAlias = tuple[Any, int]  # a work, and the rank at the other end
 
 _GREETING_TAG = 0x74706B73
 _HANG_UP_TAG = _GREETING_TAG + 1
@@ -35,46 +36,46 @@ _GREETING_BYTES = 256
 
 
 class _Greetings:
-    """What this rank and its peers say at the begin of a call. It waits like a work."""
+    """The greetings of this rank and its peers at the start of a call. Waits like a work."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.said = _greeting(call)
-        self.heard = {peer: torch.empty_like(self.said) for peer in call.peers_in_ring_order}
+        self.own = _greeting(call)
+        self.received = {peer: torch.empty_like(self.own) for peer in call.peers_in_ring_order}
 
     def wait(self, _: timedelta) -> None:
-        """Compares them, which are all here. Raises ``CollectiveMismatchError``."""
-        for peer, heard in self.heard.items():
-            if not torch.equal(heard, self.said):
+        """Compares the greetings, all of which have arrived. Raises ``CollectiveMismatchError``."""
+        for peer, greeting in self.received.items():
+            if not torch.equal(greeting, self.own):
                 raise CollectiveMismatchError(
                     f"rank {self.call.group.rank} is in {self.call.plan.text}, but rank {peer} "
-                    f"is in {_text_of(heard)}. The group is broken: make a new one.",
+                    f"is in {_text_of(greeting)}. The group is broken: make a new one.",
                     peer=peer,
                 )
 
 
 class PeerLinks:
-    """This rank's connection to its peers in one call."""
+    """This rank's connections to its peers in one call."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._greetings: list[Started] = []
 
     def greet(self) -> None:
-        """Tells the peers which call this is; the next `wait` hears them."""
+        """Greets the peers; the next `wait` waits for their greetings and compares them."""
         greetings = _Greetings(self._call)
         self._greetings = [
             *self._start(
-                [(greetings.said, peer) for peer in greetings.heard],
-                [(heard, peer) for peer, heard in greetings.heard.items()],
+                [(greetings.own, peer) for peer in greetings.received],
+                [(greeting, peer) for peer, greeting in greetings.received.items()],
                 _GREETING_TAG,
             ),
             (greetings, self._call.group.rank),
         ]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Started]:
-        """Begins to send and to receive contiguous tensors; those without elements do not travel.
-        The peers start the other side of each in the same order."""
+        """Starts sends and receives of contiguous tensors; empty ones do not travel. The peers must
+        start the matching receives and sends in the same order."""
         return self._start(sends, receives, self._call.plan.signature & 0x7FFFFFFF)
 
     def _start(
@@ -90,17 +91,17 @@ class PeerLinks:
         if not operations:
             return []
         try:
-            works = dist.batch_isend_irecv(operations)  # one for all where they are coalesced
-        except RuntimeError as error:  # a connection that has closed already
+            works = dist.batch_isend_irecv(operations)  # a single work if they are coalesced
+        except RuntimeError as error:  # the connection is closed already
             raise_failure(self._call, error, None)
         return [(work, op.group_peer) for work, op in zip(works, operations, strict=False)]
 
     def wait(self, started: Sequence[Started] = ()) -> None:
-        """Waits for what `start` has begun, and first until all ranks have come to this call. On a
-        GPU the stream waits, not the host.
+        """Waits until all ranks have entered this call, then for what `start` returned. On a GPU
+        the stream waits, not the host.
 
         Raises:
-            CollectiveMismatchError: one of them is in another.
+            CollectiveMismatchError: a rank is in another call.
         """
         group, works = self._call.group, [*self._greetings, *started]
         self._greetings = []
@@ -113,7 +114,7 @@ class PeerLinks:
 
 
 def enter(call: Call) -> PeerLinks:
-    """Begins a call. Until the first `PeerLinks.wait`, send only through `PeerLinks.start`."""
+    """Begins a call. Before the first `PeerLinks.wait`, send only through `PeerLinks.start`."""
     link, group = PeerLinks(call), call.group
     if group.world == 1 or call.problem.device != "cpu":
         return link
@@ -126,13 +127,14 @@ def enter(call: Call) -> PeerLinks:
 
 
 def hang_up(call: Call, error: BaseException) -> None:
-    """Closes this rank's connections after a failure, where nothing else tells the peers: those
-    that wait for it fail at once, and hang up in turn. gloo does so when a wait times out."""
+    """Closes this rank's connections after a failure, if nothing else tells the peers. Peers that
+    wait for this rank then fail at once and hang up too. gloo closes connections when a wait times
+    out, so a receive with a short timeout is enough."""
     group = call.group
     if group.workspace is not None or group.world == 1 or call.problem.device != "cpu":
         return
     if isinstance(error, CollectiveMismatchError):
-        return  # each rank hears all others, so all find that not all are in one call
+        return  # each rank receives all greetings, so all ranks detect the mismatch
     if not group.by_gloo("cpu"):
         return
     nothing = torch.empty(1, dtype=torch.uint8)
@@ -140,15 +142,15 @@ def hang_up(call: Call, error: BaseException) -> None:
         try:
             work = group.pg.recv([nothing], peer, _HANG_UP_TAG)
             work.wait(timedelta(milliseconds=1))
-        except RuntimeError as said:
-            if "timed out" in str(said).lower():
-                return  # else this one had closed already, and the others go on
+        except RuntimeError as failure:
+            if "timed out" in str(failure).lower():
+                return  # otherwise this connection was closed already; try the next
 
 
 def _greeting(call: Call) -> torch.Tensor:
-    """The signature, and the text for messages."""
-    said = call.plan.signature.to_bytes(4, "little") + call.plan.text.encode()
-    padded = said[:_GREETING_BYTES].ljust(_GREETING_BYTES, b"\0")
+    """The signature, and the text for error messages."""
+    greeting = call.plan.signature.to_bytes(4, "little") + call.plan.text.encode()
+    padded = greeting[:_GREETING_BYTES].ljust(_GREETING_BYTES, b"\0")
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
 
 

@@ -1,9 +1,9 @@
 """What the algorithms over torch.distributed share: how a call begins, waits for a work, and ends.
 
-Sync: before anything of a call is sent, its ranks find out whether they are in the same one. Where
-there is a workspace, by its barrier. The words that follow order nothing; they tell how far a rank
-has come: READ, it has called torch.distributed; RESULT, it is through. Where there is none, by
-greetings (links.py).
+Sync: before a call sends anything, its ranks check that they are in the same call. With a
+workspace, they use its barrier. The words that follow order nothing; they report progress: READ
+means that a rank has called torch.distributed, RESULT that it has finished. Without a workspace,
+they use greetings (point_to_point.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsErr
 from tpkernels.groups.group import Group
 from tpkernels.local.ranges import TRANSFER, WAIT, recorded
 
-_LOOK = timedelta(seconds=0.02)  # between looks at the peers
+_LOOK = timedelta(seconds=0.02)  # between two looks at the peers
 
 
 def finish(call: Call, work: Any) -> None:
-    """Waits for torch.distributed, and watches the peers meanwhile: gloo itself tells only the
-    neighbours of a rank that it died, and nobody that it gave up. On GPUs it is the stream that
-    waits, and torch.distributed that watches."""
+    """Waits for torch.distributed and watches the peers meanwhile: gloo reports a rank's death only
+    to its neighbours, and tells nobody that a rank has given up. On GPUs the stream waits, and
+    torch.distributed watches."""
     group = call.group
     if call.problem.device == "cuda":
         work.wait()
@@ -34,7 +34,7 @@ def finish(call: Call, work: Any) -> None:
         group.workspace.channel.publish(Phase.READ)
     with recorded(TRANSFER), recorded(WAIT):
         while not work.is_completed():
-            with contextlib.suppress(RuntimeError):  # not there yet; or a failure, raised below
+            with contextlib.suppress(RuntimeError):  # not done yet, or a failure, raised below
                 work.wait(_LOOK)
                 return
             _watch(group, 0.0)
@@ -47,10 +47,10 @@ def finish(call: Call, work: Any) -> None:
 
 
 def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn:
-    """Raises what torch.distributed's ``error`` means: what is known of the peers, or of ``peer``,
-    the rank that was waited for."""
+    """Raises our exception for torch.distributed's ``error``: what is known about the peers, or
+    about ``peer``, the rank that was waited for."""
     group, late = call.group, "timed out" in str(error).lower()
-    # A connection may close a little before the kernel reports the process as ended.
+    # A connection may close slightly before the kernel reports that the process has ended.
     until = time.monotonic() + 0.2
     while time.monotonic() < until and group.workspace is not None:
         _watch(group, group.timeout if late else 0.0)
@@ -65,14 +65,14 @@ def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn
 
 
 def _watch(group: Group, waited: float) -> None:
-    """Raises if a peer is lost, or late: those first that have not called torch.distributed."""
+    """Raises if a peer is lost or late. Peers that have not called torch.distributed come first."""
     if group.workspace is not None:
         group.workspace.channel.watch(Phase.READ, waited)
         group.workspace.channel.watch(Phase.RESULT, waited)
 
 
 def announce_done(call: Call) -> None:
-    """Tells the peers that this rank needs nothing more of them: its process may end."""
+    """Tells the peers that this rank needs nothing more from them, and that its process may end."""
     workspace = call.group.workspace
     if workspace is not None and call.group.world > 1 and call.problem.device == "cpu":
         workspace.channel.publish(Phase.RESULT)

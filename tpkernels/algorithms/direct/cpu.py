@@ -1,7 +1,7 @@
 """One matmul, and a collective on shared memory that reads all peers' buffers at once.
 
-The matmul is not split, so this is the fastest way where it has few rows. The collectives, their
-chunks and their synchronisation are in csrc/host/collectives.h.
+The matmul is not split, so this is fastest when it has few rows. csrc/host/collectives.h has the
+collectives, their chunks and their synchronisation.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def matmul_reduce_scatter(
 
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
-    """``out`` may be ``x``, which peers then cannot read in place: it is overwritten meanwhile."""
+    """``out`` may be ``x``. Peers cannot read ``x`` in place then, as it is being overwritten."""
     x = x.contiguous()
     in_place = x.data_ptr() == out.data_ptr()
     segment, offset = (0, 0) if in_place else call.workspace.locate(x)

@@ -1,1 +1,1 @@
-"""One matmul per peer, overlapped with the peers' own work."""
+"""One matmul per peer, overlapped with the work of the peers."""

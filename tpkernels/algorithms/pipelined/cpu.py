@@ -1,15 +1,15 @@
-"""One matmul per peer, overlapped with the peers' own work; the matmul itself moves the data.
+"""One matmul per peer, overlapped with the work of the peers. The matmul itself moves the data.
 
-all_gather_matmul      each rank publishes its rows and multiplies them, then multiplies the
-                       peers' rows where they lie, in order of arrival, into the output's rows.
+all_gather_matmul      each rank publishes its rows and multiplies them. Then it multiplies the
+                       peers' rows in place, in order of arrival, into the output's rows.
 matmul_reduce_scatter  each rank multiplies the rows of rank+1, rank+2, ... straight into shared
-                       memory, publishing each part when it is done, its own rows last; then it
+                       memory and publishes each part when it is done, its own rows last. Then it
                        sums its part.
-matmul_all_reduce      the same, and each rank publishes its sum, which the others copy.
+matmul_all_reduce      the same; then each rank publishes its sum, and the others copy it.
 
-Sync: every step of `rows` rows is one call of the channel, so its proof holds
-(csrc/host/channel.h); each rank waits for a word of every peer in every step, also for parts
-without rows. A step takes as many rows as the workspace holds (steps.py).
+Sync: every step of rows is one call of the channel, so the channel's proof holds
+(csrc/host/channel.h). In every step each rank waits for a word of every peer, even for parts
+without rows. A step takes as many rows as the workspace holds (planning/steps.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tpkernels.planning.steps import LINE_BYTES, step_rows
 
 
 def _steps(call: Call, rows: int, per_rank: int = 1) -> tuple[int, Iterator[int]]:
-    """Rows of one step, the same on all ranks, and where the steps begin. Each rank has one row in
-    ``per_rank`` of them."""
+    """Rows of one step, the same on all ranks, and the first row of each step. One row in
+    ``per_rank`` belongs to a rank."""
     fitting = per_rank * step_rows(call.problem, call.workspace.usable_bytes)
     step = max(1, min(rows, fitting))
     return step, iter(range(0, max(rows, 1), step))
@@ -84,7 +84,7 @@ def all_gather_matmul(
                 multiply(workspace.peer_data(peer, x.dtype, (count, width)), peer, begin)
             if channel.in_segment(peer):
                 channel.publish(Phase.READ, peer)
-        if segment:  # the memory is the user's again when we return
+        if segment:  # when we return, the user may overwrite the memory
             for peer in call.peers_in_ring_order:
                 channel.wait(peer, Phase.READ, rank)
 

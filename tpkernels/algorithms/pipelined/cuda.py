@@ -1,14 +1,15 @@
-"""``pipelined`` on GPUs: a matmul of the vendor's per peer, copy engines beside it.
+"""``pipelined`` on GPUs: one vendor matmul per peer, overlapped with peer copies.
 
-Algorithm: on the current stream one matmul per peer, on a second stream the peer copies.
-all_gather_matmul      own rows first; those of rank+1, rank+2, ... when they have been fetched.
-matmul_reduce_scatter  the partial of the rows of rank+1, rank+2, ..., each told to its owner when
-                       it is done, the own rows last; meanwhile those of rank-1, rank-2, ... are
-                       fetched: in that order they are done.
-matmul_all_reduce      the same over rows cut evenly; then the sums are fetched.
+Algorithm: the current stream runs one matmul per peer, a second stream the peer copies.
+all_gather_matmul      multiplies this rank's rows first, then those of rank+1, rank+2, ... when
+                       they have been fetched.
+matmul_reduce_scatter  computes the partials for rank+1, rank+2, ... and publishes each to its owner
+                       when it is done; this rank's own comes last. Meanwhile it fetches the
+                       partials of rank-1, rank-2, ...: they are done in that order.
+matmul_all_reduce      the same over evenly split rows; then the sums are fetched.
 
 Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side_stream.py forks
-and joins the second stream. A rank's memory is its partial of all rows, at the same place on all
+and joins the second stream. A rank's memory holds its partial of all rows, at the same place on all
 ranks.
 """
 
@@ -65,8 +66,8 @@ def gather_and_multiply(
     whole: torch.Tensor,
     factors: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
 ) -> None:
-    """Within a call. rows [sizes[rank], K]; whole [sum(sizes), K] and each (w, bias, out) get the
-    rows of all, in the order of ``peers``."""
+    """Within a call: gathers ``rows`` [sizes[rank], K] of all ranks into ``whole`` [sum(sizes), K],
+    in the order of ``peers``, and multiplies them for each (w, bias, out)."""
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
     arrived = {}
     side.fork()
@@ -114,8 +115,8 @@ def multiply_and_scatter(
     w: torch.Tensor,
     wire: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Within a call: all ranks' partials [sizes[rank], N] of this rank's rows of ``rows @ w``, by
-    rank. rows [sum(sizes), K], w [K, N]."""
+    """Within a call: multiplies ``rows`` [sum(sizes), K] by w [K, N]. Returns, in rank order, all
+    ranks' partials [sizes[rank], N] of this rank's part of the product."""
     rank, columns = copies.rank, w.shape[1]
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
     row_bytes = columns * wire.itemsize
