@@ -120,6 +120,7 @@ def test_auto_does_not_split_what_hardly_fits(ranks: RanksFixture) -> None:
         assert auto == "direct: the workspace holds 63 rows a rank < 256", auto
 
 
+@pytest.mark.thorough
 def test_a_row_that_does_not_fit_is_refused(ranks: RanksFixture) -> None:
     for failures, auto, refused in ranks(2).run(wide_job, 1 << 16, 20_000, timeout=100):
         assert not failures and auto.startswith("direct: pipelined needs 160000 bytes"), auto
