@@ -80,7 +80,7 @@ def test_the_slowest_rank_shows(ranks: Callable[[int], Ranks]) -> None:
     own = case["times"]["auto"]
     assert own["median"] >= 80 and min(own["samples"]) >= 80
     assert own["skew"] >= 60
-    assert case["times"]["local_matmul"]["skew"] < 40
+    assert case["times"]["local_matmul"]["skew"] < own["skew"]
 
 
 def spoiled(case: Case, algorithm: str) -> tuple[Outputs, Plan]:

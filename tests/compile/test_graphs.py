@@ -208,5 +208,6 @@ def mean_job() -> list[str]:
         return [] if torch.equal(got, want) else [f"{(got != want).sum()} of {got.numel()} differ"]
 
 
+@pytest.mark.thorough
 def test_a_mean_is_rounded_once(ranks: RanksFixture) -> None:
     report(f for rank in ranks(3).run(mean_job) for f in rank)

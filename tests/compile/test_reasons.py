@@ -1,5 +1,4 @@
-"""The collectives that the pass leaves alone, a graph for each reason. The graph computes what it
-did before."""
+"""Collectives that the pass leaves alone, a graph for each reason; it computes what it did before."""
 
 from __future__ import annotations
 

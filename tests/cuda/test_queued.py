@@ -20,7 +20,7 @@ from tests.support.cases import Case, RanksFixture, each, uneven_splits
 from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import check_cases, fresh_group, report
-from tests.support.tiers import covering, sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels import groups
 
 WAYS = ("direct", "pipelined")
@@ -128,6 +128,7 @@ def mixed_job(driver: str) -> list[str]:
     return cases_job(driver, [*cases, *gathers, *cases], 200)
 
 
+@pytest.mark.thorough
 def test_all_algorithms_share_a_workspace(interpreting: RanksFixture, cuda_driver: str) -> None:
     report(failure for rank in interpreting(2).run(mixed_job, cuda_driver) for failure in rank)
 
@@ -142,7 +143,7 @@ def copied_job(driver: str, cases: Sequence[Case], max_delay_us: int) -> list[st
 
 @pytest.mark.parametrize(
     ("world", "max_delay_us"),
-    [(2, 500), *(pytest.param(3, delay, marks=pytest.mark.slow) for delay in (0, 500))],
+    [thorough(2, 500), *(pytest.param(3, delay, marks=pytest.mark.slow) for delay in (0, 500))],
 )
 def test_copy_engines_gather_for_fused(
     interpreting: RanksFixture, cuda_driver: str, world: int, max_delay_us: int
@@ -239,7 +240,7 @@ def late_job(driver: str, op: str, way: str) -> tuple[bool, Ending] | None:
 
 @pytest.mark.parametrize(
     ("op", "way"),
-    covering([*product(MATMULS, WAYS), *product(COLLECTIVES, ["direct"])]),
+    sweep([*product(MATMULS, WAYS), *product(COLLECTIVES, ["direct"])], 2),
 )
 def test_a_call_that_gave_up_leaves_nan(
     ranks: RanksFixture, cuda_driver: str, op: str, way: str

@@ -29,6 +29,7 @@ def test_a_fault_in_the_set_up() -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["kill", "exception", "mismatch"])
 def test_what_is_not_allowed_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "_allowed", lambda trial, victim: {""})

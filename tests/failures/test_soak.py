@@ -17,6 +17,7 @@ import tpkernels
 from tests.support import soak
 from tests.support.cases import RanksFixture
 from tests.support.soak import Calls, Outcome, Task
+from tests.support.tiers import sweep
 
 WORLD = 4
 TIMEOUT = 20.0  # of one wait
@@ -132,11 +133,13 @@ def test_two_threads_on_two_groups(ranks: RanksFixture) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [
-        Task(seed=7, calls=150, max_delay_us=1_000, single_buffer=True),
-        Task(seed=8, calls=150, max_delay_us=1_000, skip_waits=True),
-        Task(seed=9, calls=150, max_delay_us=1_000, poison="last"),
-    ],
+    sweep(
+        [
+            Task(seed=7, calls=150, max_delay_us=1_000, single_buffer=True),
+            Task(seed=8, calls=150, max_delay_us=1_000, skip_waits=True),
+            Task(seed=9, calls=150, max_delay_us=1_000, poison="last"),
+        ]
+    ),
     ids=["single_buffer", "skip_waits", "poison_what_is_read"],
 )
 def test_a_broken_protocol_is_found(ranks: RanksFixture, broken: Task) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import SWEEP, Model, Shape, far, inputs, shard, whole_logits
 from tests.support.ranked import fresh_group, report
+from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
 SHAPES = [
@@ -62,7 +63,7 @@ def model_job(shape: Shape, sequence: bool, dim: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", SWEEP)
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
+@pytest.mark.parametrize("sequence", sweep([True, False]), ids=["sequence", "replicated"])
 def test_a_model_of_layers_is_the_unsharded_one(
     ranks: RanksFixture, world: int, sequence: bool
 ) -> None:

@@ -160,6 +160,7 @@ def groups_job(base: str) -> list[str]:
     return _differences(model, folder, want) if rank == 0 else []
 
 
+@pytest.mark.thorough
 def test_a_group_that_is_not_all_ranks(ranks: RanksFixture, tmp_path: Path) -> None:
     report(f for rank in ranks(3).run(groups_job, str(tmp_path), timeout=100) for f in rank)
 

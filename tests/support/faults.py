@@ -141,19 +141,30 @@ def _entries(folder: str) -> set[str]:
 _OURS = re.compile(r"tpk|torch_|gloo|c10d|psm_|sem\.|rank")
 
 
+def _mapped() -> str:
+    """The mappings of all processes that may be looked at."""
+    texts = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            texts.append(maps.read_text())
+    return "".join(texts)
+
+
 def _left_files(before: dict[str, set[str]]) -> list[str]:
-    """New entries that do not go away: others make some that live for a moment."""
+    """New entries that stay and that no process uses: others have some for a while."""
     deadline = time.monotonic() + PROMPT
-    while left := [
-        f"{folder}/{name}"
-        for folder, known in before.items()
-        for name in _entries(folder) - known
-        if _OURS.search(name)
-    ]:
-        if time.monotonic() > deadline:
-            break
+    while True:
+        new = [
+            f"{folder}/{name}"
+            for folder, known in before.items()
+            for name in _entries(folder) - known
+            if _OURS.search(name)
+        ]
+        used = _mapped() if new else ""
+        left = [path for path in new if path not in used]
+        if not left or time.monotonic() > deadline:
+            return left
         time.sleep(0.05)
-    return left
 
 
 def _left_processes(leaders: list[int]) -> list[str]:

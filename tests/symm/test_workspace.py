@@ -3,6 +3,7 @@ was asked for; and what it costs to find a symmetric tensor."""
 
 from __future__ import annotations
 
+import mmap
 import time
 import warnings
 from pathlib import Path
@@ -22,8 +23,16 @@ from tpkernels.symm import host
 from tpkernels.symm.segments import Segments
 
 MIB = 1 << 20
-WORDS = 64 << 10  # what signal words and rounding to pages may add
-HUGE_PAGES = 2 * 2 * MIB  # what a kernel that takes huge pages for shared memory may add
+WORDS = 16 * mmap.PAGESIZE  # what signal words and rounding to pages may add
+
+
+def huge_page() -> int:
+    """Bytes of one; 0 where the kernel has none."""
+    file = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+    return int(file.read_text()) if file.exists() else 0
+
+
+HUGE_PAGES = 2 * huge_page()  # what a kernel that takes them for shared memory may add
 
 
 def shared_memory() -> dict[str, int]:
@@ -111,6 +120,7 @@ def test_auto_does_not_split_what_hardly_fits(ranks: RanksFixture) -> None:
         assert auto == "direct: the workspace holds 63 rows a rank < 256", auto
 
 
+@pytest.mark.thorough
 def test_a_row_that_does_not_fit_is_refused(ranks: RanksFixture) -> None:
     for failures, auto, refused in ranks(2).run(wide_job, 1 << 16, 20_000, timeout=100):
         assert not failures and auto.startswith("direct: pipelined needs 160000 bytes"), auto
