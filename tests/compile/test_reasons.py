@@ -1,4 +1,4 @@
-"""Collectives that the pass leaves alone, a graph for each reason; it computes what it did before."""
+"""Collectives that the pass leaves alone: a graph for each reason, which computes what it did."""
 
 from __future__ import annotations
 
