@@ -3,11 +3,7 @@ others, and the model lives no longer for it."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
 import threading
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -86,29 +82,3 @@ def test_a_word_that_rank_0_cannot_say_breaks_the_group(ranks: RanksFixture) -> 
         assert first.error == ("PeerLostError" if rank else "MemoryError"), first
         assert "told to have none" in first.text and first.seconds < 3 * PROMPT, first
         assert then.error == "GroupBrokenError", then
-
-
-def freed_job() -> list[str]:
-    """What of a model lives on when the last reference to it is gone, without a collection."""
-    mesh, left = hf_models.mesh_of_all(), list[str]()
-    tpkernels.parallelize(hf_models.make("llama"), mesh)  # what torch makes at first
-    gc.collect()
-    gc.disable()
-    model = tpkernels.parallelize(hf_models.make("llama"), mesh)
-    save, weight = model.save_pretrained, weakref.ref(next(model.parameters()))
-    alike = copy.deepcopy(model)
-    del model
-    if weight() is not None:
-        left.append("the model is not freed")
-    gc.enable()
-    ending = ending_of(lambda: save("/dev/null/folder"))
-    if ending.error != "ReferenceError":
-        left.append(f"saving what is gone: {ending}")
-    for made in (alike, pickle.loads(pickle.dumps(alike))):
-        if any(one.save_pretrained._model is not one for one in (made, made.model)):
-            left.append("a copy saves another model")
-    return left
-
-
-def test_a_model_is_freed_with_its_last_reference(ranks: RanksFixture) -> None:
-    assert ranks(WORLD).run(freed_job) == [[]] * WORLD

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import weakref
 from collections.abc import Iterator
 from enum import IntEnum
 from math import prod
@@ -65,21 +64,7 @@ class SavePretrained:
     """The ``save_pretrained`` of one model; see `tpkernels.parallelize`."""
 
     def __init__(self, model: Any, group: str) -> None:
-        # Not kept alive: the model has this as an attribute.
-        self._reference, self._group = weakref.ref(model), group
-
-    def __getstate__(self) -> tuple[Any, str]:
-        return self._model, self._group
-
-    def __setstate__(self, state: tuple[Any, str]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
-
-    @property
-    def _model(self) -> Any:
-        model = self._reference()
-        if model is None:
-            raise ReferenceError("the model is gone: keep it for as long as its save_pretrained")
-        return model
+        self._model, self._group = model, group
 
     def __call__(self, *args: Any, **options: Any) -> None:
         """Takes the arguments of transformers' method. Collective: all ranks call it.
