@@ -55,8 +55,8 @@ def run_task(task: Task) -> Outcome:
             time.sleep(calls.own.random() * task.slow_seconds)
         try:
             found = calls.one()
-        except tpkernels.TpkernelsError as error:  # after which no more calls can run
-            failed = str(error)
+        except Exception as error:  # after which no more calls can run
+            failed = f"{type(error).__name__}: {error}"
             break
         if found is not None and len(wrong) < 5:
             wrong.append(found)
