@@ -21,7 +21,9 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 HOST_CODE = [
-    path for folder in ("host", "cuda", "nccl") for path in Path("csrc", folder).glob("*.cpp")
+    path
+    for folder in ("calls", "cuda", "host", "nccl")
+    for path in Path("csrc", folder).glob("*.cpp")
 ]
 SOURCES = ["csrc/bindings.cpp", *sorted(map(str, HOST_CODE))]
 HEADERS = sorted(str(path) for glob in ("*.h", "*.inc") for path in Path("csrc").rglob(glob))

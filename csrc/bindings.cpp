@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "calls/bindings.h"
 #include "host/bindings.h"
 #include "nccl/bindings.h"
 
@@ -13,7 +14,9 @@ PYBIND11_MODULE(_C, m) {
   auto host = m.def_submodule("host", "Shared memory, signals and collectives within one host");
   auto nccl = m.def_submodule("nccl", "NCCL, loaded at run time");
   auto cuda = m.def_submodule("cuda", "The CUDA C++ kernels and their launches");
+  auto calls = m.def_submodule("calls", "The ops' kernels");
   tpkernels::host::bind(host);
+  tpkernels::calls::bind(calls);
   tpkernels::nccl::bind(nccl);
   tpkernels::cuda::bind(cuda);
 }

@@ -70,7 +70,7 @@ def test_every_submodule_has_a_stub() -> None:
     assert in_extension(_C).keys() == {path.stem for path in STUBS.glob("[!_]*.pyi")}
 
 
-@pytest.mark.parametrize("name", ["host", "nccl", "cuda"])
+@pytest.mark.parametrize("name", ["calls", "host", "nccl", "cuda"])
 def test_a_stub_has_what_the_submodule_has(name: str) -> None:
     stub = in_stub(ast.parse((STUBS / f"{name}.pyi").read_text()).body)
     submodule = importlib.import_module(f"tpkernels._C.{name}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpkernels import cuda, kernels
+from tpkernels import _C, cuda, kernels
 from tpkernels.algorithms import fused, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
@@ -64,6 +64,19 @@ def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
     return TABLES[problem.device][problem.op, plan.algorithm]
 
 
+def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
+    """What runs the calls of an op with these arguments in the extension, where something does."""
+    if call.problem.device == "cpu" and call.plan.algorithm == "direct":
+        return direct.bind(op, call, given)
+    return None
+
+
+def failed(call: Call, error: BaseException) -> None:
+    """Breaks the group of a call that ends in an error, and tells the peers."""
+    call.group.mark_broken(error)
+    hang_up(call, error)
+
+
 def run(call: Call, execute: Callable[..., Any], *args: Any) -> Any:
     """Runs ``execute(call, *args)``. Calls on one group run one after another. Everything an op
     does after its arguments are checked belongs inside: an error there, such as no memory for a
@@ -79,8 +92,7 @@ def run(call: Call, execute: Callable[..., Any], *args: Any) -> Any:
             else:
                 result = execute(call, *args)
         except BaseException as error:
-            group.mark_broken(error)
-            hang_up(call, error)
+            failed(call, error)
             raise
         finally:
             group.in_call = False

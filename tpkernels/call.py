@@ -29,6 +29,12 @@ class Call:
         return self.group.workspace
 
     @functools.cached_property
+    def collective(self) -> _C.calls.Collective:
+        """The call's collective on shared memory."""
+        workspace, plan = self.workspace, self.plan
+        return _C.calls.Collective(workspace.channel, workspace.segments, plan.signature, plan.text)
+
+    @functools.cached_property
     def layout(self) -> _C.host.ShardLayout:
         """The gathered or scattered tensor, as the extension sees it."""
         return _C.host.ShardLayout(self.problem.outer, self.problem.inner, self.problem.sizes)

@@ -18,6 +18,7 @@
 #include "host/arena.h"
 #include "host/channel.h"
 #include "host/collectives.h"
+#include "host/segments.h"
 #include "host/vector.h"
 
 namespace py = pybind11;
@@ -69,10 +70,6 @@ const char* class_of(FailureKind kind) {
 }
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
-
-Source source(std::uintptr_t address, std::uint64_t segment, std::size_t offset) {
-  return {pointer(address), segment, offset};
-}
 
 void bind_memory(py::module_& m) {
   m.def(
@@ -193,7 +190,7 @@ void bind_channel(py::module_& m) {
 }
 
 void bind_collectives(py::module_& m) {
-  py::class_<ShardLayout>(m, "ShardLayout")
+  py::class_<ShardLayout, std::shared_ptr<ShardLayout>>(m, "ShardLayout")
       .def(py::init<std::size_t, std::size_t, std::vector<std::size_t>>(), py::arg("outer"),
            py::arg("inner"), py::arg("sizes"));
 
@@ -207,33 +204,14 @@ void bind_collectives(py::module_& m) {
            py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1, py::arg("residual") = 0,
            py::arg("residual_dtype") = 0);
 
-  m.def(
-      "all_gather",
-      [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
-         std::uint64_t segment, std::size_t offset, std::uintptr_t out, const ShardLayout& layout,
-         int dtype) {
-        all_gather(channel, {signature, text}, source(in, segment, offset), pointer(out), layout,
-                   static_cast<DType>(dtype));
-      },
-      ReleaseGil());
-  m.def(
-      "reduce_scatter",
-      [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
-         std::uint64_t segment, std::size_t offset, std::uintptr_t out, const ShardLayout& layout,
-         int wire, const Epilogue& epilogue) {
-        reduce_scatter(channel, {signature, text}, source(in, segment, offset), pointer(out),
-                       layout, static_cast<DType>(wire), epilogue);
-      },
-      ReleaseGil());
-  m.def(
-      "all_reduce",
-      [](Channel& channel, std::uint32_t signature, std::string_view text, std::uintptr_t in,
-         std::uint64_t segment, std::size_t offset, std::uintptr_t out, std::size_t count, int wire,
-         const Epilogue& epilogue) {
-        all_reduce(channel, {signature, text}, source(in, segment, offset), pointer(out), count,
-                   static_cast<DType>(wire), epilogue);
-      },
-      ReleaseGil());
+  py::class_<Segments, std::shared_ptr<Segments>>(m, "Segments")
+      .def(py::init<>())
+      .def("add", &Segments::add, py::arg("address"), py::arg("nbytes"))
+      .def("forget", &Segments::forget, py::arg("identity"))
+      .def("clear", &Segments::clear)
+      .def("locate", &Segments::locate, py::arg("address"), py::arg("nbytes"))
+      .def("__len__", &Segments::size);
+
   m.def(
       "sum_partials",
       [](std::uintptr_t out, const std::vector<std::uintptr_t>& partials, int wire,
@@ -256,17 +234,24 @@ void bind_vector_units(py::module_& m) {
 }
 
 void translate(std::exception_ptr error) {
+  if (error && !set_python_error(error)) std::rethrow_exception(error);
+}
+
+}  // namespace
+
+bool set_python_error(const std::exception_ptr& error) {
   try {
-    if (error) std::rethrow_exception(error);
+    std::rethrow_exception(error);
   } catch (const Failure& failure) {
     raise_error(class_of(failure.kind), failure.what(), failure.peer);
   } catch (const std::system_error& failure) {
     errno = failure.code().value();
     PyErr_SetFromErrno(PyExc_OSError);
+  } catch (...) {
+    return false;
   }
+  return true;
 }
-
-}  // namespace
 
 void bind(py::module_& m) {
   py::register_exception_translator(&translate);

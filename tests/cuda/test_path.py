@@ -59,7 +59,7 @@ def choice_job() -> tuple[str, str, str]:
         call = functools.partial(tpkernels.all_gather_matmul, x, w, group)
         refused = faults.ending_of(functools.partial(call, algorithm="ring")).text
         call()
-        plan = next(iter(groups.get(group.group_name).calls.values())).plan
+        plan = groups.get(group.group_name).planned_calls()[0].plan
         return refused, plan.algorithm, plan.reason
 
 

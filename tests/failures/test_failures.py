@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support import faults
 from tests.support.faults import CASES, MATMUL_CASES, PROMPT, Ending, Report
 from tests.support.tiers import covering, sweep
-from tpkernels.algorithms import ring, shards, unfused
-from tpkernels.algorithms.direct import cpu as direct
-from tpkernels.algorithms.pipelined import cpu as pipelined
+from tpkernels.algorithms import unfused
 from tpkernels.transport import point_to_point as links
 from tpkernels.transport import waits as waiting
 
@@ -31,15 +30,14 @@ MATMULS = sorted({op for op, _ in MATMUL_CASES})
 def _break_product(on_call: int, then: Any) -> None:
     """Has the local matmul end in ``then()`` at its n-th call from now on."""
     calls = 0
-    whole = shards.local_matmul
+    whole = torch.mm
 
-    def local_matmul(*args: Any) -> Any:
+    def mm(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        return then() if calls == on_call else whole(*args)
+        return then() if calls == on_call else whole(*args, **options)
 
-    for module in (shards, direct, pipelined, ring, unfused):
-        module.local_matmul = local_matmul  # type: ignore[assignment]
+    torch.mm = mm
 
 
 def _break_gloo(first: Callable[[], object]) -> None:

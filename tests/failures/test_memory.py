@@ -4,11 +4,11 @@ that it left."""
 from __future__ import annotations
 
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import CASES, Ending
 from tests.support.tiers import covering
-from tpkernels.local import memory
 from tpkernels.ops import _autograd
 
 WORLD, POOR = 3, 1
@@ -28,26 +27,23 @@ WORLD, POOR = 3, 1
 @contextmanager
 def no_memory(at: int) -> Iterator[list[int]]:
     """The ops' ``at``-th allocation fails; yields how many there were."""
-    made, allocate = [0], memory.empty
+    made = [0]
 
-    def empty(*args: Any) -> torch.Tensor:
-        made[0] += 1
-        if made[0] == at:
-            raise MemoryError("told to have none")
-        return allocate(*args)
+    def poor(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def allocating(*args: Any, **options: Any) -> Any:
+            made[0] += 1
+            if made[0] == at:
+                raise MemoryError("told to have none")
+            return allocate(*args, **options)
 
-    users = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith("tpkernels.") and vars(module).get("empty") is allocate
-    ]
-    for module in users:
-        vars(module)["empty"] = empty
-    try:
+        return allocating
+
+    with (
+        mock.patch.object(torch, "empty", poor(torch.empty)),
+        mock.patch.object(torch, "mm", poor(torch.mm)),
+        mock.patch.object(torch, "addmm", poor(torch.addmm)),
+    ):
         yield made
-    finally:
-        for module in users:
-            vars(module)["empty"] = allocate
 
 
 def call(op: str, group: dist.ProcessGroup, algorithm: str, value: float) -> torch.Tensor:

@@ -196,10 +196,10 @@ def test_a_write_that_fails_leaves_the_old_table(
 
 def problem_of_call(spec: Spec) -> Any:
     """The problem that the op itself plans."""
-    calls = groups.get("0" if dist.group.WORLD is None else dist.group.WORLD.group_name).calls
-    calls.clear()
+    group = groups.get("0" if dist.group.WORLD is None else dist.group.WORLD.group_name)
+    group.forget_calls()
     run_tpkernels(random_case(spec))
-    (call,) = calls.values()
+    (call,) = group.planned_calls()
     return call.problem
 
 
@@ -227,7 +227,7 @@ def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, 
         group = groups.get(pg.group_name)
         x, w = torch.ones(32, 512).bfloat16(), torch.ones(512, 256).bfloat16()
         tpkernels.all_gather_matmul(x, w, pg)
-        (call,) = group.calls.values()
+        (call,) = group.planned_calls()
         machine = this_machine("cpu", 2, group.hosts, group.shared_memory)
     count = sum("tuning cache" in str(one.message) for one in raised)
     return call.plan.algorithm, call.plan.reason, count, machine

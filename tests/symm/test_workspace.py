@@ -100,7 +100,7 @@ def wide_job(nbytes: int, width: int) -> tuple[list[str], str, str]:
     rows = 256 * group.size()
     case = Case(op="matmul_reduce_scatter", shape=(rows, width), k=(2,), integers=True)
     failures = check(case, group)  # by auto
-    auto = next(iter(groups.get(group.group_name).calls.values())).plan
+    auto = groups.get(group.group_name).planned_calls()[0].plan
     asked = Case(**{**vars(case), "algorithm": "pipelined"})
     try:
         failures += check(asked, group)
@@ -208,16 +208,16 @@ def test_segments_are_told_apart() -> None:
     regions: dict[int, Any] = {}
     for begin in (4000, 0, 8000, 2000):  # of 1000 bytes each
         region = _Region(base + begin, 1000)
-        regions[segments.add(region)] = region  # type: ignore[arg-type]
+        regions[segments.register(region)] = region  # type: ignore[arg-type]
     where = {identity: region.address - base for identity, region in regions.items()}
     for at in range(0, 10_000, 50):
-        identity, offset = segments.locate(memory[at : at + 100])
+        identity, offset = segments.find(memory[at : at + 100])
         inside = [i for i, begin in where.items() if begin <= at and at + 100 <= begin + 1000]
         assert [identity] == (inside or [0]), at
         assert not inside or where[identity] + offset == at
     del regions[1], region
-    assert segments.locate(memory[4000:4100]) == (0, 0)
-    assert segments.locate(memory[2000:2100]) == (4, 0)
+    assert segments.find(memory[4000:4100]) == (0, 0)
+    assert segments.find(memory[2000:2100]) == (4, 0)
     assert len(segments) == 3
 
 
@@ -235,7 +235,7 @@ def symmetric_job(count: int) -> tuple[float, float, int, int]:
         for _ in range(20):
             begin = time.perf_counter()
             for _ in range(200):
-                workspace.locate(x)
+                workspace.segments.find(x)
             best = min(best, time.perf_counter() - begin)
         return best / 200
 

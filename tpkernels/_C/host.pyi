@@ -79,44 +79,14 @@ class Epilogue:
         residual_dtype: int = 0,
     ) -> None: ...
 
-def all_gather(
-    channel: Channel,
-    signature: int,
-    text: str,
-    source: int,
-    segment: int,
-    offset: int,
-    out: int,
-    layout: ShardLayout,
-    dtype: int,
-    /,
-) -> None: ...
-def reduce_scatter(
-    channel: Channel,
-    signature: int,
-    text: str,
-    source: int,
-    segment: int,
-    offset: int,
-    out: int,
-    layout: ShardLayout,
-    wire: int,
-    epilogue: Epilogue,
-    /,
-) -> None: ...
-def all_reduce(
-    channel: Channel,
-    signature: int,
-    text: str,
-    source: int,
-    segment: int,
-    offset: int,
-    out: int,
-    count: int,
-    wire: int,
-    epilogue: Epilogue,
-    /,
-) -> None: ...
+class Segments:
+    def __init__(self) -> None: ...
+    def add(self, address: int, nbytes: int) -> int: ...
+    def forget(self, identity: int) -> None: ...
+    def clear(self) -> None: ...
+    def locate(self, address: int, nbytes: int) -> tuple[int, int]: ...
+    def __len__(self) -> int: ...
+
 def sum_partials(
     out: int, partials: Sequence[int], wire: int, begin: int, count: int, epilogue: Epilogue, /
 ) -> None: ...

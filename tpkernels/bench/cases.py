@@ -99,10 +99,10 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
 
 def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
     """Runs the op; returns its results and its plan."""
-    calls = groups.get(_world()).calls
-    calls.clear()
+    group = groups.get(_world())
+    group.forget_calls()
     outputs = run_tpkernels(case, algorithm)
-    (call,) = calls.values()
+    (call,) = group.planned_calls()
     plan: Plan = call.plan
     return outputs, plan
 

@@ -6,8 +6,7 @@ import contextlib
 import socket
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,6 @@ class Group(Turns):
         self.why_not_shared: str | None = None  #: why the ranks share no memory
         self.hosts = 1
         self._tuned: dict[str, Table] = {}  # rank 0's, by the kind of device
-        self.calls: dict[Hashable, Any] = {}  # checked and planned calls, by their arguments
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` is to give
         self._ready = False
@@ -126,7 +124,7 @@ class Group(Turns):
         """Has calls be planned by other times from here on, on all ranks alike: for tuning."""
         with self.lock:
             self._tuned[device] = table
-            self.calls.clear()
+            self.forget_calls()
 
     def _tuned_by_rank_0(self, device: str) -> Table:
         found, ignored = Table(), ""
@@ -220,7 +218,7 @@ class Group(Turns):
         call can run."""
         if self._broken is not None:
             return
-        self._broken = of_error(error)
+        self._broken, self.open = of_error(error), False
         if self.workspace is not None:
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)
@@ -242,8 +240,8 @@ class Group(Turns):
         try:
             if self.in_call:
                 return
-            self._closed = by
-            self.calls.clear()
+            self._closed, self.open = by, False
+            self.forget_calls()
             self.waiter.close()
             workspace, self.workspace = self.workspace, None
             if workspace is not None:

@@ -37,6 +37,7 @@ def _forget(
     """Takes a group out and closes it. That may be when this module's names have gone."""
     if registry.get(group.name) is group:
         registry.pop(group.name, None)
+        group.retire()
         group.close(by)
 
 
@@ -111,6 +112,7 @@ def get(name: str) -> Group:
                 if pg in _inherited:
                     group.disown(_inherited[pg])
                 group = _groups.setdefault(name, group)  # a signal handler may have been first
+                group.admit(name, weakref.ref(pg))
     return group
 
 

@@ -8,16 +8,19 @@ import os
 import threading
 from collections.abc import Iterator
 
+from tpkernels import _C
 from tpkernels.errors import GroupBrokenError
 
 
-class Turns:
-    """The part of a `Group` that admits calls. Who holds ``lock`` has the turn."""
+class Turns(_C.calls.Turns):
+    """The part of a `Group` that admits calls. Who holds ``lock`` has the turn. ``in_call`` is set
+    while the ranks do something together on that thread. ``open`` says that calls can run; where
+    it is false, `check_usable` says why."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self.lock = threading.RLock()
-        self.in_call = False  #: the ranks do something together, on the thread that holds `lock`
         self._broken: str | None = None
         self._closed: str | None = None  # by what
         self._owner: int | None = None  # the process that has the group, where it is not this one
@@ -71,5 +74,6 @@ class Turns:
         end its calls."""
         if self._owner is None:  # otherwise it was a fork's already
             self._owner = owner
+        self.open = False
         self.in_call = False
         self.lock = threading.RLock()  # a thread that the fork did not copy may have held it

@@ -39,6 +39,11 @@ def native(dtype: torch.dtype) -> bool:
         return False
 
 
+def converts(dtype: torch.dtype, rows: int) -> bool:
+    """Whether a product of ``rows`` rows is computed in fp32 on this processor."""
+    return not native(dtype) and rows >= _MIN_ROWS
+
+
 def local_matmul(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -58,9 +63,8 @@ def local_matmul(
 def _local_matmul(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    rows = x.shape[0]
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
-    if same and (x.is_cuda or native(x.dtype) or rows < _MIN_ROWS):
+    if same and (x.is_cuda or not converts(x.dtype, x.shape[0])):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
     if x.is_cuda:
         wide = torch.mm(x, w, out_dtype=torch.float32)

@@ -11,18 +11,18 @@ import torch
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
-from tpkernels import groups
-from tpkernels.backends import run
+from tpkernels import _C, backends, groups
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
-from tpkernels.ops._arguments import unpacker
-from tpkernels.ops._planning import plan_call, remember
+from tpkernels.ops._arguments import arguments_of
+from tpkernels.ops._planning import plan_call
 from tpkernels.planning.problem import Problem
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _CPU, _CUDA = (
     torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 )
+_BELOW = torch._C._after_ADInplaceOrView_keyset
 
 
 # What runs each op on CPU and CUDA tensors; the dispatcher cannot be asked for it.
@@ -59,23 +59,22 @@ def define(
         fake: what the op returns, without data.
         check: of ``x``, what must be checked in every call, since the key does not tell.
     """
-    unpack, get = unpacker(torch._C.parse_schema(f"tpkernels::{schema}")), groups.get
+    arguments = arguments_of(torch._C.parse_schema(f"tpkernels::{schema}"))
+    op = schema.partition("(")[0]
 
-    def kernel(*args: Any, **options: Any) -> Any:
-        given, key = unpack(*args, **options)
-        if check is not None:
-            check(given.x)
-        group = get(given.group)
-        call = group.calls.get(key)
-        if call is None:
-            call = plan_call(group, problem(group, given), given.algorithm, given.x.device)
-            remember(group, key, call)
-        return run(call, execute, given)
+    def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
+        group = groups.get(given.group)
+        call = plan_call(group, problem(group, given), given.algorithm, given.x.device)
+        return call, backends.bind(op, call, given)
+
+    def run_planned(call: Call, given: Any) -> Any:
+        return backends.run(call, execute, given)
 
     def fake_kernel(*args: Any, **options: Any) -> Any:
-        given, _ = unpack(*args, **options)
+        given = arguments.named(args, options)
         return fake(groups.get(given.group), given)
 
+    kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
     define_local(schema, run=kernel, fake=fake_kernel)
 
 
@@ -90,13 +89,12 @@ def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..
             differentiated itself.
     """
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
-    unpack = unpacker(overload._schema)
+    arguments = arguments_of(overload._schema)
     names = [each.name for each in overload._schema.arguments if not each.kwarg_only]
     needs_of = namedtuple("Needs", names, defaults=[False] * len(names))  # type: ignore[misc]
 
     def keep(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
-        given, _ = unpack(*inputs, **(keyword_only_inputs or {}))
-        save(ctx, given, output)
+        save(ctx, arguments.named(inputs, keyword_only_inputs or {}), output)
 
     def first_order(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
@@ -111,27 +109,27 @@ def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..
     # What torch.library.register_autograd registers. By itself it would go through the dispatcher
     # once more in a call without a gradient: 13 us, AMD EPYC Zen 3, torch 2.13, 2026-11-21.
     recorded = make_autograd_impl(overload, Info(first_order, keep))
-    below, grad_enabled = torch._C._after_ADInplaceOrView_keyset, torch.is_grad_enabled
-    any_requires_grad = torch._C._any_requires_grad
 
-    def dispatch(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+    def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, args)
-        rest = keys & below
-        plain = rest == _CPU or rest == _CUDA  # nothing that traces or wraps is below autograd
-        if plain and not (grad_enabled() and any_requires_grad(*args)):
-            return run(*args, **options)
         return recorded(keys, *args, **options)
 
-    _LIBRARY.impl(op, dispatch, "Autograd", with_keyset=True)
+    _LIBRARY.impl(op, _above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
+
+
+def _above(
+    run: Callable[..., Any], otherwise: Callable[..., Any], *, overwrites: bool
+) -> Callable[..., Any]:
+    """A kernel for the Autograd keys; csrc/calls/kernel.h."""
+    keys = (_BELOW.raw_repr(), _CPU.raw_repr(), _CUDA.raw_repr())
+    return _C.calls.make_above(run, otherwise, *keys, overwrites)
 
 
 def define_in_place(op: str, *, instead: str) -> None:
     """Makes an op that overwrites its first argument tell autograd so, and refuse tensors that need
     a gradient or cannot be overwritten; ``instead`` says what to do in that case."""
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
-    below = torch._C._after_ADInplaceOrView_keyset
-    increment_version = torch.autograd.graph.increment_version
 
     def refuse_negative(x: torch.Tensor, *args: Any, **options: Any) -> None:
         raise NotImplementedError(
@@ -139,22 +137,19 @@ def define_in_place(op: str, *, instead: str) -> None:
             "x.resolve_neg()"
         )
 
-    def dispatch(
+    def otherwise(
         keys: torch._C.DispatchKeySet, x: torch.Tensor, *args: Any, **options: Any
     ) -> None:
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, [x])
-        increment_version(x)  # tensors saved for a backward are no longer valid
-        rest = keys & below
-        if rest in (_CPU, _CUDA):
-            run(x, *args, **options)
-        else:
-            overload.redispatch(rest, x, *args, **options)
+        torch.autograd.graph.increment_version(x)  # tensors saved for a backward are stale
+        overload.redispatch(keys & _BELOW, x, *args, **options)
 
-    _LIBRARY.impl(op, dispatch, "Autograd", with_keyset=True)
-    _LIBRARY.impl(op, dispatch, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
+    above = _above(run, otherwise, overwrites=True)
+    _LIBRARY.impl(op, above, "Autograd", with_keyset=True)
+    _LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
     _LIBRARY.impl(op, refuse_negative, "Negative")
 
 

@@ -3,7 +3,7 @@ taken."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -14,15 +14,6 @@ from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
 from tpkernels.planning.problem import Problem
-
-_MOST_CALLS = 4096  # remembered per group
-
-
-def remember(group: Group, key: Hashable, call: Call) -> None:
-    """Keeps a planned call for the next one with the same arguments."""
-    if len(group.calls) >= _MOST_CALLS:
-        group.calls.clear()
-    group.calls[key] = call
 
 
 def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:

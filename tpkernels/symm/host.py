@@ -43,8 +43,7 @@ class HostWorkspace:
         self.participant = participant
         self.workspace_bytes = workspace_bytes
         self._may_grow = True
-        self._segments = Segments()
-        self.locate = self._segments.locate  #: see there
+        self.segments = Segments()
         self._chaos: dict[str, Any] | None = None
         self._device: DeviceWorkspace | None = None
         self._cuda: dict[torch.device, CudaWorkspace] = {}
@@ -238,7 +237,7 @@ class HostWorkspace:
         self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
         arena = self._further_arena("empty", nbytes)
         region = arena.region(self.participant.rank, 0, nbytes)
-        self.channel.add_segment(self._segments.add(region), arena)
+        self.channel.add_segment(self.segments.register(region), arena)
         if prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(region, dtype=dtype, count=prod(shape)).view(shape)
@@ -264,7 +263,7 @@ class HostWorkspace:
         """Forgets the memory; it goes when the last view of it does."""
         self.abandon("tpkernels.finalize")
         self._bases.clear()
-        self._segments.clear()
+        self.segments.clear()
         self._device = None
 
 

@@ -1,42 +1,61 @@
 """One matmul, and a collective on shared memory that reads all peers' buffers at once.
 
 The matmul is not split, so this is fastest when it has few rows. csrc/host/collectives.h has the
-collectives, their chunks and their synchronisation.
+collectives, their chunks and their synchronisation; csrc/calls/ops.h has the calls that need no
+Python once they are planned.
 """
 
 from __future__ import annotations
 
+from math import prod
+from typing import Any
+
 import torch
 
-from tpkernels import _C, dtypes
+from tpkernels import _C
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
-from tpkernels.local.matmul import local_matmul
+from tpkernels.local.matmul import converts, local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, recorded
 
 
-def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
-    x = x.contiguous()
-    segment, offset = call.workspace.locate(x)
-    with recorded(COPY):
-        _C.host.all_gather(
-            call.workspace.channel,
-            call.plan.signature,
-            call.plan.text,
-            x.data_ptr(),
-            segment,
-            offset,
-            out.data_ptr(),
-            call.layout,
-            dtypes.CODES[x.dtype],
-        )
+def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
+    """What runs calls of an op with these arguments in the extension; None: nothing does, because
+    operands or results are converted.
+
+    Args:
+        op: as in ``torch.ops.tpkernels``; ``call`` does not tell what is in place.
+        given: the op's arguments, which have been checked.
+    """
+    x, problem, calls = given.x, call.problem, _C.calls
+    dtypes = {x.dtype, problem.dtype, getattr(given, "out_dtype", None) or x.dtype}
+    if len(dtypes) > 1 or prod(problem.shape) == 0:
+        return None
+    if problem.has_matmul and converts(x.dtype, prod(x.shape[:-1])):
+        return None
+    shape = () if problem.dim is None else tuple(shard_shape(problem, call.group.rank))
+    match op:
+        case "all_reduce_":
+            return calls.bind_all_reduce_in_place(call.collective)
+        case "all_reduce":
+            return calls.bind_all_reduce(call.collective, problem.shape)
+        case "all_gather":
+            return calls.bind_all_gather(call.collective, call.layout, problem.shape)
+        case "reduce_scatter":
+            return calls.bind_reduce_scatter(call.collective, call.layout, shape)
+        case "matmul_all_reduce":
+            return calls.bind_matmul_all_reduce(call.collective, problem.shape)
+        case "matmul_reduce_scatter":
+            return calls.bind_matmul_reduce_scatter(call.collective, call.layout, shape)
+    return None
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     out = empty(call.problem.shape, x.dtype, x.device)
-    _gather_into(call, x, out)
+    with recorded(COPY):
+        call.collective.all_gather(x.contiguous(), out, call.layout)
     return out
 
 
@@ -49,27 +68,17 @@ def all_gather_matmul(
     gathered: torch.Tensor | None,
 ) -> None:
     whole = empty(call.problem.shape, x.dtype, x.device) if gathered is None else gathered
-    _gather_into(call, x, whole)
+    with recorded(COPY):
+        call.collective.all_gather(x.contiguous(), whole, call.layout)
     for w, bias, out in zip(weights, biases, outs, strict=True):
         local_matmul(as_rows(whole), w, as_rows(out), bias)
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    x = x.contiguous()
     out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
-    segment, offset = call.workspace.locate(x)
     with recorded(COPY):
-        _C.host.reduce_scatter(
-            call.workspace.channel,
-            call.plan.signature,
-            call.plan.text,
-            x.data_ptr(),
-            segment,
-            offset,
-            out.data_ptr(),
-            call.layout,
-            dtypes.CODES[x.dtype],
-            reduction.epilogue(),
+        call.collective.reduce_scatter(
+            x.contiguous(), out, call.layout, reduction.bias, reduction.residual
         )
     return out
 
@@ -82,22 +91,8 @@ def matmul_reduce_scatter(
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """``out`` may be ``x``. Peers cannot read ``x`` in place then, as it is being overwritten."""
-    x = x.contiguous()
-    in_place = x.data_ptr() == out.data_ptr()
-    segment, offset = (0, 0) if in_place else call.workspace.locate(x)
     with recorded(COPY):
-        _C.host.all_reduce(
-            call.workspace.channel,
-            call.plan.signature,
-            call.plan.text,
-            x.data_ptr(),
-            segment,
-            offset,
-            out.data_ptr(),
-            x.numel(),
-            dtypes.CODES[x.dtype],
-            reduction.epilogue(),
-        )
+        call.collective.all_reduce(x.contiguous(), out, reduction.bias, reduction.residual)
 
 
 def matmul_all_reduce(

@@ -53,7 +53,7 @@ def all_gather_matmul(
 ) -> None:
     problem, workspace, rank = call.problem, call.workspace, call.group.rank
     x = x.contiguous()
-    segment, offset = workspace.locate(x)
+    segment, offset = workspace.segments.find(x)
     flat, width = as_rows(x), x.shape[-1]
     row_bytes = width * x.element_size()
     rows = [shard_rows(problem, r) for r in range(problem.world)]

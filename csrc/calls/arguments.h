@@ -1,0 +1,49 @@
+// An op's arguments by name and in the schema's order, and the key under which their planned call
+// is found.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+#include "calls/tensor.h"
+
+namespace tpkernels::calls {
+
+bool is_tensor(PyObject* value);
+
+// The arguments of one call in the schema's order, with its defaults; borrowed.
+using Slots = std::vector<PyObject*>;
+
+struct Argument {
+  pybind11::str name;
+  pybind11::object standard;  // its default; null: it has none
+  bool by_keyword;            // only
+};
+
+class Arguments {
+ public:
+  // The first argument is a tensor. `cls` is the named tuple of the arguments.
+  Arguments(std::string op, std::vector<Argument> arguments, pybind11::object cls);
+
+  // Where "group" is among the arguments; -1: nowhere.
+  int group() const { return group_; }
+
+  // The arguments of a call with a tuple and a dict, which may be null.
+  Slots parse(PyObject* args, PyObject* kwargs) const;
+  pybind11::object named(const Slots& slots) const;
+
+  // The op, the shape, dtype and device of each tensor, and all other values but the group's, which
+  // has its own table. False where a value has no such description. `x` is filled as well.
+  bool key(const Slots& slots, std::string* key, Tensor* x) const;
+
+ private:
+  std::string op_;
+  std::vector<Argument> arguments_;
+  pybind11::object cls_;
+  Py_ssize_t positional_ = 0;
+  int group_ = -1;
+};
+
+}  // namespace tpkernels::calls

@@ -1,0 +1,139 @@
+// _C.calls: the ops' kernels, and what they find planned calls by.
+#include "calls/bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "calls/collective.h"
+#include "calls/kernel.h"
+#include "calls/ops.h"
+#include "calls/tensor.h"
+#include "calls/turns.h"
+
+namespace py = pybind11;
+namespace tpkernels::calls {
+namespace {
+
+Tensor contiguous(const py::handle& given) {
+  Tensor x{};
+  if (!read(given.ptr(), &x) || x.device.type != dlpack::kCpu || !is_contiguous(x)) {
+    throw std::invalid_argument("a collective takes contiguous CPU tensors");
+  }
+  return x;
+}
+
+Addends addends(const py::object& bias, const py::object& residual) {
+  Addends given;
+  if (!bias.is_none()) given.bias = contiguous(bias);
+  if (!residual.is_none()) given.residual = contiguous(residual);
+  return given;
+}
+
+void bind_collective(py::module_& m) {
+  py::class_<Collective, std::shared_ptr<Collective>>(m, "Collective")
+      .def(py::init<py::object, std::shared_ptr<host::Segments>, std::uint32_t, std::string>(),
+           py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("text"))
+      .def(
+          "all_gather",
+          [](const Collective& self, const py::object& x, const py::object& out,
+             const host::ShardLayout& layout) {
+            self.all_gather(contiguous(x), contiguous(out), layout);
+          },
+          py::arg("x"), py::arg("out"), py::arg("layout"))
+      .def(
+          "reduce_scatter",
+          [](const Collective& self, const py::object& x, const py::object& out,
+             const host::ShardLayout& layout, const py::object& bias, const py::object& residual) {
+            self.reduce_scatter(contiguous(x), contiguous(out), layout, addends(bias, residual));
+          },
+          py::arg("x"), py::arg("out"), py::arg("layout"), py::arg("bias") = py::none(),
+          py::arg("residual") = py::none())
+      .def(
+          "all_reduce",
+          [](const Collective& self, const py::object& x, const py::object& out,
+             const py::object& bias, const py::object& residual) {
+            self.all_reduce(contiguous(x), contiguous(out), addends(bias, residual));
+          },
+          py::arg("x"), py::arg("out"), py::arg("bias") = py::none(),
+          py::arg("residual") = py::none());
+
+  py::class_<Bound, std::shared_ptr<Bound>>(m, "Bound");
+  m.def("bind_all_reduce", &bind_all_reduce, py::arg("collective"), py::arg("shape"));
+  m.def("bind_all_reduce_in_place", &bind_all_reduce_in_place, py::arg("collective"));
+  m.def("bind_all_gather", &bind_all_gather, py::arg("collective"), py::arg("layout"),
+        py::arg("shape"));
+  m.def("bind_reduce_scatter", &bind_reduce_scatter, py::arg("collective"), py::arg("layout"),
+        py::arg("shape"));
+  m.def("bind_matmul_all_reduce", &bind_matmul_all_reduce, py::arg("collective"), py::arg("shape"));
+  m.def("bind_matmul_reduce_scatter", &bind_matmul_reduce_scatter, py::arg("collective"),
+        py::arg("layout"), py::arg("shape"));
+}
+
+void bind_turns(py::module_& m) {
+  py::class_<Turns>(m, "Turns")
+      .def(py::init<>())
+      .def("admit", &Turns::admit, py::arg("name"), py::arg("group"))
+      .def("retire", &Turns::retire)
+      .def("forget_calls", &Turns::forget)
+      .def("planned_calls", &Turns::planned)
+      .def_property("lock", &Turns::lock, &Turns::set_lock)
+      .def_readwrite("in_call", &Turns::in_call)
+      .def_readwrite("open", &Turns::open);
+}
+
+void bind_kernels(py::module_& m) {
+  m.def(
+      "open_exchange", [](const py::handle& cls) { return open_exchange(cls); },
+      py::arg("tensor_class"));
+  // (name, has a default, default, by keyword only) of each argument.
+  using Described = std::tuple<py::str, bool, py::object, bool>;
+  py::class_<Arguments, std::shared_ptr<Arguments>>(m, "Arguments")
+      .def(py::init([](std::string op, const std::vector<Described>& described, py::object cls) {
+             std::vector<Argument> each;
+             for (const auto& [name, has_standard, standard, by_keyword] : described) {
+               each.push_back({name, has_standard ? standard : py::object(), by_keyword});
+             }
+             return std::make_shared<Arguments>(std::move(op), std::move(each), std::move(cls));
+           }),
+           py::arg("op"), py::arg("described"), py::arg("cls"))
+      .def(
+          "named",
+          [](const Arguments& self, const py::tuple& args, const py::dict& kwargs) {
+            return self.named(self.parse(args.ptr(), kwargs.ptr()));
+          },
+          py::arg("args"), py::arg("kwargs"));
+  m.def(
+      "make_kernel",
+      [](std::shared_ptr<Arguments> arguments, py::object plan, py::object run, py::object failed,
+         py::object check) {
+        return make_kernel(std::move(arguments),
+                           {std::move(plan), std::move(run), std::move(failed), std::move(check)});
+      },
+      py::arg("arguments"), py::arg("plan"), py::arg("run"), py::arg("failed"),
+      py::arg("check") = py::none());
+  m.def(
+      "make_above",
+      [](py::object kernel, py::object otherwise, std::uint64_t below, std::uint64_t cpu,
+         std::uint64_t cuda, bool overwrites) {
+        return make_above(std::move(kernel), std::move(otherwise), {below, cpu, cuda}, overwrites);
+      },
+      py::arg("kernel"), py::arg("otherwise"), py::arg("below"), py::arg("cpu"), py::arg("cuda"),
+      py::arg("overwrites"));
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+  bind_collective(m);
+  bind_turns(m);
+  bind_kernels(m);
+}
+
+}  // namespace tpkernels::calls

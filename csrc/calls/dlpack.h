@@ -1,0 +1,51 @@
+// What is used of DLPack's C exchange interface, by which a framework gives an extension a tensor's
+// address, shape and strides without making Python objects. torch 2.10 and later have it as
+// `torch.Tensor.__dlpack_c_exchange_api__`. Layouts: https://dmlc.github.io/dlpack (version 1.3);
+// tests/native/test_dlpack.py compares them with the header that torch ships.
+#pragma once
+
+#include <cstdint>
+
+namespace tpkernels::calls::dlpack {
+
+constexpr std::uint32_t kMajorVersion = 1;  // a change would break what is declared here
+constexpr int kCpu = 1;                     // of `Device::type`
+
+struct Version {
+  std::uint32_t major;
+  std::uint32_t minor;
+};
+
+struct Device {
+  std::int32_t type;
+  std::int32_t index;
+};
+
+struct DataType {
+  std::uint8_t code;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+};
+
+struct Tensor {
+  void* data;
+  Device device;
+  std::int32_t ndim;
+  DataType dtype;
+  std::int64_t* shape;
+  std::int64_t* strides;  // in elements
+  std::uint64_t byte_offset;
+};
+
+// The members that are not used are pointers to functions, too.
+struct ExchangeApi {
+  Version version;
+  ExchangeApi* previous;
+  void* allocate;
+  void* owned_from_python;
+  void* owned_to_python;
+  int (*tensor_from_python)(void* object, Tensor* out);  // borrows; -1 with a Python error set
+  void* current_stream;
+};
+
+}  // namespace tpkernels::calls::dlpack

@@ -1,0 +1,205 @@
+#include "calls/kernel.h"
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "calls/errors.h"
+#include "calls/python.h"
+#include "calls/turns.h"
+
+namespace tpkernels::calls {
+namespace {
+
+namespace py = pybind11;
+
+struct KernelState {
+  std::shared_ptr<const Arguments> arguments;
+  KernelFunctions functions;
+};
+
+struct AboveState {
+  py::object kernel;
+  py::object otherwise;
+  PlainKeys keys;
+  bool overwrites;
+};
+
+// A Python object around a State, which lives as long.
+template <class State>
+struct Callable {
+  PyObject_HEAD State* state;
+
+  static void deallocate(PyObject* self) {
+    PyTypeObject* const type = Py_TYPE(self);
+    delete reinterpret_cast<Callable*>(self)->state;
+    type->tp_free(self);
+    Py_DECREF(type);
+  }
+
+  static py::object make(const char* name, ternaryfunc call, std::unique_ptr<State> state) {
+    PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&deallocate)},
+                           {Py_tp_call, reinterpret_cast<void*>(call)},
+                           {0, nullptr}};
+    PyType_Spec spec{name, sizeof(Callable), 0, Py_TPFLAGS_DEFAULT, slots};
+    const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+    if (!type) throw py::error_already_set();
+    auto* const made = PyObject_New(Callable, reinterpret_cast<PyTypeObject*>(type.ptr()));
+    if (!made) throw py::error_already_set();
+    made->state = state.release();
+    return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));
+  }
+};
+
+template <class State>
+const State& state_of(PyObject* object) {
+  return *reinterpret_cast<Callable<State>*>(object)->state;
+}
+
+bool profiling() {
+  static const Global enabled("torch.autograd.profiler", "_is_profiler_enabled");
+  return enabled.value() != Py_False;
+}
+
+// Whether a dual tensor may be among the arguments.
+bool forward_mode() {
+  static const Global level("torch.autograd.forward_ad", "_current_level");
+  return !level.value() || PyLong_AsLong(level.value()) >= 0;
+}
+
+bool grad_enabled() {
+  static PyObject* const enabled = lasting("torch", "is_grad_enabled");
+  return checked(PyObject_CallNoArgs(enabled)).is(py::bool_(true));
+}
+
+bool requires_grad(PyObject* value) {
+  if (PyList_Check(value) || PyTuple_Check(value)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+      if (requires_grad(PySequence_Fast_GET_ITEM(value, i))) return true;
+    }
+    return false;
+  }
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  if (!is_tensor(value)) return false;
+  return checked(PyObject_GetAttr(value, name)).is(py::bool_(true));
+}
+
+void increment_version(PyObject* x) {
+  static PyObject* const increment = lasting("torch._C", "_increment_version");
+  const auto one = checked(PyTuple_Pack(1, x));
+  checked(PyObject_CallOneArg(increment, one.ptr()));
+}
+
+// Has the group's turn as long as it lives, where `taken`.
+class Turn {
+ public:
+  explicit Turn(Turns& turns)
+      : turns_(turns), release_(py::reinterpret_borrow<py::object>(turns.release())) {
+    checked(PyObject_CallNoArgs(turns.acquire()));
+    taken = turns.open && !turns.in_call;
+    if (taken) turns.in_call = true;
+  }
+  ~Turn() {
+    if (taken) turns_.in_call = false;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    Py_XDECREF(PyObject_CallNoArgs(release_.ptr()));
+    PyErr_Restore(type, value, trace);
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  bool taken;
+
+ private:
+  Turns& turns_;
+  py::object release_;  // of the lock that was taken: a fork has another
+};
+
+// Runs a planned call in the extension. Null without a Python error: Python is to run it, because
+// the group cannot be used and Python says why.
+py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& planned,
+                     const Slots& slots, const Tensor& x) {
+  const Turn turn(turns);
+  if (!turn.taken) return {};
+  try {
+    return planned.bound->run(slots, x);
+  } catch (...) {
+    set_python_error(std::current_exception());
+  }
+  py::error_already_set error;
+  kernel.functions.failed(planned.call, error.value());
+  throw error;
+}
+
+py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
+  const Arguments& arguments = *kernel.arguments;
+  const Slots slots = arguments.parse(args, kwargs);
+  std::string key;
+  Tensor x{};
+  const bool has_key = arguments.key(slots, &key, &x);
+  PyObject* const name = slots[static_cast<std::size_t>(arguments.group())];
+  Turns* turns = has_key ? Turns::of(name) : nullptr;
+  std::shared_ptr<Planned> planned = turns ? turns->find(key) : nullptr;
+  if (!kernel.functions.check.is_none() && !(has_key && is_contiguous(x))) {
+    kernel.functions.check(py::handle(slots[0]));
+  }
+  if (planned && planned->bound && !profiling() && planned->bound->takes(slots, x)) {
+    if (py::object result = run_bound(kernel, *turns, *planned, slots, x)) return result;
+  }
+  const py::object given = arguments.named(slots);
+  if (!planned) {
+    const auto made = kernel.functions.plan(given).cast<std::pair<py::object, py::object>>();
+    planned = std::make_shared<Planned>(Planned{made.first, nullptr});
+    if (!made.second.is_none()) planned->bound = made.second.cast<std::shared_ptr<Bound>>();
+    if (has_key && (turns = Turns::of(name))) turns->remember(key, planned);
+  }
+  return kernel.functions.run(planned->call, given);
+}
+
+bool is_plain(const AboveState& above, PyObject* args) {
+  if (forward_mode()) return false;
+  static PyObject* const raw = PyUnicode_InternFromString("raw_repr");
+  const auto bits = checked(PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(args, 0), raw));
+  const std::uint64_t rest = PyLong_AsUnsignedLongLongMask(bits.ptr()) & above.keys.below;
+  if (rest != above.keys.cpu && rest != above.keys.cuda) return false;
+  if (!grad_enabled()) return true;
+  for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(args); ++i) {
+    if (requires_grad(PyTuple_GET_ITEM(args, i))) return false;
+  }
+  return true;  // the ops have no tensors that are given by keyword only
+}
+
+PyObject* call_kernel(PyObject* self, PyObject* args, PyObject* kwargs) {
+  return raising([&] { return call(state_of<KernelState>(self), args, kwargs); });
+}
+
+PyObject* call_above(PyObject* self, PyObject* args, PyObject* kwargs) {
+  const auto& above = state_of<AboveState>(self);
+  return raising([&] {
+    if (!is_plain(above, args)) {
+      return checked(PyObject_Call(above.otherwise.ptr(), args, kwargs));
+    }
+    if (above.overwrites) increment_version(PyTuple_GET_ITEM(args, 1));
+    const auto rest = checked(PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args)));
+    return checked(PyObject_Call(above.kernel.ptr(), rest.ptr(), kwargs));
+  });
+}
+
+}  // namespace
+
+py::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctions functions) {
+  return Callable<KernelState>::make(
+      "tpkernels._C.calls.Kernel", &call_kernel,
+      std::make_unique<KernelState>(KernelState{std::move(arguments), std::move(functions)}));
+}
+
+py::object make_above(py::object kernel, py::object otherwise, PlainKeys keys, bool overwrites) {
+  return Callable<AboveState>::make(
+      "tpkernels._C.calls.Above", &call_above,
+      std::make_unique<AboveState>(
+          AboveState{std::move(kernel), std::move(otherwise), keys, overwrites}));
+}
+
+}  // namespace tpkernels::calls

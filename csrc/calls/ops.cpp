@@ -1,0 +1,233 @@
+#include "calls/ops.h"
+
+#include <stdexcept>
+#include <utility>
+
+#include "calls/python.h"
+
+namespace tpkernels::calls {
+namespace {
+
+namespace py = pybind11;
+
+// Larger results come from tpkernels/local/memory.py.
+constexpr std::size_t kMostBytes = 4 << 20;
+
+Tensor tensor(const py::handle& object) {
+  Tensor read_as{};
+  if (!read(object.ptr(), &read_as)) throw std::invalid_argument("not a dense tensor");
+  return read_as;
+}
+
+bool is_small_and_contiguous(const Tensor& x) {
+  return bytes_of(x) < kMostBytes && is_contiguous(x);
+}
+
+// A new tensor of that shape, of x's dtype and on its device.
+py::object empty(const py::tuple& shape, PyObject* x) {
+  static const Global make("torch", "empty");
+  static PyObject* const names = py::make_tuple("dtype", "device").release().ptr();
+  static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
+  static PyObject* const device_name = PyUnicode_InternFromString("device");
+  const py::object dtype = checked(PyObject_GetAttr(x, dtype_name));
+  const py::object device = checked(PyObject_GetAttr(x, device_name));
+  PyObject* const given[] = {shape.ptr(), dtype.ptr(), device.ptr()};
+  return checked(PyObject_Vectorcall(make.value(), given, 1, names));
+}
+
+class AllReduceInPlace final : public Bound {
+ public:
+  explicit AllReduceInPlace(SharedCollective collective) : collective_(std::move(collective)) {}
+
+  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
+
+  py::object run(const Slots&, const Tensor& x) const override {
+    collective_->all_reduce(x, x, {});
+    return py::none();
+  }
+
+ private:
+  SharedCollective collective_;
+};
+
+class AllReduce final : public Bound {
+ public:
+  AllReduce(SharedCollective collective, py::tuple shape)
+      : collective_(std::move(collective)), shape_(std::move(shape)) {}
+
+  bool takes(const Slots&, const Tensor& x) const override { return is_small_and_contiguous(x); }
+
+  py::object run(const Slots& slots, const Tensor& x) const override {
+    py::object out = empty(shape_, slots[0]);
+    collective_->all_reduce(x, tensor(out), {});
+    return out;
+  }
+
+ private:
+  SharedCollective collective_;
+  py::tuple shape_;
+};
+
+// Both all_gather and reduce_scatter: a collective of shards with a result of another shape.
+class OfShards : public Bound {
+ public:
+  OfShards(SharedCollective collective, SharedLayout layout, py::tuple shape)
+      : collective_(std::move(collective)), layout_(std::move(layout)), shape_(std::move(shape)) {}
+
+ protected:
+  SharedCollective collective_;
+  SharedLayout layout_;
+  py::tuple shape_;
+};
+
+class AllGather final : public OfShards {
+ public:
+  using OfShards::OfShards;
+
+  bool takes(const Slots&, const Tensor& x) const override {
+    return bytes_of(x) * layout_->sizes.size() < kMostBytes && is_contiguous(x);
+  }
+
+  py::object run(const Slots& slots, const Tensor& x) const override {
+    py::object out = empty(shape_, slots[0]);
+    collective_->all_gather(x, tensor(out), *layout_);
+    return out;
+  }
+};
+
+class ReduceScatter final : public OfShards {
+ public:
+  using OfShards::OfShards;
+
+  bool takes(const Slots&, const Tensor& x) const override { return is_small_and_contiguous(x); }
+
+  py::object run(const Slots& slots, const Tensor& x) const override {
+    py::object out = empty(shape_, slots[0]);
+    collective_->reduce_scatter(x, tensor(out), *layout_, {});
+    return out;
+  }
+};
+
+// Where the operands of the ops that multiply and sum are, and where those that are added to the
+// sum begin: bias, then residual.
+constexpr std::size_t kX = 0, kW = 1;
+constexpr std::size_t kAddedToAll = 3, kAddedToShard = 4;
+
+// bias [N], cast to the accumulator's dtype, and residual; both stay alive as long as this.
+class Added {
+ public:
+  Added(const Slots& slots, std::size_t first) {
+    if (slots[first] != Py_None) {
+      static PyObject* const to_float = PyUnicode_InternFromString("float");
+      bias_ = py::reinterpret_borrow<py::object>(slots[first]);
+      if (tensor(bias_).dtype.bits < 32) {
+        bias_ = checked(PyObject_CallMethodNoArgs(bias_.ptr(), to_float));
+      }
+      addends.bias = tensor(bias_);
+    }
+    if (slots[first + 1] != Py_None) addends.residual = tensor(slots[first + 1]);
+  }
+
+  Addends addends;
+
+ private:
+  py::object bias_;
+};
+
+// Whether a call can be run as it is: operands need no copy, and the product is not large.
+bool takes_operands(const Slots& slots, const Tensor& x, std::size_t first) {
+  for (const std::size_t i : {first, first + 1}) {
+    Tensor other{};
+    if (slots[i] != Py_None && !(read(slots[i], &other) && is_contiguous(other))) return false;
+  }
+  const std::size_t rows = count_of(x) / static_cast<std::size_t>(x.shape[x.ndim - 1]);
+  const auto columns = static_cast<std::size_t>(tensor(slots[kW]).shape[1]);
+  return rows * columns * x.dtype.bits / 8 < kMostBytes && is_contiguous(x);
+}
+
+// x [..., K] @ w [K, N], as a matrix.
+py::object product(const Slots& slots, const Tensor& x) {
+  static const Global mm("torch", "mm");
+  py::object rows = py::reinterpret_borrow<py::object>(slots[kX]);
+  if (x.ndim != 2) rows = rows.attr("flatten")(0, -2);
+  PyObject* const factors[] = {rows.ptr(), slots[kW]};
+  return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
+}
+
+py::object viewed(py::object out, const py::tuple& shape) {
+  static PyObject* const view = PyUnicode_InternFromString("view");
+  if (shape.size() == 2) return out;
+  return checked(PyObject_CallMethodOneArg(out.ptr(), view, shape.ptr()));
+}
+
+class MatmulAllReduce final : public Bound {
+ public:
+  MatmulAllReduce(SharedCollective collective, py::tuple shape)
+      : collective_(std::move(collective)), shape_(std::move(shape)) {}
+
+  bool takes(const Slots& slots, const Tensor& x) const override {
+    return takes_operands(slots, x, kAddedToAll);
+  }
+
+  py::object run(const Slots& slots, const Tensor& x) const override {
+    const Added added(slots, kAddedToAll);
+    py::object out = product(slots, x);  // the partial, then the sum
+    const Tensor partial = tensor(out);
+    collective_->all_reduce(partial, partial, added.addends);
+    return viewed(std::move(out), shape_);
+  }
+
+ private:
+  SharedCollective collective_;
+  py::tuple shape_;
+};
+
+class MatmulReduceScatter final : public OfShards {
+ public:
+  using OfShards::OfShards;
+
+  bool takes(const Slots& slots, const Tensor& x) const override {
+    return takes_operands(slots, x, kAddedToShard);
+  }
+
+  py::object run(const Slots& slots, const Tensor& x) const override {
+    const Added added(slots, kAddedToShard);
+    const py::object partial = product(slots, x);
+    py::object out = empty(shape_, partial.ptr());
+    collective_->reduce_scatter(tensor(partial), tensor(out), *layout_, added.addends);
+    return out;
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Bound> bind_all_reduce(SharedCollective collective, py::tuple shape) {
+  return std::make_shared<AllReduce>(std::move(collective), std::move(shape));
+}
+
+std::shared_ptr<Bound> bind_all_reduce_in_place(SharedCollective collective) {
+  return std::make_shared<AllReduceInPlace>(std::move(collective));
+}
+
+std::shared_ptr<Bound> bind_all_gather(SharedCollective collective, SharedLayout layout,
+                                       py::tuple shape) {
+  return std::make_shared<AllGather>(std::move(collective), std::move(layout), std::move(shape));
+}
+
+std::shared_ptr<Bound> bind_reduce_scatter(SharedCollective collective, SharedLayout layout,
+                                           py::tuple shape) {
+  return std::make_shared<ReduceScatter>(std::move(collective), std::move(layout),
+                                         std::move(shape));
+}
+
+std::shared_ptr<Bound> bind_matmul_all_reduce(SharedCollective collective, py::tuple shape) {
+  return std::make_shared<MatmulAllReduce>(std::move(collective), std::move(shape));
+}
+
+std::shared_ptr<Bound> bind_matmul_reduce_scatter(SharedCollective collective, SharedLayout layout,
+                                                  py::tuple shape) {
+  return std::make_shared<MatmulReduceScatter>(std::move(collective), std::move(layout),
+                                               std::move(shape));
+}
+
+}  // namespace tpkernels::calls

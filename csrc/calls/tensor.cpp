@@ -1,0 +1,48 @@
+#include "calls/tensor.h"
+
+namespace tpkernels::calls {
+namespace {
+
+namespace py = pybind11;
+
+const dlpack::ExchangeApi* exchange = nullptr;
+
+}  // namespace
+
+bool open_exchange(const py::handle& tensor_class) {
+  const py::object capsule = py::getattr(tensor_class, "__dlpack_c_exchange_api__", py::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return false;
+  auto* api = static_cast<const dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  while (api && api->version.major > dlpack::kMajorVersion) api = api->previous;
+  if (!api || api->version.major != dlpack::kMajorVersion || !api->tensor_from_python) return false;
+  exchange = api;
+  return true;
+}
+
+bool read(PyObject* object, Tensor* out) {
+  if (!exchange) return false;
+  if (exchange->tensor_from_python(object, out) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+std::size_t count_of(const Tensor& x) {
+  std::size_t count = 1;
+  for (int i = 0; i < x.ndim; ++i) count *= static_cast<std::size_t>(x.shape[i]);
+  return count;
+}
+
+std::size_t bytes_of(const Tensor& x) { return count_of(x) * x.dtype.bits / 8; }
+
+bool is_contiguous(const Tensor& x) {
+  if (count_of(x) == 0) return true;
+  std::int64_t expected = 1;
+  for (int i = x.ndim - 1; i >= 0; --i) {
+    if (x.shape[i] != 1 && x.strides[i] != expected) return false;
+    expected *= x.shape[i];
+  }
+  return true;
+}
+
+}  // namespace tpkernels::calls

@@ -1,0 +1,29 @@
+// Tensors as the extension sees them in a call: borrowed, read without making Python objects.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+
+#include "calls/dlpack.h"
+
+namespace tpkernels::calls {
+
+using Tensor = dlpack::Tensor;
+
+// Takes torch's exchange interface from `torch.Tensor`; false where it has none that fits.
+bool open_exchange(const pybind11::handle& tensor_class);
+
+// What a torch tensor is. False, without a Python error, for one that has no such description: a
+// sparse one, or one of a dtype that DLPack does not know.
+bool read(PyObject* object, Tensor* out);
+
+std::size_t count_of(const Tensor& x);
+std::size_t bytes_of(const Tensor& x);
+bool is_contiguous(const Tensor& x);
+
+inline std::byte* data_of(const Tensor& x) {
+  return static_cast<std::byte*>(x.data) + x.byte_offset;
+}
+
+}  // namespace tpkernels::calls

@@ -1,0 +1,56 @@
+// Whose turn it is on a group, and the calls that were planned for it. tpkernels/groups/turns.py
+// says who may have a turn; here is what a warm call needs of it. All of it under the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "calls/bound.h"
+
+namespace tpkernels::calls {
+
+// A planned call: Python's `Call`, and, where the extension can run it by itself, how.
+struct Planned {
+  pybind11::object call;
+  std::shared_ptr<Bound> bound;
+};
+
+class Turns {
+ public:
+  Turns() = default;
+  ~Turns();
+  Turns(const Turns&) = delete;
+  Turns& operator=(const Turns&) = delete;
+
+  // Calls of the process group of that name, to which `group` is a weak reference, are this
+  // object's from here on.
+  void admit(const std::string& name, pybind11::object group);
+  void retire();
+
+  // Those of a process group of that name that torch still has; null where there are none.
+  static Turns* of(PyObject* name);
+
+  std::shared_ptr<Planned> find(const std::string& key) const;
+  void remember(const std::string& key, std::shared_ptr<Planned> planned);
+  void forget() { planned_.clear(); }
+  pybind11::list planned() const;
+
+  void set_lock(const pybind11::object& lock);
+  pybind11::object lock() const { return lock_; }
+  PyObject* acquire() const { return acquire_.ptr(); }
+  PyObject* release() const { return release_.ptr(); }
+
+  bool in_call = false;  // on the thread that has the lock
+  bool open = true;      // calls can run: nothing has failed, nobody closed it, no fork
+
+ private:
+  std::string name_;
+  pybind11::object group_;
+  pybind11::object lock_, acquire_, release_;
+  std::unordered_map<std::string, std::shared_ptr<Planned>> planned_;
+};
+
+}  // namespace tpkernels::calls

@@ -1,0 +1,70 @@
+"""What csrc/calls/dlpack.h declares is what torch's own header says."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpkernels
+from tests.support.paths import ROOT
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "dlpack.h"
+MEMBERS = {  # of a struct of the header: ours, and the names that ours has for its members
+    "DLTensor": ("Tensor", dict.fromkeys(("data", "device", "ndim", "dtype", "shape", "strides"))),
+    "DLDataType": ("DataType", dict.fromkeys(("code", "bits", "lanes"))),
+    "DLDevice": ("Device", {"device_type": "type", "device_id": "index"}),
+    "DLPackVersion": ("Version", dict.fromkeys(("major", "minor"))),
+    "DLPackExchangeAPI": (
+        "ExchangeApi",
+        {
+            "header.version": "version",
+            "header.prev_api": "previous",
+            "dltensor_from_py_object_no_sync": "tensor_from_python",
+            "current_work_stream": "current_stream",
+        },
+    ),
+}
+
+
+def source() -> str:
+    lines = [
+        f'#include "{HEADER}"',
+        '#include "calls/dlpack.h"',
+        "#include <cstddef>",
+        "namespace own = tpkernels::calls::dlpack;",
+        "static_assert(own::kMajorVersion == DLPACK_MAJOR_VERSION && own::kCpu == kDLCPU);",
+    ]
+    for theirs, (ours, members) in MEMBERS.items():
+        lines.append(f"static_assert(sizeof({theirs}) == sizeof(own::{ours}));")
+        lines += [
+            f"static_assert(offsetof({theirs}, {their}) == offsetof(own::{ours}, {our or their}));"
+            for their, our in members.items()
+        ]
+    return "\n".join([*lines, ""])
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="this torch has no headers")
+def test_our_declarations_are_those_of_the_header(tmp_path: Path) -> None:
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(compiler[0]) is None:
+        pytest.skip(f"no {compiler[0]}")
+    program = tmp_path / "check.cpp"
+    for text, works in (
+        (source(), True),
+        (source().replace("own::Tensor, ndim)", "own::Tensor, dtype)"), False),
+    ):
+        program.write_text(text)
+        command = [*compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", str(program)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (result.returncode == 0) == works, result.stderr
+
+
+def test_torch_has_the_interface() -> None:
+    assert tpkernels._C.calls.open_exchange(torch.Tensor)
+    assert not tpkernels._C.calls.open_exchange(int)

@@ -1,0 +1,206 @@
+"""Calls that were planned before: in the extension alone, with the same bits as through Python."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.ranked import fresh_group, planned_in_python, report
+
+WORLD = 3
+OPS = (
+    "all_reduce_",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+)
+MODES = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+def arguments(op: str, group: dist.ProcessGroup) -> list[Any]:
+    x = torch.randn(2 * group.size(), 8, generator=torch.Generator().manual_seed(group.rank()))
+    name = group.group_name
+    return [x, torch.full((8, 6), 0.5), name] if "matmul" in op else [x, name]
+
+
+@contextmanager
+def python_of_the_package() -> Iterator[list[str]]:
+    """The package's Python functions that are called within."""
+    called: list[str] = []
+
+    def trace(frame: Any, event: str, argument: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("tpkernels"):
+            called.append(f"{module}.{frame.f_code.co_name}")
+
+    sys.setprofile(trace)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+def warm_job() -> list[str]:
+    failures = []
+    for (mode, context), op in itertools.product(MODES.items(), OPS):
+        overload = getattr(torch.ops.tpkernels, op).default
+        with fresh_group() as group, context():
+            first, second = arguments(op, group), arguments(op, group)
+            with python_of_the_package() as cold:
+                overload(*first)
+            with python_of_the_package() as warm:
+                overload(*second)
+        if not cold:
+            failures.append(f"{op}, {mode}: nothing was seen of the first call")
+        failures += [f"{op}, {mode}: {name}" for name in warm]
+    return failures
+
+
+def test_a_warm_call_runs_no_python(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(WORLD).run(warm_job) for failure in rank)
+
+
+def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """Arguments of calls, of which some can be run in the extension and some cannot."""
+    numbers = torch.Generator().manual_seed(group.rank() + 7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=numbers, dtype=torch.float64).to(dtype)
+
+    world, n = group.size(), 5
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for shape in ((world, 4), (2 * world, 3, 4), (world * 40, 4)):
+        x = random(*shape)
+        given: dict[str, Any] = {"x": x, "group": group}
+        if "matmul" not in op:
+            yield given
+            yield given | {"x": x.transpose(0, -1).contiguous().transpose(0, -1)}
+            continue
+        rows = shape[0] // world if "scatter" in op else shape[0]
+        residual = random(rows, *shape[1:-1], n)
+        for w in (random(4, n), random(n, 4).t()):
+            yield given | {"w": w}
+            yield given | {"w": w, "bias": random(n)}
+            yield given | {"w": w, "bias": random(n).to(wide), "residual": residual}
+            yield given | {"w": w, "residual": residual.t() if residual.dim() == 2 else residual}
+            yield given | {"w": w, "out_dtype": wide, "wire_dtype": wide}
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"x": given["x"].clone()}
+
+
+def bits_job(op: str) -> list[str]:
+    failures = []
+    function: Callable[..., torch.Tensor] = getattr(tpkernels, op)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        with fresh_group() as group:
+            for i, given in enumerate(variants(op, dtype, group)):
+                if "residual" in given and given["residual"].shape[-1] != 5:
+                    continue
+                options = {k: v for k, v in given.items() if k not in ("x", "w", "group")}
+                operands = [given[k] for k in ("x", "w") if k in given]
+
+                def run(
+                    operands: list[torch.Tensor] = operands, options: dict[str, Any] = options
+                ) -> torch.Tensor:
+                    x, *rest = operands
+                    return function(x.clone(), *rest, group, **options)
+
+                with planned_in_python():
+                    expected = run()
+                run()
+                for again in (run(), run()):
+                    if again.dtype != expected.dtype or not torch.equal(again, expected):
+                        failures.append(f"{op}, {dtype}, variant {i}: {again} not {expected}")
+    return failures
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_bits_are_those_of_python(ranks: RanksFixture, op: str) -> None:
+    report(failure for rank in ranks(WORLD).run(bits_job, op) for failure in rank)
+
+
+def gone_job() -> list[str]:
+    """Names of groups that are gone, or are other groups by now."""
+    failures = []
+    x = torch.ones(3)
+    group = faults.new_group()
+    name = group.group_name
+    for _ in range(3):
+        torch.ops.tpkernels.all_reduce_(x, name)
+    dist.destroy_process_group(group)
+    try:
+        torch.ops.tpkernels.all_reduce_(x, name)
+    except ValueError as error:
+        if "no process group" not in str(error):
+            failures.append(str(error))
+    else:
+        failures.append("a call on a destroyed group")
+    if x[0] != dist.get_world_size() ** 3:
+        failures.append(f"{x} after the calls")
+    return failures
+
+
+def test_a_warm_call_on_a_group_that_is_gone(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(WORLD).run(gone_job) for failure in rank)
+
+
+def finalized_job() -> list[str]:
+    """After `finalize` the same arguments are planned anew, on a new workspace."""
+    x, y = torch.ones(3), torch.ones(3)
+    with fresh_group() as group:
+        for _ in range(2):
+            tpkernels.all_reduce_(x, group)
+        dist.barrier(group)
+        tpkernels.finalize()
+        for _ in range(2):
+            tpkernels.all_reduce_(y, group)
+    return [] if torch.equal(x, y) else [f"{x}, then {y}"]
+
+
+def test_a_warm_call_after_finalize(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(WORLD).run(finalized_job) for failure in rank)
+
+
+def arguments_job() -> list[str]:
+    """What the extension says of arguments that the schema does not have."""
+    overload = torch.ops.tpkernels.all_reduce.default
+    kernel = tpkernels.ops._library._KERNELS["all_reduce"]
+    failures = []
+    with fresh_group() as group:
+        x, name = torch.ones(3), group.group_name
+        overload(x, name)
+        for args, options, text in (
+            ((x,), {}, "misses argument group"),
+            ((x, name, None), {}, "does not have"),
+            ((x, name), {"colour": "red"}, "does not have"),
+        ):
+            try:
+                kernel(*args, **options)
+            except TypeError as error:
+                if text not in str(error):
+                    failures.append(str(error))
+            else:
+                failures.append(f"{args} {options}: no error")
+    return failures
+
+
+def test_arguments_that_the_op_does_not_have(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(1).run(arguments_job) for failure in rank)

@@ -1,0 +1,73 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tpkernels._C.host import Channel, Segments, ShardLayout
+
+# What needs tensors: csrc/calls. Only here does the extension import torch, when it is first used.
+
+class Collective:
+    def __init__(self, channel: Channel, segments: Segments, signature: int, text: str) -> None: ...
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor, layout: ShardLayout) -> None: ...
+    def reduce_scatter(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        layout: ShardLayout,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None: ...
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None: ...
+
+class Bound: ...
+
+def bind_all_reduce(collective: Collective, shape: Sequence[int]) -> Bound: ...
+def bind_all_reduce_in_place(collective: Collective) -> Bound: ...
+def bind_all_gather(collective: Collective, layout: ShardLayout, shape: Sequence[int]) -> Bound: ...
+def bind_reduce_scatter(
+    collective: Collective, layout: ShardLayout, shape: Sequence[int]
+) -> Bound: ...
+def bind_matmul_all_reduce(collective: Collective, shape: Sequence[int]) -> Bound: ...
+def bind_matmul_reduce_scatter(
+    collective: Collective, layout: ShardLayout, shape: Sequence[int]
+) -> Bound: ...
+
+class Turns:
+    def __init__(self) -> None: ...
+    def admit(self, name: str, group: Callable[[], object]) -> None: ...
+    def retire(self) -> None: ...
+    def forget_calls(self) -> None: ...
+    def planned_calls(self) -> list[Any]: ...
+    lock: Any
+    in_call: bool
+    open: bool
+
+class Arguments:
+    def __init__(
+        self, op: str, described: Sequence[tuple[str, bool, Any, bool]], cls: Callable[..., Any]
+    ) -> None: ...
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+def open_exchange(tensor_class: type) -> bool: ...
+def make_kernel(
+    arguments: Arguments,
+    plan: Callable[..., Any],
+    run: Callable[..., Any],
+    failed: Callable[..., Any],
+    check: Callable[..., Any] | None = None,
+) -> Callable[..., Any]: ...
+def make_above(
+    kernel: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    below: int,
+    cpu: int,
+    cuda: int,
+    overwrites: bool,
+) -> Callable[..., Any]: ...
