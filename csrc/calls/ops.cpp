@@ -10,17 +10,10 @@ namespace {
 
 namespace py = pybind11;
 
-// Larger results come from tpkernels/local/memory.py.
-constexpr std::size_t kMostBytes = 4 << 20;
-
 Tensor tensor(const py::handle& object) {
   Tensor read_as{};
   if (!read(object.ptr(), &read_as)) throw std::invalid_argument("not a dense tensor");
   return read_as;
-}
-
-bool is_small_and_contiguous(const Tensor& x) {
-  return bytes_of(x) < kMostBytes && is_contiguous(x);
 }
 
 // A new tensor of that shape, of x's dtype and on its device.
@@ -55,7 +48,7 @@ class AllReduce final : public Bound {
   AllReduce(SharedCollective collective, py::tuple shape)
       : collective_(std::move(collective)), shape_(std::move(shape)) {}
 
-  bool takes(const Slots&, const Tensor& x) const override { return is_small_and_contiguous(x); }
+  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     py::object out = empty(shape_, slots[0]);
@@ -84,9 +77,7 @@ class AllGather final : public OfShards {
  public:
   using OfShards::OfShards;
 
-  bool takes(const Slots&, const Tensor& x) const override {
-    return bytes_of(x) * layout_->sizes.size() < kMostBytes && is_contiguous(x);
-  }
+  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     py::object out = empty(shape_, slots[0]);
@@ -99,7 +90,7 @@ class ReduceScatter final : public OfShards {
  public:
   using OfShards::OfShards;
 
-  bool takes(const Slots&, const Tensor& x) const override { return is_small_and_contiguous(x); }
+  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     py::object out = empty(shape_, slots[0]);
@@ -134,24 +125,30 @@ class Added {
   py::object bias_;
 };
 
-// Whether a call can be run as it is: operands need no copy, and the product is not large.
+// Whether the operands need no copy.
 bool takes_operands(const Slots& slots, const Tensor& x, std::size_t first) {
   for (const std::size_t i : {first, first + 1}) {
     Tensor other{};
     if (slots[i] != Py_None && !(read(slots[i], &other) && is_contiguous(other))) return false;
   }
-  const std::size_t rows = count_of(x) / static_cast<std::size_t>(x.shape[x.ndim - 1]);
-  const auto columns = static_cast<std::size_t>(tensor(slots[kW]).shape[1]);
-  return rows * columns * x.dtype.bits / 8 < kMostBytes && is_contiguous(x);
+  return is_contiguous(x);
 }
 
-// x [..., K] @ w [K, N], as a matrix.
-py::object product(const Slots& slots, const Tensor& x) {
+// x [..., K] as a matrix [rows, K].
+py::object as_rows(py::object object, const Tensor& x) {
+  return x.ndim == 2 ? object : object.attr("flatten")(0, -2);
+}
+
+// x [rows, K] @ w [K, N].
+py::object product(const py::object& x, PyObject* w) {
   static const Global mm("torch", "mm");
-  py::object rows = py::reinterpret_borrow<py::object>(slots[kX]);
-  if (x.ndim != 2) rows = rows.attr("flatten")(0, -2);
-  PyObject* const factors[] = {rows.ptr(), slots[kW]};
+  PyObject* const factors[] = {x.ptr(), w};
   return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
+}
+
+// The partial of an op that multiplies and sums.
+py::object partial_of(const Slots& slots, const Tensor& x) {
+  return product(as_rows(py::reinterpret_borrow<py::object>(slots[kX]), x), slots[kW]);
 }
 
 py::object viewed(py::object out, const py::tuple& shape) {
@@ -171,7 +168,7 @@ class MatmulAllReduce final : public Bound {
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     const Added added(slots, kAddedToAll);
-    py::object out = product(slots, x);  // the partial, then the sum
+    py::object out = partial_of(slots, x);  // and then the sum
     const Tensor partial = tensor(out);
     collective_->all_reduce(partial, partial, added.addends);
     return viewed(std::move(out), shape_);
@@ -192,11 +189,40 @@ class MatmulReduceScatter final : public OfShards {
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     const Added added(slots, kAddedToShard);
-    const py::object partial = product(slots, x);
+    const py::object partial = partial_of(slots, x);
     py::object out = empty(shape_, partial.ptr());
     collective_->reduce_scatter(tensor(partial), tensor(out), *layout_, added.addends);
     return out;
   }
+};
+
+// x gathered, then multiplied by each weight; without biases.
+class AllGatherMatmul final : public OfShards {
+ public:
+  AllGatherMatmul(SharedCollective collective, SharedLayout layout, py::tuple shape,
+                  py::list result_shapes, bool return_gathered)
+      : OfShards(std::move(collective), std::move(layout), std::move(shape)),
+        result_shapes_(std::move(result_shapes)),
+        return_gathered_(return_gathered) {}
+
+  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
+
+  py::object run(const Slots& slots, const Tensor& x) const override {
+    py::object whole = empty(shape_, slots[kX]);
+    collective_->all_gather(x, tensor(whole), *layout_);
+    const py::object rows = as_rows(whole, x);
+    py::list results;
+    for (std::size_t i = 0; i < result_shapes_.size(); ++i) {
+      py::object result = product(rows, PyList_GET_ITEM(slots[kW], static_cast<Py_ssize_t>(i)));
+      results.append(viewed(std::move(result), py::tuple(result_shapes_[i])));
+    }
+    if (!return_gathered_) whole = empty(py::make_tuple(0), slots[kX]);
+    return py::make_tuple(std::move(whole), std::move(results));
+  }
+
+ private:
+  py::list result_shapes_;  // of this rank's results
+  bool return_gathered_;
 };
 
 }  // namespace
@@ -218,6 +244,14 @@ std::shared_ptr<Bound> bind_reduce_scatter(SharedCollective collective, SharedLa
                                            py::tuple shape) {
   return std::make_shared<ReduceScatter>(std::move(collective), std::move(layout),
                                          std::move(shape));
+}
+
+std::shared_ptr<Bound> bind_all_gather_matmul(SharedCollective collective, SharedLayout layout,
+                                              py::tuple shape, py::list result_shapes,
+                                              bool return_gathered) {
+  return std::make_shared<AllGatherMatmul>(std::move(collective), std::move(layout),
+                                           std::move(shape), std::move(result_shapes),
+                                           return_gathered);
 }
 
 std::shared_ptr<Bound> bind_matmul_all_reduce(SharedCollective collective, py::tuple shape) {

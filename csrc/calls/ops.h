@@ -15,13 +15,17 @@ namespace tpkernels::calls {
 using SharedCollective = std::shared_ptr<const Collective>;
 using SharedLayout = std::shared_ptr<const host::ShardLayout>;
 
-// `shape` is that of the op's result on this rank.
+// `shape` is that of the op's result on this rank; of `all_gather_matmul` that of the gathered x,
+// and `result_shapes` has those of the results.
 std::shared_ptr<Bound> bind_all_reduce(SharedCollective collective, pybind11::tuple shape);
 std::shared_ptr<Bound> bind_all_reduce_in_place(SharedCollective collective);
 std::shared_ptr<Bound> bind_all_gather(SharedCollective collective, SharedLayout layout,
                                        pybind11::tuple shape);
 std::shared_ptr<Bound> bind_reduce_scatter(SharedCollective collective, SharedLayout layout,
                                            pybind11::tuple shape);
+std::shared_ptr<Bound> bind_all_gather_matmul(SharedCollective collective, SharedLayout layout,
+                                              pybind11::tuple shape, pybind11::list result_shapes,
+                                              bool return_gathered);
 std::shared_ptr<Bound> bind_matmul_all_reduce(SharedCollective collective, pybind11::tuple shape);
 std::shared_ptr<Bound> bind_matmul_reduce_scatter(SharedCollective collective, SharedLayout layout,
                                                   pybind11::tuple shape);

@@ -34,6 +34,13 @@ def bind_all_gather(collective: Collective, layout: ShardLayout, shape: Sequence
 def bind_reduce_scatter(
     collective: Collective, layout: ShardLayout, shape: Sequence[int]
 ) -> Bound: ...
+def bind_all_gather_matmul(
+    collective: Collective,
+    layout: ShardLayout,
+    shape: Sequence[int],
+    result_shapes: list[tuple[int, ...]],
+    return_gathered: bool,
+) -> Bound: ...
 def bind_matmul_all_reduce(collective: Collective, shape: Sequence[int]) -> Bound: ...
 def bind_matmul_reduce_scatter(
     collective: Collective, layout: ShardLayout, shape: Sequence[int]
