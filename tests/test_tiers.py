@@ -7,7 +7,6 @@ from types import FunctionType
 
 import pytest
 
-from tests.failures import test_campaign
 from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
 from tests.support.paths import ROOT
 from tests.support.tiers import covering, sweep, thorough
@@ -39,8 +38,31 @@ def test_every_op_by_every_algorithm(op: str) -> None:
     assert set(run) == there | {"auto"}
 
 
-def test_every_kind_of_fault() -> None:
-    assert in_default_tier(test_campaign.test_a_fault_of_each_kind)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "failures.test_campaign.test_a_fault_of_each_kind",
+        "failures.test_failures.test_a_killed_rank_is_reported",
+        "failures.test_failures.test_a_stopped_rank_is_a_timeout",
+        "failures.test_failures.test_an_exception_in_one_rank_reaches_all",
+        "failures.test_failures.test_an_interrupt_ends_a_wait",
+        "failures.test_mismatch.test_a_mismatch_is_told_to_all",
+        "failures.test_memory.test_no_memory_anywhere_in_an_op",
+        "failures.test_fork.test_a_fork_is_no_rank",
+        "failures.test_setup.test_a_killed_rank_is_reported",
+        "failures.test_setup.test_a_stopped_rank_is_a_timeout",
+        "failures.test_apart.test_a_killed_rank_is_reported",
+        "failures.test_apart.test_a_stopped_rank_is_a_timeout",
+        "algorithms.test_fused_failures.test_a_killed_rank_is_reported",
+        "cuda.test_failures.test_a_rank_that_does_not_come_is_a_timeout",
+        "cuda.test_queued.test_a_killed_rank_ends_the_wait",
+        "nccl.test_communicator.test_a_call_that_never_ends_is_given_up",
+        "bench.test_damaged.test_what_is_unusable_is_refused",
+    ],
+)
+def test_every_kind_of_fault(name: str) -> None:
+    module, _, test = f"tests.{name}".rpartition(".")
+    assert in_default_tier(getattr(importlib.import_module(module), test))
 
 
 def test_every_layer() -> None:
@@ -75,4 +97,4 @@ def test_the_first_of_a_sweep_are_in_the_default_tier() -> None:
 def test_a_cover_has_every_value_in_the_default_tier() -> None:
     cases = covering((op, way) for op in "abc" for way in "xy")
     kept = [case for case in cases if not left_out(case)]
-    assert kept == [("a", "x"), ("a", "y"), ("b", "x"), ("c", "x")] and len(cases) == 6
+    assert kept == [("a", "x"), ("b", "y"), ("c", "x")] and len(cases) == 6

@@ -59,36 +59,43 @@ def test_every_dtype(interpreting: RanksFixture, world: int, op: str) -> None:
     run_cases(interpreting, world, each(OPS[op](*SHAPES[world], world), algorithms=FUSED))
 
 
+SEVERAL = Case(
+    op="all_gather_matmul",
+    shape=(40, 50),
+    n=(40, 7),
+    n_by_rank=True,
+    biases=(F32, None),
+    return_gathered=True,
+    out_dtype=F32,
+    weight_layout="linear",
+    layout="sliced",
+)
+ADDED = Case(
+    op="matmul_reduce_scatter",
+    shape=(17, 40),
+    sizes=(5, 12),
+    k=(33, 20),
+    biases=(F32,),
+    residual=BF16,
+    wire_dtype=F32,
+    layout="transposed",
+    weight_layout="sliced",
+)
+
+
 def test_what_comes_with_the_product(interpreting: RanksFixture) -> None:
     """Several weights, biases, residuals, dtypes of the result and on the wire, strides."""
-    several = Case(
-        op="all_gather_matmul",
-        shape=(40, 50),
-        n=(40, 7),
-        n_by_rank=True,
-        biases=(F32, None),
-        return_gathered=True,
-        out_dtype=F32,
-        weight_layout="linear",
-        layout="sliced",
-    )
-    added = Case(
-        op="matmul_reduce_scatter",
-        shape=(2, 17, 40),
-        dim=1,
-        sizes=(5, 12),
-        k=(33, 20),
-        biases=(F32,),
-        residual=BF16,
-        wire_dtype=F32,
-    )
-    flat = replace(added, shape=(17, 40), dim=0, layout="transposed", weight_layout="sliced")
-    whole = replace(flat, op="matmul_all_reduce", sizes=None, wire_dtype=None, out_dtype=F32)
-    cases = [replace(several, dtype=BF16), replace(flat, dtype=BF16), replace(whole, dtype=BF16)]
-    run_cases(interpreting, 2, [replace(case, algorithm="fused") for case in cases])
-    batched = replace(several, shape=(6, 5, 20), layout="plain")
+    whole = replace(ADDED, op="matmul_all_reduce", sizes=None, wire_dtype=None, out_dtype=F32)
+    cases = [replace(case, dtype=BF16, algorithm="fused") for case in (SEVERAL, ADDED, whole)]
+    run_cases(interpreting, 2, cases)
+
+
+@pytest.mark.thorough
+def test_batches(interpreting: RanksFixture) -> None:
+    batched = replace(SEVERAL, shape=(6, 5, 20), layout="plain")
     run_cases(interpreting, 2, each(batched, dtypes=(F32,), algorithms=FUSED))
-    assert interpreting(2).run(refused_job, replace(added, dtype=BF16)) == [True, True]
+    split = replace(ADDED, shape=(2, 17, 40), dim=1, layout="plain", weight_layout="plain")
+    assert interpreting(2).run(refused_job, replace(split, dtype=BF16)) == [True, True]
 
 
 def refused_job(case: Case) -> bool:

@@ -75,6 +75,7 @@ def test_free_communication_is_hidden_altogether(ranks: Callable[[int], Ranks]) 
     assert speedup["verdict"] == "faster" and speedup["value"] == pytest.approx(2, rel=0.25)
 
 
+@pytest.mark.thorough
 def test_the_slowest_rank_shows(ranks: Callable[[int], Ranks]) -> None:
     case = measured(ranks, Sleeps(op=0.001, slow_rank=0.08))
     own = case["times"]["auto"]

@@ -21,6 +21,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_a_rehearsal_of_one_stage(tmp_path: Path) -> None:
     ended = _run("--device", "cpu", "--only", "matmul_check", "--out", str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -10,13 +10,13 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from PIL import Image
 from torch.profiler import profile
 
-import tpkernels
 from tests.cli.test_cli import MODULE, check_refused, invoke, processes_of_session
 from tests.support.tiers import sweep
 from tpkernels.bench import plots
@@ -214,11 +214,13 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     ],
     ids=["raises", "exits", "dies while the other goes on"],
 )
+@mock.patch("tpkernels.launch.ranks.GRACE_SECONDS", 1.0)
 def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     script = tmp_path / "example.py"
     script.write_text(
         "import os, pathlib, sys, time; RANK = int(os.environ['RANK'])\n"
-        f"pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n{body}"
+        f"folder = pathlib.Path({str(tmp_path)!r}); (folder / f'{{os.getpid()}}.pid').touch()\n"
+        f"while len(list(folder.glob('*.pid'))) < 2: time.sleep(0.01)\n{body}"
     )
     shown = invoke("profile", "--out", str(tmp_path), str(script))
     assert shown.exit_code == 1, shown.output
@@ -295,4 +297,3 @@ def test_no_range_is_opened_where_no_profiler_runs(monkeypatch: pytest.MonkeyPat
         product.local_matmul(x, x, torch.empty(4, 4))
         assert ranges.profiling()
     assert opened == [ranges.MATMUL]
-    assert tpkernels.__version__

@@ -32,11 +32,13 @@ def late_job(op: str) -> tuple[bool, Ending] | None:
         group = faults.new_group(timeout=1.5)
         faults.run_op(op, group, "fused", 12)
         if group.rank() == 1:
-            time.sleep(4.0)
+            dist.barrier()  # the other one has given up
             return None
         x, w = torch.ones(12, 48), torch.ones(48, 40)
         call = functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
-        return all_nan(call), faults.ending_of(call)
+        told = all_nan(call), faults.ending_of(call)
+        dist.barrier()
+        return told
 
 
 @pytest.mark.parametrize("op", QUICK_OPS)
@@ -68,6 +70,7 @@ def killed_job(op: str) -> tuple[list[bool], Ending, float] | None:
         return spoilt, ending, time.monotonic() - begin
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", QUICK_OPS)
 def test_a_killed_rank_is_reported_by_the_next_call(op: str) -> None:
     with faults.watched_ranks(3, TRITON_INTERPRET="1") as ranks:
@@ -147,6 +150,7 @@ def queued_job(op: str) -> tuple[int, int]:
         return int((buffers != 0xA5).sum()), in_order
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", QUICK_OPS)
 def test_calls_behind_a_failed_one_touch_no_buffer(interpreting: RanksFixture, op: str) -> None:
     for behind, in_order in interpreting(2).run(queued_job, op):

@@ -144,7 +144,7 @@ def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float
 
 
 @pytest.mark.parametrize("op", sweep(MATMULS))
-@pytest.mark.parametrize("algorithm", WAYS)
+@pytest.mark.parametrize("algorithm", sweep(WAYS))
 def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         told = faults.values(faults.collect(ranks, failing_job, op, algorithm, False))
@@ -159,7 +159,7 @@ def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) 
             assert first.at - raised_at < PROMPT, first
 
 
-@pytest.mark.parametrize("algorithm", WAYS)
+@pytest.mark.parametrize("algorithm", sweep(WAYS))
 def test_an_interrupt_ends_a_wait(algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         outcomes = faults.collect(ranks, failing_job, "all_gather_matmul", algorithm, True)

@@ -23,6 +23,7 @@ def test_a_fault_of_each_kind(kind: str) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.thorough
 def test_a_fault_in_the_set_up() -> None:
     trial = next(one for one in map(Trial.drawn, count()) if one.in_set_up and one.kind == "kill")
     wrong, _ = campaign.run_trial(trial)

@@ -160,14 +160,16 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
         assert "expected call #3, seen #2" in first.text, first
 
 
-@pytest.mark.parametrize("op", sweep(MATMULS))
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", MATMULS)
 @pytest.mark.parametrize("where", ["inside", "local_matmul"])
 def test_a_rank_stopped_within_a_call_is_a_timeout(op: str, where: str) -> None:
     for first in _stop(op, "pipelined", where):
         assert first.peer is not None, first
 
 
-@pytest.mark.parametrize("op", sweep(["all_gather", "matmul_all_reduce"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", ["all_gather", "matmul_all_reduce"])
 def test_a_rank_stopped_while_others_are_in_gloo_is_a_timeout(op: str) -> None:
     for first in _stop(op, "unfused", "gloo"):
         assert first.peer == VICTIM, first
@@ -229,7 +231,7 @@ def interrupted_job(algorithm: str, in_gloo: bool) -> tuple[Report, float]:
 
 @pytest.mark.parametrize(
     ("algorithm", "in_gloo"),
-    covering([("direct", False), ("unfused", True), ("unfused", False), ("pipelined", False)]),
+    sweep([("direct", False), ("unfused", True), ("unfused", False), ("pipelined", False)]),
 )
 def test_an_interrupt_ends_a_wait(algorithm: str, in_gloo: bool) -> None:
     with faults.watched_ranks(WORLD) as ranks:

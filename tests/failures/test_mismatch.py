@@ -196,7 +196,7 @@ def _tier(number: int, late: bool) -> list[pytest.MarkDecorator]:
     """Half of the cases are slow: every pair is in the others, early or late."""
     if late != number % 2:
         return [pytest.mark.slow]
-    return [] if number < 4 else [pytest.mark.thorough]
+    return [] if number < 2 else [pytest.mark.thorough]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -108,6 +109,7 @@ def interrupted_job() -> list[str]:
     return [] if interrupted and shared else [f"interrupted {interrupted}, shared {shared}"]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_finalize_leaves_no_closed_group_to_be_used() -> None:
     with faults.watched_ranks(WORLD) as ranks:
         report(failure for rank in ranks.run(interrupted_job) for failure in rank)
@@ -138,6 +140,7 @@ def destroyed_job() -> list[str]:
     return [] if closed else ["the third group was not closed"]
 
 
+@pytest.mark.thorough
 def test_a_process_group_that_is_destroyed_while_finalize_waits() -> None:
     with Ranks(WORLD) as ranks:
         report(failure for rank in ranks.run(destroyed_job) for failure in rank)

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
 from tests.support.ranked import report
+from tests.support.tiers import covering, sweep
 from tpkernels.nccl import Communicator
 
 WORLD = 2
+WAITS = ["init", "first call", "empty", "growth", "communicator"]
 LARGE = 1 << 20  # elements, for which a workspace must grow
 
 
@@ -69,8 +72,7 @@ def handled_job(waits_in: str, uses: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("waits_in", ["init", "first call", "empty", "growth", "communicator"])
-@pytest.mark.parametrize("uses", ["first call", "finalize"])
+@pytest.mark.parametrize(("waits_in", "uses"), covering(product(WAITS, ["first call", "finalize"])))
 def test_a_handler_is_refused_wherever_ranks_wait(
     ranks: RanksFixture, waits_in: str, uses: str
 ) -> None:
@@ -78,7 +80,7 @@ def test_a_handler_is_refused_wherever_ranks_wait(
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("uses", ["init", "empty", "communicator"])
+@pytest.mark.parametrize("uses", sweep(["init", "empty", "communicator"]))
 def test_all_that_ranks_do_together_is_refused_in_a_handler(ranks: RanksFixture, uses: str) -> None:
     told = ranks(WORLD).run(handled_job, "growth", uses)
     report(failure for rank in told for failure in rank)
@@ -116,6 +118,7 @@ def save_job(folder: str) -> list[str]:
     return wrong + ([str(first)] if first.error else [])
 
 
+@pytest.mark.thorough
 def test_a_refused_save_breaks_nothing(ranks: RanksFixture, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     report(failure for rank in ranks(WORLD).run(save_job, str(tmp_path)) for failure in rank)

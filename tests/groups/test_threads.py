@@ -117,7 +117,7 @@ def test_a_signal_handler_cannot_use_the_group_that_waits(ranks: RanksFixture, a
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("algorithm", ["unfused", "pipelined"])
+@pytest.mark.parametrize("algorithm", sweep(["unfused", "pipelined"]))
 def test_a_signal_handler_during_other_waits(ranks: RanksFixture, algorithm: str) -> None:
     told = ranks(WORLD).run(handled_job, algorithm, "op")
     report(failure for rank in told for failure in rank)

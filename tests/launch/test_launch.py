@@ -265,9 +265,8 @@ if sys.argv[1] == "SIGKILL":
 """
 
 
-@pytest.mark.parametrize(
-    "end", ["SIGKILL", pytest.param("exit without close", marks=pytest.mark.slow)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("end", ["SIGKILL", "exit without close"])
 def test_ranks_do_not_outlive_the_parent(end, tmp_path):
     parent = subprocess.run(
         [sys.executable, "-c", PARENT, end],

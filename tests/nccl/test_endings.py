@@ -136,6 +136,7 @@ def test_threads_take_turns(fake: Fake) -> None:
     assert (fake.calls("ncclAllReduce"), fake.misuse) == (1, 0)
 
 
+@pytest.mark.thorough
 def test_a_call_that_is_stuck_within_nccl(fake: Fake) -> None:
     """Other threads do not wait for it forever, and it finds the abort when it returns."""
     communicator = make(fake, SHORT)

@@ -160,6 +160,7 @@ def test_what_is_loaded_is_seen(fake_nccl: Build) -> None:
     assert Path(fake.path) in list(library._loaded())
 
 
+@pytest.mark.thorough
 def test_import_loads_nothing() -> None:
     code = (
         "import sys; from pathlib import Path; import tpkernels.nccl, torch; "

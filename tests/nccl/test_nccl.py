@@ -17,6 +17,7 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build, Fake
 from tests.support.faults import PROMPT, Ending
+from tests.support.tiers import sweep
 from tpkernels.nccl import Communicator, bootstrap, communicator
 
 WORLD = 3
@@ -165,7 +166,7 @@ def absent_job(path: str, absent: int) -> Ending | None:
     return faults.ending_of(lambda: Communicator(group, timeout=SHORT, library=path))
 
 
-@pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.parametrize("absent", sweep([2, 0]))
 def test_a_rank_that_does_not_come(ranks: RanksFixture, fake_nccl: Build, absent: int) -> None:
     for rank, ending in enumerate(ranks(WORLD).run(absent_job, fake_nccl().path, absent)):
         if rank != absent:

@@ -165,6 +165,7 @@ def test_all_gather(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
+@pytest.mark.thorough
 @each_example
 @given(reduce_scatters())
 def test_reduce_scatter(ranks: RanksFixture, example: Example) -> None:

@@ -21,14 +21,16 @@ def sweep(cases: Iterable[Any], count: int = 1) -> list[Any]:
 
 
 def covering(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Cases of several parameters, of which `make test` runs every value of each parameter once."""
-    seen: set[tuple[int, Any]] = set()
-    chosen = []
-    for case in cases:
-        new = set(enumerate(case)) - seen
-        seen |= new
-        chosen.append(case if new else _left(case))
-    return chosen
+    """Cases of several parameters, of which `make test` runs a few that have every value of each
+    parameter. The next to be chosen has the most values that are still missing."""
+    given = [(case, set(enumerate(case))) for case in cases]
+    missing = set().union(*(values for _, values in given))
+    chosen = set()
+    while missing:
+        most = max(range(len(given)), key=lambda i: len(given[i][1] & missing))
+        chosen.add(most)
+        missing -= given[most][1]
+    return [case if i in chosen else _left(case) for i, (case, _) in enumerate(given)]
 
 
 def _left(case: Any) -> Any:

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.support.tiers import sweep
+from tests.support.tiers import covering, sweep
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.symm import exchange as exchange_module
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
@@ -53,7 +54,10 @@ def heard(word: object, world: int = WORLD) -> list[Any]:
     return [[{"word": word}] * world] * world
 
 
-@pytest.fixture(params=["hash", "file", "prefix of hash"])
+STORES = ["hash", "file", "prefix of hash"]
+
+
+@pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Any) -> dist.Store:
     if request.param == "file":
         return dist.FileStore(str(tmp_path / "store"), -1)
@@ -78,8 +82,11 @@ def test_a_rank_that_does_not_come_is_named(missing: int) -> None:
         assert f"for rank {missing}, which did not come" in str(error)
 
 
-@pytest.mark.parametrize("anew", [True, False], ids=["in a new group", "in the same group"])
-def test_a_failed_exchange_leaves_nothing_that_counts(store: dist.Store, anew: bool) -> None:
+@pytest.mark.parametrize(
+    ("store", "group"), covering(product(STORES, ["new", "same"])), indirect=["store"]
+)
+def test_a_failed_exchange_leaves_nothing_that_counts(store: dist.Store, group: str) -> None:
+    anew = group == "new"
     ranks = members(store, timeout=0.2)
     for attempt in range(4):
         few = [m for m in ranks if m.rank != attempt % WORLD]
@@ -92,6 +99,7 @@ def test_a_failed_exchange_leaves_nothing_that_counts(store: dist.Store, anew: b
             ranks = members(store, timeout=0.2)
 
 
+@pytest.mark.parametrize("store", sweep(STORES), indirect=True)
 def test_a_rank_may_be_ahead(store: dist.Store) -> None:
     """It begins the next exchange before others have noticed that this one is over."""
     ranks, rounds = members(store), 30
@@ -147,11 +155,12 @@ def random_lives(seed: int, attempts: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("seed", sweep(range(3)))
-def test_random_failures(seed: int) -> None:
-    assert random_lives(seed, 25) == []
+@pytest.mark.parametrize(("seed", "attempts"), sweep([(0, 8), (0, 25), (1, 25), (2, 25)]))
+def test_random_failures(seed: int, attempts: int) -> None:
+    assert random_lives(seed, attempts) == []
 
 
+@pytest.mark.thorough
 def test_words_that_nobody_confirms_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a rank that takes the words as it finds them takes old ones."""
 

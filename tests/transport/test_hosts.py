@@ -16,7 +16,6 @@ import pytest
 from benchmarks.hosts import Hosts
 from tests.support import across_hosts
 from tests.support.paths import ROOT
-from tests.support.tiers import sweep
 
 START_SECONDS = 60.0  # torchrun, its rendezvous and the imports of the ranks
 SLACK = 5.0
@@ -64,7 +63,8 @@ def results(started: Started, out: Path, world: int, seconds: float) -> list[dic
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("nproc", sweep([1, 2]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_ops_work_across_hosts(start: Callable[..., Started], tmp_path: Path, nproc: int) -> None:
     out = tmp_path / "found"
     started = start(nproc, "works", str(out), str(nproc))
