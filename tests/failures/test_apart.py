@@ -1,6 +1,6 @@
-"""Ranks that share no memory and die, stop, fail, or are in different calls: nothing but their
-connections tells. Messages of calls that differ must not be taken for each other, for gloo ends the
-process where sizes differ."""
+"""Ranks that share no memory and die, stop, fail, or make different calls: only their connections
+show it. Messages of different calls must not be confused, because gloo ends the process if sizes
+differ."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _repeat(call: Callable[[], None]) -> None:
 
 
 def _disturb_product(then: Callable[[], object]) -> None:
-    """Has ``then()`` run once, within the next local matmul."""
+    """Makes ``then()`` run once, within the next local matmul."""
     whole, left = shards.local_matmul, [then]
 
     def local_matmul(*args: Any) -> Any:
@@ -120,7 +120,8 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str, where: str) -> Non
 
 
 def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float]:
-    """The victim's matmul raises, or it is interrupted as it waits; the others are in the call."""
+    """The victim's matmul raises, or the victim is interrupted as it waits; the others are in the
+    call."""
     group, rank = _group(), dist.get_rank()
     others = [faults.new_group()]
     call = functools.partial(faults.run_op, op, group, algorithm)
@@ -147,9 +148,9 @@ def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float
 @pytest.mark.parametrize("algorithm", sweep(WAYS))
 def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
-        told = faults.values(faults.collect(ranks, failing_job, op, algorithm, False))
-        raised_at = told[VICTIM][0].first.at
-        for rank, (report, _) in told.items():
+        reports = faults.values(faults.collect(ranks, failing_job, op, algorithm, False))
+        raised_at = reports[VICTIM][0].first.at
+        for rank, (report, _) in reports.items():
             faults.require_broken(report)
             first = report.first
             if rank == VICTIM:
@@ -216,26 +217,26 @@ def mismatch_job(pair: str, algorithm: str) -> Report:
 
 
 @pytest.mark.parametrize(("pair", "algorithm"), covering(product(PAIRS, WAYS)))
-def test_ranks_in_different_calls_are_told(ranks: RanksFixture, pair: str, algorithm: str) -> None:
+def test_different_calls_are_reported(ranks: RanksFixture, pair: str, algorithm: str) -> None:
     named = set()
     for rank, report in enumerate(ranks(WORLD).run(mismatch_job, pair, algorithm)):
         faults.require_broken(report)
         first = report.first
         assert first.error == "CollectiveMismatchError" and first.seconds < PROMPT, first
-        found = _TEXT.match(first.text)
-        assert found is not None and int(found[1]) == rank and int(found[3]) == first.peer, first
+        match = _TEXT.match(first.text)
+        assert match is not None and int(match[1]) == rank and int(match[3]) == first.peer, first
         assert (rank == VICTIM) != (first.peer == VICTIM), first
-        named.add((found[2], found[4]) if first.peer == VICTIM else (found[4], found[2]))
+        named.add((match[2], match[4]) if first.peer == VICTIM else (match[4], match[2]))
     (both,) = named
     assert both[0] != both[1]
 
 
-# Who shares memory.
+# Which ranks share memory.
 
 
 def cloned_job() -> tuple[bool, Ending] | str:
-    """Rank 1 moves to a network namespace of its own when the ranks are connected: same boot_id,
-    same machine, and no socket reaches the other."""
+    """Rank 1 moves to its own network namespace once the ranks are connected: same boot ID, same
+    machine, but no socket reaches the other."""
     group = faults.group_of(dist.new_group())
     if group.rank() == 1 and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
         return os.strerror(ctypes.get_errno())
@@ -244,7 +245,7 @@ def cloned_job() -> tuple[bool, Ending] | str:
     return groups.get(group.group_name).shared_memory, ending
 
 
-def test_who_is_not_reached_shares_no_memory() -> None:
+def test_a_rank_that_is_not_reached_shares_no_memory() -> None:
     if os.getuid() != 0:
         pytest.skip("only root can leave a network namespace")
     with faults.watched_ranks(3) as ranks:
@@ -256,7 +257,7 @@ def test_who_is_not_reached_shares_no_memory() -> None:
 
 
 def other_user_job() -> tuple[bool, Ending]:
-    """Rank 2 is another user, whom the memory's owner does not let in."""
+    """Rank 2 runs as another user, whom the memory's owner does not let in."""
     group = faults.group_of(dist.new_group())
     if group.rank() == 2:
         os.setresuid(65534, 65534, 0)
@@ -266,7 +267,7 @@ def other_user_job() -> tuple[bool, Ending]:
     return groups.get(group.group_name).shared_memory, ending
 
 
-def test_users_share_no_memory_with_others() -> None:
+def test_different_users_share_no_memory() -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     with faults.watched_ranks(3) as ranks:

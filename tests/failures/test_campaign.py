@@ -1,5 +1,5 @@
-"""A few trials of the campaign of faults (support/campaign.py), one of each kind, and a look at
-whether it would see what it looks for."""
+"""A few trials of the campaign of faults (support/campaign.py), one of each kind, and negative
+controls of the campaign itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.campaign import KINDS, Trial
 
 
 def trial_of(kind: str, seed: int = 0) -> Trial:
-    """The first drawn from ``seed`` on that is of a kind, by shared memory alone."""
+    """The first trial of a kind, drawn from ``seed`` on, whose fault is not in the set-up."""
     drawn = (Trial.drawn(number) for number in count(seed))
     return next(one for one in drawn if one.kind == kind and not one.in_set_up)
 

@@ -1,4 +1,4 @@
-"""Ranks that die, stop or fail in the middle of an op: what the others are told, and how fast."""
+"""Ranks that die, stop or fail in the middle of an op: what the others report, and how fast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MATMULS = sorted({op for op, _ in MATMUL_CASES})
 
 
 def _break_product(on_call: int, then: Any) -> None:
-    """Has the local matmul end in ``then()`` at its n-th call from now on."""
+    """Replaces the n-th call of the local matmul, counted from now on, with ``then()``."""
     calls = 0
     whole = torch.mm
 
@@ -41,7 +41,7 @@ def _break_product(on_call: int, then: Any) -> None:
 
 
 def _break_gloo(first: Callable[[], object]) -> None:
-    """Has this rank do ``first()`` where the others are in torch.distributed already."""
+    """Makes this rank run ``first()`` when the others are in torch.distributed already."""
 
     def late(transport: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
@@ -63,12 +63,12 @@ def _repeat(call: Callable[[], None]) -> None:
 def disturbed_job(
     op: str, algorithm: str, where: str, number: int, timeout: float
 ) -> tuple[Report, float] | None:
-    """Calls ``op`` until it fails; the victim sends itself a signal, ``where`` told:
+    """Calls ``op`` until it fails; the victim sends itself a signal, depending on ``where``:
 
-    before   the others are in the call, the victim does not come;
-    inside   somewhere within one of many calls, which wait for long in random places;
-    product  within its matmul; pipelined and ring have then passed on one part, not the others;
-    gloo     when all have come, and the others are in torch.distributed.
+    before        the others are in the call, the victim never enters it;
+    inside        anywhere in one of many calls, with long delays in random places;
+    local_matmul  within its matmul; pipelined and ring have then passed on one part of several;
+    gloo          all have entered the call, and the others are in torch.distributed.
     """
     group, rank = faults.new_group(timeout), dist.get_rank()
     survivors = [r for r in range(WORLD) if r != VICTIM]
@@ -124,8 +124,8 @@ def test_a_rank_killed_while_others_are_in_gloo_is_reported(op: str) -> None:
 
 
 def _stop(op: str, algorithm: str, where: str) -> list[Ending]:
-    """What the survivors tell, who gave up at their deadline. The victim is continued then, and
-    must find out as well."""
+    """How the survivors' calls end, which give up at their deadline. Then the victim is continued,
+    and must notice as well."""
     with faults.watched_ranks(WORLD) as ranks:
         ranks.submit(disturbed_job, op, algorithm, where, signal.SIGSTOP, STOP_TIMEOUT)
         endings = list(faults.collect_stopped(ranks, VICTIM, STOP_TIMEOUT, STOP_TIMEOUT).values())
@@ -133,8 +133,8 @@ def _stop(op: str, algorithm: str, where: str) -> list[Ending]:
             assert first.error == "CollectiveTimeoutError" and first.text.startswith(op), first
         os.kill(ranks.pids[VICTIM], signal.SIGCONT)
         continued_at = time.monotonic()
-        found = ranks.collect(faults.COLLECT_SECONDS)[VICTIM]
-        assert found.ok and found.ended - continued_at < STOP_TIMEOUT + PROMPT, found
+        outcome = ranks.collect(faults.COLLECT_SECONDS)[VICTIM]
+        assert outcome.ok and outcome.ended - continued_at < STOP_TIMEOUT + PROMPT, outcome
         blamed = re.compile(
             rf"rank {VICTIM} \(pid {ranks.pids[VICTIM]}\), which is alive; expected"
         )
@@ -156,7 +156,7 @@ def _stop(op: str, algorithm: str, where: str) -> list[Ending]:
 def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
     for first in _stop(op, algorithm, "before"):
         assert first.peer == VICTIM, first
-        # The first call agrees on measured times.
+        # Call #1 is the agreement on measured times.
         assert "expected call #3, seen #2" in first.text, first
 
 
@@ -212,7 +212,7 @@ def test_an_exception_in_one_rank_reaches_all(op: str, algorithm: str) -> None:
 
 
 def interrupted_job(algorithm: str, in_gloo: bool) -> tuple[Report, float]:
-    """The victim waits for the others and is interrupted; then they come."""
+    """The victim is interrupted while it waits for the others, which come later."""
     group, rank = faults.new_group(), dist.get_rank()
     others = [faults.new_group()]
     call = functools.partial(faults.run_op, "all_gather_matmul", group, algorithm)
@@ -265,7 +265,7 @@ class _SlowWork:
 
 
 def leaving_job(op: str, algorithm: str) -> Ending:
-    """All but the victim end when their last call is over; it still has data to take in."""
+    """All but the victim exit after their last call, while the victim still has data to receive."""
     group, rank = faults.new_group(), dist.get_rank()
     finish = waiting.finish
     if rank == VICTIM:
@@ -279,7 +279,7 @@ def leaving_job(op: str, algorithm: str) -> Ending:
 
 @pytest.mark.parametrize("op", sweep(["reduce_scatter", "all_gather"]))
 @pytest.mark.parametrize("algorithm", ["unfused", "ring"])
-def test_a_rank_that_is_through_may_end(op: str, algorithm: str) -> None:
+def test_a_rank_that_has_finished_may_exit(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         for outcome in faults.collect(ranks, leaving_job, op, algorithm):
             if outcome.rank == VICTIM:

@@ -1,4 +1,4 @@
-"""Forks of a rank: they cannot take its place in a call, and their end does it no harm."""
+"""Forks of a rank: they cannot take its place in a call, and their exit does it no harm."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_child(work: Callable[[], str]) -> str:
 
 
 def refused(use: Callable[[], object]) -> str:
-    """ "" where the group says that it is another process's."""
+    """Returns "" if the group says that it belongs to another process."""
     ending = faults.ending_of(use)
     if ending.error != "GroupBrokenError" or "was forked from it" not in ending.text:
         return str(ending)
@@ -64,22 +64,22 @@ def uses(group: dist.ProcessGroup) -> list[Callable[[], object]]:
 
 
 def forked_job(used_before: bool, ends: bool) -> list[str]:
-    """Rank 0's child uses the group and gives it up; then the ranks go on."""
+    """Rank 0's child tries to use the group and finalizes; then the ranks go on."""
     group, rank = faults.group_of(dist.new_group()), dist.get_rank()
     failures = []
     if used_before:
         faults.run_op("all_reduce", group)
 
     def child() -> str:
-        said = "".join(refused(use) for use in uses(group))
+        errors = "".join(refused(use) for use in uses(group))
         if ends:
             tpkernels.finalize()
             gc.collect()
-        return said
+        return errors
 
     if rank == 0:
-        said = in_child(child)
-        failures += [said] if said != "fine" else []
+        outcome = in_child(child)
+        failures += [outcome] if outcome != "fine" else []
     for _ in range(3):
         got = tpkernels.all_reduce(torch.ones(9), group)
         if not torch.equal(got, torch.full((9,), float(WORLD))):
@@ -90,12 +90,12 @@ def forked_job(used_before: bool, ends: bool) -> list[str]:
 
 @pytest.mark.parametrize("used_before", sweep([True, False]))
 @pytest.mark.parametrize("ends", sweep([True, False]))
-def test_a_fork_is_no_rank(ranks: RanksFixture, used_before: bool, ends: bool) -> None:
+def test_a_fork_is_not_a_rank(ranks: RanksFixture, used_before: bool, ends: bool) -> None:
     report(f for rank in ranks(WORLD).run(forked_job, used_before, ends) for f in rank)
 
 
 def forked_in_call_job() -> list[str]:
-    """A thread of rank 0 waits in a call, whose lock the fork has as it was."""
+    """A thread of rank 0 waits in a call, so the fork inherits the lock in its locked state."""
     group, rank = faults.new_group(), dist.get_rank()
     faults.run_op("all_reduce", group)
     if rank == 1:
@@ -107,9 +107,9 @@ def forked_in_call_job() -> list[str]:
     call.start()
     while not groups.get(group.group_name).in_call:
         time.sleep(0.001)
-    said = in_child(lambda: "".join(refused(use) for use in uses(group)))
+    outcome = in_child(lambda: "".join(refused(use) for use in uses(group)))
     call.join()
-    return failures + ([said] if said != "fine" else [])
+    return failures + ([outcome] if outcome != "fine" else [])
 
 
 def test_a_fork_during_a_call_of_another_thread(ranks: RanksFixture) -> None:
@@ -119,7 +119,7 @@ def test_a_fork_during_a_call_of_another_thread(ranks: RanksFixture) -> None:
 def grandchild_job() -> list[str]:
     group, rank = faults.new_group(), dist.get_rank()
     faults.run_op("all_reduce", group)
-    said = "fine"
+    outcome = "fine"
     if rank == 0:
         owner = os.getpid()
 
@@ -127,9 +127,9 @@ def grandchild_job() -> list[str]:
             ending = faults.ending_of(lambda: faults.run_op("all_reduce", group))
             return "" if f"belongs to process {owner}," in ending.text else str(ending)
 
-        said = in_child(lambda: in_child(grandchild))
+        outcome = in_child(lambda: in_child(grandchild))
     faults.run_op("all_reduce", group)
-    return [] if said == "fine" else [said]
+    return [] if outcome == "fine" else [outcome]
 
 
 def test_a_fork_of_a_fork(ranks: RanksFixture) -> None:

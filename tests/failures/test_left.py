@@ -1,4 +1,4 @@
-"""What is left behind: no descriptors, no memory, no hang when the interpreter ends."""
+"""What groups leave behind: no descriptors, no memory, no hang when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def groups_job(count: int, finalize: bool) -> tuple[tuple[int, int], tuple[int, 
         group = faults.new_group()
         x = tpkernels.empty(60, 48, group=group)
         tpkernels.all_gather(x, group)
-        faults.run_op("matmul_all_reduce", group, "pipelined", rows=600)  # which grows
+        faults.run_op("matmul_all_reduce", group, "pipelined", rows=600)  # the workspace grows
         del x
         if finalize:
             tpkernels.finalize()
@@ -65,7 +65,7 @@ def failed_groups_job(count: int, how: str) -> tuple[tuple[int, int], tuple[int,
     group_timeout = 0.1 if how == "timeout" else faults.PATIENCE
 
     def fail(*_: object) -> None:
-        raise ArithmeticError("told to")
+        raise ArithmeticError("simulated")
 
     if how == "exception" and dist.get_rank() == 1:
         rendezvous._map = fail  # type: ignore[assignment]
@@ -106,9 +106,9 @@ def secrets_job() -> list[str]:
 
 
 def test_shared_memory_has_no_name_and_no_open_descriptor(ranks: RanksFixture) -> None:
-    for found in ranks(2).run(secrets_job):
-        assert len(found) >= 2, found  # the workspace and the symmetric tensor
-        for line in found:
+    for lines in ranks(2).run(secrets_job):
+        assert len(lines) >= 2, lines  # the workspace and the symmetric tensor
+        for line in lines:
             assert "rw-s" in line and line.endswith("/memfd:tpkernels (deleted)"), line
 
 
@@ -132,12 +132,12 @@ def test_shared_memory_is_private_and_sealed() -> None:
 def released_job() -> tuple[Ending, Ending]:
     group = faults.new_group()
     x = tpkernels.empty(6, 8, group=group)
-    given: torch.Tensor | None = x.fill_(1)
+    shard: torch.Tensor | None = x.fill_(1)
     if group.rank() == 1:
-        given = torch.ones(6, 8)
+        shard = torch.ones(6, 8)
         del x
     dist.barrier()
-    first = faults.ending_of(lambda: tpkernels.all_gather(given, group))
+    first = faults.ending_of(lambda: tpkernels.all_gather(shard, group))
     return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
@@ -201,7 +201,7 @@ def test_strangers_are_turned_away(ranks: RanksFixture, who: str) -> None:
             stranger.kill()
 
 
-# The end of the interpreter. The ranks are plain processes that end by themselves.
+# The exit of the interpreter. The ranks are plain processes that exit by themselves.
 
 _RANK = """
 import os, signal, sys, threading, time
@@ -269,7 +269,7 @@ _ENDS = {
         thorough("with a thread in a call", "direct"),
     ],
 )
-def test_the_interpreter_ends_in_time(tmp_path: Path, end: str, algorithm: str) -> None:
+def test_the_interpreter_exits_in_time(tmp_path: Path, end: str, algorithm: str) -> None:
     script = _RANK + textwrap.dedent(_ENDS[end])
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     arguments = [str(tmp_path / "store"), algorithm]
@@ -286,10 +286,10 @@ def test_the_interpreter_ends_in_time(tmp_path: Path, end: str, algorithm: str) 
     try:
         begin = time.monotonic()
         for rank, process in enumerate(started):
-            said, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=60)
             killed = rank == 2 and "killed" in end
-            assert process.returncode == (-9 if killed else 0), said
-            assert said == "", said
+            assert process.returncode == (-9 if killed else 0), output
+            assert output == "", output
         assert time.monotonic() - begin < 30
     finally:
         for process in started:

@@ -1,5 +1,5 @@
-"""A rank that finds no memory within an op, and goes on: nobody may take its next call for the one
-that it left."""
+"""A rank that runs out of memory within an op and goes on: its peers must not mistake its next call
+for the one that it left."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WORLD, POOR = 3, 1
 
 @contextmanager
 def no_memory(at: int) -> Iterator[list[int]]:
-    """The ops' ``at``-th allocation fails; yields how many there were."""
+    """Makes the ops' ``at``-th allocation fail; yields how many there were."""
     made = [0]
 
     def poor(allocate: Callable[..., Any]) -> Callable[..., Any]:
         def allocating(*args: Any, **options: Any) -> Any:
             made[0] += 1
             if made[0] == at:
-                raise MemoryError("told to have none")
+                raise MemoryError("simulated")
             return allocate(*args, **options)
 
         return allocating
@@ -47,7 +47,7 @@ def no_memory(at: int) -> Iterator[list[int]]:
 
 
 def call(op: str, group: dist.ProcessGroup, algorithm: str, value: float) -> torch.Tensor:
-    """Large in no dim, with all that an op can be given."""
+    """A small call with every optional input of the op."""
     rows, k, n = 6, 5, 4
     x = torch.full((rows, k), value, dtype=torch.bfloat16)
     options: dict[str, Any] = {"algorithm": algorithm}
@@ -69,7 +69,8 @@ def expected(op: str, value: float, like: torch.Tensor) -> torch.Tensor:
 
 
 def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], list[str], bool]:
-    """The endings of two calls alike but for their values; wrong results; whether memory lacked."""
+    """The endings of two calls that differ only in their values; wrong results; whether an
+    allocation failed."""
     group = faults.new_group()
     wrong: list[str] = []
     poor = group.rank() == POOR
@@ -82,34 +83,34 @@ def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], list[str],
     checked(3.0)
     with no_memory(at if poor else 0) as made:
         first = faults.ending_of(lambda: checked(1.0))
-    lacked = poor and made[0] >= at  # else that was all: the call has succeeded
+    lacked = poor and made[0] >= at  # otherwise the call had fewer allocations
     return [first, faults.ending_of(lambda: checked(2.0))], wrong, lacked
 
 
 @pytest.mark.parametrize(("op", "algorithm"), covering([*CASES, ("all_reduce_", "direct")]))
 def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: str) -> None:
     for at in range(1, 40):
-        told = ranks(WORLD).run(poor_job, op, algorithm, at, timeout=100)
-        assert not any(wrong for _, wrong, _ in told), told
-        if not told[POOR][2]:
+        results = ranks(WORLD).run(poor_job, op, algorithm, at, timeout=100)
+        assert not any(wrong for _, wrong, _ in results), results
+        if not results[POOR][2]:
             break
-        for rank, (endings, _, _) in enumerate(told):
+        for rank, (endings, _, _) in enumerate(results):
             errors = [ending.error for ending in endings]
             assert all(ending.seconds < faults.PROMPT for ending in endings), endings
             if rank == POOR:
                 assert errors == ["MemoryError", "GroupBrokenError"], endings
                 continue
-            # The others may have had all they need of it before.
+            # The others may have received all they need from it before.
             assert errors in (["PeerLostError", "GroupBrokenError"], ["", "PeerLostError"]), endings
             lost = endings[errors.index("PeerLostError")]
-            assert lost.peer == POOR and "MemoryError: told to have none" in lost.text, lost
+            assert lost.peer == POOR and "MemoryError: simulated" in lost.text, lost
     else:
         pytest.fail("more than 40 allocations")
     assert at > 1 or (op, algorithm) == ("all_gather", "unfused"), "nothing was allocated"
 
 
 def little_address_space(room: int) -> tuple[int, int]:
-    """Lets this process map ``room`` more bytes; the limits it had."""
+    """Lets this process map only ``room`` more bytes; returns its previous limits."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, limits[1]))
@@ -117,7 +118,7 @@ def little_address_space(room: int) -> tuple[int, int]:
 
 
 def really_poor_job(what: str) -> list[Ending]:
-    """Results, or copies that autocast makes, that this rank has no room for."""
+    """A rank has no room for a result, or for a copy that autocast makes."""
     group = faults.new_group()
     x = torch.ones(256, 16)
     w = torch.ones(16, 1 << 17) if what == "result" else torch.ones(1 << 16, 256).t()
@@ -141,8 +142,8 @@ def really_poor_job(what: str) -> list[Ending]:
 @pytest.mark.parametrize("what", ["result", "autocast"])
 def test_no_memory_for_large_tensors(what: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
-        told = faults.values(faults.collect(ranks, really_poor_job, what))
-    for rank, (first, then) in told.items():
+        results = faults.values(faults.collect(ranks, really_poor_job, what))
+    for rank, (first, then) in results.items():
         assert then.error == "GroupBrokenError", then
         if rank == POOR:
             assert "allocate memory" in first.text, first
@@ -151,7 +152,7 @@ def test_no_memory_for_large_tensors(what: str) -> None:
 
 
 def backward_job(op: str) -> list[Ending]:
-    """One rank leaves a backward between its collective and what follows, or before."""
+    """One rank fails in its backward, before or after the collective."""
     group = faults.new_group()
     x = torch.ones(6, 6, requires_grad=True)
     w = torch.ones(6, 6, requires_grad=True)
@@ -165,7 +166,7 @@ def backward_job(op: str) -> list[Ending]:
         product: Callable[..., Any] = _autograd.WeightGrad.product
 
         def fail(*_: Any) -> None:
-            raise MemoryError("told to have none")
+            raise MemoryError("simulated")
 
         _autograd.WeightGrad.product = fail  # type: ignore[method-assign, assignment]
         first = faults.ending_of(step)
@@ -177,8 +178,8 @@ def backward_job(op: str) -> list[Ending]:
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_no_memory_in_a_backward(op: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
-        told = faults.values(faults.collect(ranks, backward_job, op))
-    for rank, (first, then) in told.items():
+        results = faults.values(faults.collect(ranks, backward_job, op))
+    for rank, (first, then) in results.items():
         if rank == POOR:
             assert (first.error, then.error) == ("MemoryError", "GroupBrokenError"), first
         else:

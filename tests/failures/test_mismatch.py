@@ -1,4 +1,4 @@
-"""Ranks in different calls: every one of them is told at once, with both calls."""
+"""Ranks in different calls: each of them raises at once and names both calls."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ PAIRS: dict[str, tuple[Run, Run]] = {
 
 
 def mismatch_job(pair: str, late: bool) -> Report:
-    """The odd rank comes late, or all others do."""
+    """The odd rank is late, or all the others are."""
     group, rank = faults.new_group(), dist.get_rank()
     others = [faults.new_group()]
     faults.run_op("all_gather", group)
@@ -149,13 +149,13 @@ def mismatch_job(pair: str, late: bool) -> Report:
     new = faults.new_group()
     for run in PAIRS[pair]:
         report.others.append(faults.ending_of(lambda run=run: run(new)))
-    for made in (group, *others, new):  # at once, whatever the peers are still at
+    for made in (group, *others, new):  # at once, whatever the peers are still doing
         dist.destroy_process_group(made)
     return report
 
 
 def skipped_call_job() -> Report:
-    """The odd rank leaves out a call."""
+    """The odd rank skips a call."""
     group = faults.new_group()
 
     def calls() -> None:
@@ -174,26 +174,26 @@ _TEXT = re.compile(
 
 
 def _require_mismatch(reports: list[Report], pids: list[int]) -> tuple[str, str]:
-    """What the ranks, and what the odd one, were in; all ranks say the same."""
+    """The calls that the ranks and the odd one were in; all ranks must name the same two."""
     seen = set()
     for rank, report in enumerate(reports):
         faults.require_broken(report)
         first = report.first
         assert first.error == "CollectiveMismatchError", first
         assert first.seconds < LATE_SECONDS + faults.PROMPT, first
-        found = _TEXT.match(first.text)
-        assert found is not None, first
-        own, peer = int(found[1]), int(found[3])
+        match = _TEXT.match(first.text)
+        assert match is not None, first
+        own, peer = int(match[1]), int(match[3])
         assert own == rank and peer == first.peer and (own == ODD) != (peer == ODD), first
-        assert int(found[4]) == pids[peer], first
-        seen.add((found[2], found[5]) if peer == ODD else (found[5], found[2]))
+        assert int(match[4]) == pids[peer], first
+        seen.add((match[2], match[5]) if peer == ODD else (match[5], match[2]))
     (both,) = seen
     assert both[0] != both[1]
     return both
 
 
 def _tier(number: int, late: bool) -> list[pytest.MarkDecorator]:
-    """Half of the cases are slow: every pair is in the others, early or late."""
+    """Half of the cases are slow; the other half has every pair, early or late."""
     if late != number % 2:
         return [pytest.mark.slow]
     return [] if number < 2 else [pytest.mark.thorough]
@@ -212,7 +212,7 @@ def _tier(number: int, late: bool) -> list[pytest.MarkDecorator]:
         for late in (False, True)
     ],
 )
-def test_a_mismatch_is_told_to_all(ranks: RanksFixture, pair: str, late: bool) -> None:
+def test_a_mismatch_reaches_all(ranks: RanksFixture, pair: str, late: bool) -> None:
     pool = ranks(WORLD)
     _require_mismatch(pool.run(mismatch_job, pair, late), pool.pids)
 
@@ -224,7 +224,7 @@ def test_both_calls_are_named(ranks: RanksFixture) -> None:
     assert odd == "all_gather([18, 9] float32, dim 0 by 6 a rank) [direct]"
 
 
-def test_a_skipped_call_is_found(ranks: RanksFixture) -> None:
+def test_a_skipped_call_is_detected(ranks: RanksFixture) -> None:
     pool = ranks(WORLD)
     usual, odd = _require_mismatch(pool.run(skipped_call_job), pool.pids)
     assert usual.startswith("all_gather(") and odd.startswith("all_reduce(")

@@ -1,4 +1,4 @@
-"""Ranks that do not come, die, stop or lack memory while they set up what they share: the first
+"""Ranks that are missing, die, stop or lack memory during the set-up of shared memory: the first
 workspace, a larger one, symmetric tensors."""
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ STEPS: dict[str, Callable[[dist.ProcessGroup], object]] = {
 def disturbed_job(
     step: str, where: str, victim: int, number: int, timeout: float
 ) -> tuple[Report, float] | None:
-    """The victim sends itself a signal, "before" the others meet it or as it is to "map" memory."""
+    """The victim sends itself a signal, "before" it meets the others or instead of the "map" of
+    memory."""
     group, rank = faults.group_of(dist.new_group()), dist.get_rank()
     survivors = [r for r in range(WORLD) if r != victim]
     others = [faults.new_group(ranks=survivors)] if rank != victim else []
@@ -108,7 +109,7 @@ def test_a_stopped_rank_is_a_timeout(step: str, where: str, victim: int) -> None
 
 
 def late_job(victim: int) -> tuple[Ending, Ending]:
-    """A rank that comes after the others gave up."""
+    """A rank that arrives after the others gave up."""
     group = faults.group_of(dist.new_group())
     if group.rank() == victim:
         time.sleep(2 * TIMEOUT)
@@ -120,7 +121,7 @@ def late_job(victim: int) -> tuple[Ending, Ending]:
 def test_a_late_rank_gives_up_as_well(ranks: RanksFixture) -> None:
     for rank, (first, again) in enumerate(ranks(WORLD).run(late_job, 2)):
         assert first.error == "CollectiveTimeoutError", first
-        assert first.seconds < TIMEOUT + PROMPT and "which did not come" in first.text, first
+        assert first.seconds < TIMEOUT + PROMPT and "which did not arrive" in first.text, first
         assert (first.peer == 2) == (rank != 2), first
         assert again.error == "GroupBrokenError" and again.seconds < PROMPT / 2, again
 
@@ -146,7 +147,7 @@ def test_too_large_a_workspace_is_an_error_on_all_ranks(ranks: RanksFixture, nby
 
 @contextlib.contextmanager
 def little_address_space(room: int) -> Any:
-    """Lets this process map ``room`` more bytes."""
+    """Lets this process map only ``room`` more bytes during the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, hard))
@@ -157,7 +158,7 @@ def little_address_space(room: int) -> Any:
 
 
 def too_much_on_some_job(poor: tuple[int, ...], step: str) -> tuple[Ending, Ending]:
-    """Some ranks cannot map what all the others can."""
+    """Some ranks cannot map what the others can."""
     group, other = faults.group_of(dist.new_group()), faults.new_group()
     if step == "empty":
         tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)

@@ -1,6 +1,6 @@
-"""Thousands of calls in a row under random delays: every result exact, no drift of the epochs.
+"""Thousands of calls in a row under random delays: every result is exact, the epochs do not drift.
 
-The negative controls run the same calls on a broken protocol, and must find it broken.
+The negative controls run the same calls on a broken protocol, and must detect that.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TIMEOUT = 20.0  # of one wait
 
 
 def _poison(group: dist.ProcessGroup, which: str) -> None:
-    """Fills one of this rank's two buffers with NaN. The "next" one nobody reads any more when a
-    call has returned; the "last" one peers may still be reading."""
+    """Fills one of this rank's two buffers with NaN. When a call has returned, nobody reads the
+    "next" one any more, but peers may still be reading the "last" one."""
     workspace = soak.workspace_of(group)
     channel = workspace.channel
     parity = (channel.epoch + (which == "next")) & 1
@@ -54,12 +54,12 @@ def run_task(task: Task) -> Outcome:
         if group.rank() == task.slow_rank:
             time.sleep(calls.own.random() * task.slow_seconds)
         try:
-            found = calls.one()
-        except Exception as error:  # after which no more calls can run
-            failed = f"{type(error).__name__}: {error}"
+            error = calls.one()
+        except Exception as failure:  # after which no more calls can run
+            failed = f"{type(failure).__name__}: {failure}"
             break
-        if found is not None and len(wrong) < 5:
-            wrong.append(found)
+        if error is not None and len(wrong) < 5:
+            wrong.append(error)
         if task.poison:
             _poison(group, task.poison)
     outcome = Outcome(soak.workspace_of(group).epoch, wrong, failed)
@@ -69,13 +69,13 @@ def run_task(task: Task) -> Outcome:
 
 
 def run_on_threads(seeds: tuple[int, int], count: int) -> list[str]:
-    """Two threads, each with calls of its own on a group of its own."""
+    """Two threads, each with its own calls on its own group."""
     wrong: list[str] = []
 
     def work(group: dist.ProcessGroup, seed: int) -> None:
         calls = Calls(group, seed)
         soak.workspace_of(group).set_chaos(seed=seed, max_delay_us=200)
-        wrong.extend(found for _ in range(count) if (found := calls.one()) is not None)
+        wrong.extend(error for _ in range(count) if (error := calls.one()) is not None)
 
     made = [dist.new_group(), dist.new_group()]
     threads = []
@@ -142,7 +142,7 @@ def test_two_threads_on_two_groups(ranks: RanksFixture) -> None:
     ),
     ids=["single_buffer", "skip_waits", "poison_what_is_read"],
 )
-def test_a_broken_protocol_is_found(ranks: RanksFixture, broken: Task) -> None:
-    """So few calls are enough to tell; the protocol as it is passes them."""
+def test_a_broken_protocol_is_detected(ranks: RanksFixture, broken: Task) -> None:
+    """So few calls are enough to detect it; the correct protocol passes them."""
     outcomes = ranks(WORLD).run(run_task, broken, timeout=100)
     assert any(outcome.wrong for outcome in outcomes), outcomes

@@ -21,7 +21,7 @@ WORLD = 2
 
 
 def in_call_of_a_thread(group: dist.ProcessGroup) -> threading.Thread:
-    """A thread that waits for its peers in a call."""
+    """Starts a thread that waits for its peers in a call."""
     thread = threading.Thread(
         target=lambda: faults.ending_of(lambda: faults.run_op("all_gather", group))
     )
@@ -38,7 +38,7 @@ def used_group(timeout: float = faults.PATIENCE) -> dist.ProcessGroup:
 
 
 def nested_job() -> list[str]:
-    """finalize waits for a thread's call; a signal handler finalizes meanwhile."""
+    """While finalize waits for a thread's call, a signal handler finalizes too."""
     group, handled = used_group(), list[str]()
     if dist.get_rank() == 1:
         time.sleep(1.0)
@@ -76,7 +76,7 @@ def waiting_job() -> list[str]:
         tpkernels.finalize()
     waiting.join()
     dist.barrier()
-    faults.run_op("all_gather", group)  # which sets it up anew
+    faults.run_op("all_gather", group)  # which sets it up again
     right = endings[0].error == "GroupBrokenError" and "tpkernels.finalize" in endings[0].text
     return [] if right else [str(endings)]
 
@@ -87,7 +87,7 @@ def test_a_call_that_waited_for_its_turn_finds_the_group_closed() -> None:
 
 
 def interrupted_job() -> list[str]:
-    """Ctrl-C while finalize waits for the second of two groups; then the first is used."""
+    """Ctrl-C while finalize waits for the second of two groups; then the first group is used."""
     first, second = used_group(), used_group()
     if dist.get_rank() == 1:
         time.sleep(1.0)
@@ -110,7 +110,7 @@ def interrupted_job() -> list[str]:
 
 
 @pytest.mark.thorough
-def test_an_interrupted_finalize_leaves_no_closed_group_to_be_used() -> None:
+def test_after_an_interrupted_finalize_groups_can_be_used() -> None:
     with faults.watched_ranks(WORLD) as ranks:
         report(failure for rank in ranks.run(interrupted_job) for failure in rank)
 
@@ -147,7 +147,7 @@ def test_a_process_group_that_is_destroyed_while_finalize_waits() -> None:
 
 
 def destroyed_within_job() -> list[str]:
-    """The process group goes while this thread, in a handler, is within a call on it."""
+    """The process group ends while this thread, in a handler, is within a call on it."""
     group = used_group()
     made = groups.get(group.group_name)
     with made.turn():

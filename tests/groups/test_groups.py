@@ -1,4 +1,4 @@
-"""Ops on every kind of group: sub-groups, mesh dims, names, several at once, threads."""
+"""Ops on every kind of group: subgroups, mesh dims, names, several groups at once, threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.tiers import sweep, thorough
 from tpkernels.groups import GroupLike
 
 
-def given_by_name_or_not_at_all() -> list[str]:
+def passed_by_name_or_as_world() -> list[str]:
     with fresh_group() as group:
         failures = check_cases(one_of_each(group.size()), group, group.group_name)
     world = dist.group.WORLD
@@ -25,17 +25,17 @@ def given_by_name_or_not_at_all() -> list[str]:
     return failures + check_cases(one_of_each(world.size()), world)
 
 
-def given_as_mesh() -> list[str]:
+def passed_as_mesh() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     group = mesh.get_group()
     ways: list[GroupLike] = [mesh, (mesh, 0), (mesh, "tp"), mesh["tp"]]
     failures = []
-    for given in ways:
-        failures += check_cases(one_of_each(group.size()), group, given)
+    for way in ways:
+        failures += check_cases(one_of_each(group.size()), group, way)
     return failures
 
 
-def given_as_mesh_dim(shape: tuple[int, int]) -> list[str]:
+def passed_as_mesh_dim(shape: tuple[int, int]) -> list[str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     ways: list[tuple[GroupLike, dist.ProcessGroup]] = [
@@ -45,11 +45,11 @@ def given_as_mesh_dim(shape: tuple[int, int]) -> list[str]:
         ((mesh, 1), tp),
     ]
     failures = []
-    for given, group in ways:
-        failures += check_cases(one_of_each(group.size()), group, given)
+    for way, group in ways:
+        failures += check_cases(one_of_each(group.size()), group, way)
     try:
         tpkernels.all_reduce(torch.ones(3), mesh)
-        failures.append("a mesh of two dims was taken for a group")
+        failures.append("a mesh of two dims was accepted as a group")
     except ValueError as error:
         if "2 dims" not in str(error):
             failures.append(f"not helpful: {error}")
@@ -57,7 +57,7 @@ def given_as_mesh_dim(shape: tuple[int, int]) -> list[str]:
 
 
 def on_own_subgroup(members: Sequence[Sequence[int]]) -> list[str]:
-    """Every rank runs on those sub-groups of ``members`` that it is in."""
+    """Every rank runs on the subgroups in ``members`` that contain it."""
     made = [dist.new_group(list(ranks)) for ranks in members]
     failures = []
     for group, ranks in zip(made, members, strict=True):
@@ -68,7 +68,7 @@ def on_own_subgroup(members: Sequence[Sequence[int]]) -> list[str]:
 
 
 def in_turns(count: int) -> list[str]:
-    """Case by case, on several groups that live at once."""
+    """Runs each case on several groups in turn."""
     made = [dist.new_group() for _ in range(count)]
     failures = []
     for case in one_of_each(dist.get_world_size()):
@@ -79,15 +79,15 @@ def in_turns(count: int) -> list[str]:
 
 
 def by_threads(rounds: int) -> list[str]:
-    """Two threads, each with a group of its own, which they have not used before."""
+    """Two threads, each with its own group, not used before."""
     made = [dist.new_group(), dist.new_group()]
     failures: list[str] = []
 
     def work(group: dist.ProcessGroup) -> None:
         for _ in range(rounds):
-            found = check_cases(one_of_each(group.size()), group)
-            failures.extend(found)
-            if found:
+            errors = check_cases(one_of_each(group.size()), group)
+            failures.extend(errors)
+            if errors:
                 break
 
     threads = [threading.Thread(target=work, args=(group,)) for group in made]
@@ -99,7 +99,7 @@ def by_threads(rounds: int) -> list[str]:
 
 
 def after_destroy() -> list[str]:
-    """A group that comes after a destroyed one has nothing to do with it."""
+    """A new group is not affected by a destroyed one."""
     failures = []
     for _ in range(3):
         with fresh_group() as group:
@@ -115,7 +115,7 @@ def after_destroy() -> list[str]:
 
 
 @pytest.mark.parametrize("world", sweep([2, 1, 4]))
-@pytest.mark.parametrize("job", [given_by_name_or_not_at_all, given_as_mesh, after_destroy])
+@pytest.mark.parametrize("job", [passed_by_name_or_as_world, passed_as_mesh, after_destroy])
 def test_a_group_of_all_ranks(
     ranks: RanksFixture, world: int, job: Callable[[], list[str]]
 ) -> None:
@@ -124,8 +124,8 @@ def test_a_group_of_all_ranks(
 
 @pytest.mark.parametrize("shape", [(2, 2), thorough((1, 4)), thorough((4, 1))])
 def test_dims_of_a_mesh(ranks: RanksFixture, shape: tuple[int, int]) -> None:
-    told = ranks(4).run(given_as_mesh_dim, shape, timeout=120)
-    report(failure for rank in told for failure in rank)
+    results = ranks(4).run(passed_as_mesh_dim, shape, timeout=120)
+    report(failure for rank in results for failure in rank)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +133,17 @@ def test_dims_of_a_mesh(ranks: RanksFixture, shape: tuple[int, int]) -> None:
     sweep([[(0, 3), (0, 1, 2), (2,)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(1, 2, 3)]]),
 )
 def test_sub_groups(ranks: RanksFixture, members: list[tuple[int, ...]]) -> None:
-    told = ranks(4).run(on_own_subgroup, members, timeout=120)
-    report(failure for rank in told for failure in rank)
+    results = ranks(4).run(on_own_subgroup, members, timeout=120)
+    report(failure for rank in results for failure in rank)
 
 
 @pytest.mark.parametrize("world", sweep([2, 4]))
 def test_several_groups_in_turns(ranks: RanksFixture, world: int) -> None:
-    told = ranks(world).run(in_turns, 3, timeout=120)
-    report(failure for rank in told for failure in rank)
+    results = ranks(world).run(in_turns, 3, timeout=120)
+    report(failure for rank in results for failure in rank)
 
 
 @pytest.mark.parametrize("world", sweep([2, 3]))
 def test_two_threads_on_two_groups(ranks: RanksFixture, world: int) -> None:
-    told = ranks(world).run(by_threads, 5, timeout=120)
-    report(failure for rank in told for failure in rank)
+    results = ranks(world).run(by_threads, 5, timeout=120)
+    report(failure for rank in results for failure in rank)

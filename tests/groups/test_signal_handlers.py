@@ -1,5 +1,5 @@
-"""Signal handlers that use a group while their thread waits in something that all ranks do
-together: they are refused, and what waited goes on."""
+"""Signal handlers that use a group while their thread waits in a collective operation: they are
+refused, and the operation goes on."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ def handled_job(waits_in: str, uses: str) -> list[str]:
 def test_a_handler_is_refused_wherever_ranks_wait(
     ranks: RanksFixture, waits_in: str, uses: str
 ) -> None:
-    told = ranks(WORLD).run(handled_job, waits_in, uses)
-    report(failure for rank in told for failure in rank)
+    results = ranks(WORLD).run(handled_job, waits_in, uses)
+    report(failure for rank in results for failure in rank)
 
 
 @pytest.mark.parametrize("uses", sweep(["init", "empty", "communicator"]))
-def test_all_that_ranks_do_together_is_refused_in_a_handler(ranks: RanksFixture, uses: str) -> None:
-    told = ranks(WORLD).run(handled_job, "growth", uses)
-    report(failure for rank in told for failure in rank)
+def test_all_collective_operations_are_refused_in_a_handler(ranks: RanksFixture, uses: str) -> None:
+    results = ranks(WORLD).run(handled_job, "growth", uses)
+    report(failure for rank in results for failure in rank)
 
 
 def backward_job() -> list[str]:
-    """A handler whose backward is refused, which it catches."""
+    """A handler whose backward is refused, and which catches the error."""
     group = faults.new_group()
     x = torch.ones(4, 4, requires_grad=True)
     result = tpkernels.all_gather_matmul(x, torch.ones(4, 4), group)
@@ -104,7 +104,7 @@ def test_a_refused_backward_breaks_nothing(ranks: RanksFixture) -> None:
 
 
 def save_job(folder: str) -> list[str]:
-    """A handler that saves a model, which is refused."""
+    """A handler that tries to save a model and is refused."""
     from tests.support import hf_models
 
     mesh = hf_models.mesh_of_all()

@@ -26,8 +26,8 @@ WORLD = 2
 
 
 def first_calls_job(rounds: int, look: float) -> list[str]:
-    """Two threads make a new group's first calls at once, which are alike. Rank 0 takes a while to
-    read what is known of the machine."""
+    """Two threads make the same first call on a new group at once. Rank 0 takes a while to read
+    the measured times of the machine."""
     load, failures = group_module.store.load, list[str]()
 
     def load_slowly(machine: Any) -> Any:
@@ -60,8 +60,8 @@ def first_calls_job(rounds: int, look: float) -> list[str]:
 
 
 def test_two_threads_make_a_groups_first_call(ranks: RanksFixture) -> None:
-    told = ranks(WORLD).run(first_calls_job, 5, 0.02, timeout=100)
-    report(failure for rank in told for failure in rank)
+    results = ranks(WORLD).run(first_calls_job, 5, 0.02, timeout=100)
+    report(failure for rank in results for failure in rank)
 
 
 @contextlib.contextmanager
@@ -85,14 +85,14 @@ def handled_job(algorithm: str, again: str) -> list[str]:
     }
     faults.run_op("matmul_all_reduce", group, algorithm)
     tpkernels.all_reduce(torch.ones(5), group)
-    told: list[str] = []
+    outcomes: list[str] = []
 
     def handle() -> None:
         try:
             uses[again]()
-            told.append("not refused")
+            outcomes.append("not refused")
         except RuntimeError as error:
-            told.append(str(error))
+            outcomes.append(str(error))
 
     failures = []
     with handler(handle):
@@ -104,8 +104,8 @@ def handled_job(algorithm: str, again: str) -> list[str]:
         ending = faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group, algorithm))
     if ending.error:
         failures.append(f"the call that waited: {ending}")
-    if rank == 0 and (len(told) != 1 or " within a call" not in told[0]):
-        failures.append(f"the handler: {told}")
+    if rank == 0 and (len(outcomes) != 1 or " within a call" not in outcomes[0]):
+        failures.append(f"the handler: {outcomes}")
     faults.run_op("all_gather", group)
     faults.run_op("all_gather", other)
     return failures
@@ -113,18 +113,18 @@ def handled_job(algorithm: str, again: str) -> list[str]:
 
 @pytest.mark.parametrize("again", sweep(["op", "new op", "empty", "finalize"]))
 def test_a_signal_handler_cannot_use_the_group_that_waits(ranks: RanksFixture, again: str) -> None:
-    told = ranks(WORLD).run(handled_job, "direct", again)
-    report(failure for rank in told for failure in rank)
+    results = ranks(WORLD).run(handled_job, "direct", again)
+    report(failure for rank in results for failure in rank)
 
 
 @pytest.mark.parametrize("algorithm", sweep(["unfused", "pipelined"]))
 def test_a_signal_handler_during_other_waits(ranks: RanksFixture, algorithm: str) -> None:
-    told = ranks(WORLD).run(handled_job, algorithm, "op")
-    report(failure for rank in told for failure in rank)
+    results = ranks(WORLD).run(handled_job, algorithm, "op")
+    report(failure for rank in results for failure in rank)
 
 
 def finalize_job() -> list[str]:
-    """One thread waits in a call, another calls ``finalize``: it comes behind the call."""
+    """One thread waits in a call, another calls ``finalize``, which runs after the call."""
     group, rank = faults.new_group(), dist.get_rank()
     faults.run_op("all_gather", group)
     endings: list[Any] = []

@@ -1,5 +1,5 @@
-"""Under ``-W error`` a warning of rank 0 comes when its peers no longer wait for it, and the group
-goes on."""
+"""Under ``-W error``, rank 0 raises a warning only when its peers no longer wait for it, and the
+group goes on."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def warned_job(what: str) -> tuple[list[str], float]:
         else:
             doings["init"]()
         if what == "growth":
-            stack.enter_context(
-                mock.patch.object(host, "short_of_memory", lambda *_: "told to have none")
-            )
+            stack.enter_context(mock.patch.object(host, "short_of_memory", lambda *_: "simulated"))
         if what == "tuning":
             ignored = Table(), "the tuning cache is ignored"
             stack.enter_context(mock.patch.object(store, "load", lambda machine: ignored))

@@ -21,12 +21,12 @@ from tpkernels import groups
 
 def wrong_answer(refusal: Refusal, group: dist.ProcessGroup) -> str | None:
     """What is not as it should be, or None."""
-    wanted = f"{refusal.error.__name__}: {refusal.said}"
+    wanted = f"{refusal.error.__name__}: {refusal.pattern}"
     try:
         refusal.call(group)
     except Exception as error:
         message = str(error)
-        if type(error) is not refusal.error or not re.search(refusal.said, message):
+        if type(error) is not refusal.error or not re.search(refusal.pattern, message):
             return f"expected {wanted}\ngot {type(error).__name__}: {message}"
         if "\n" in message:
             return f"more than one line: {message}"
@@ -51,7 +51,7 @@ def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
             if wrong is not None:
                 failures.append(wrong)
             if workspace.epoch != epoch:
-                failures.append(f"something was sent before the error: {refusal.said}")
+                failures.append(f"something was sent before the error: {refusal.pattern}")
         if not works(group):
             failures.append("the group does not work any more")
     return failures

@@ -35,7 +35,7 @@ class MLP(nn.Module):
 
 
 def _inventory(model: nn.Module) -> list[object]:
-    """The identities of modules and parameters, and the numbers of hooks."""
+    """The identities of all modules and parameters, and the number of hooks of each module."""
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     return [*map(id, model.modules()), *map(id, model.parameters()), *hooks]
 
@@ -70,7 +70,7 @@ def refusals_job() -> list[str]:
 
     mesh = hf_models.mesh_of_all()
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    if mesh.get_rank():  # a rank refuses on its own: nothing is sent, no rank is waited for
+    if mesh.get_rank():  # each rank refuses on its own, without communication
         return []
     messages: list[str] = []
     llama = hf_models.make("llama")
@@ -84,7 +84,7 @@ def refusals_job() -> list[str]:
     mlp, style = MLP(), ColwiseParallel()
     fused = FusedColwiseParallel(input_layouts=(Shard(0), Shard(1)))
     wide = _changed("model.layers.1.self_attn.v_proj", lambda _: nn.Linear(36, 16, bias=False))
-    given: list[tuple[nn.Module, Any, dict[str, Any]]] = [
+    attempts: list[tuple[nn.Module, Any, dict[str, Any]]] = [
         (llama, square, {}),
         (llama, "tp", {}),
         (gpt, mesh, {}),
@@ -101,7 +101,7 @@ def refusals_job() -> list[str]:
         (wide, mesh, {}),
         (down, mesh, {"plan": {"model.layers.*.mlp.down_proj": RowwiseParallel()}}),
     ]
-    for model, on, options in given:
+    for model, on, options in attempts:
         _attempt(messages, model, lambda m=model, o=on, k=options: tpkernels.parallelize(m, o, **k))
     return messages
 

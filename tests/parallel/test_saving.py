@@ -84,7 +84,7 @@ def test_the_files_are_the_unsharded_models(
 
 
 def arguments_job(base: str) -> list[str]:
-    """Saves the caller's state dict, whole or sharded; the base model alone; a copy; twice."""
+    """Saves the caller's state dict, whole or sharded; the base model alone; a copy; and twice."""
     folder, failures, mesh = Path(base), [], hf_models.mesh_of_all()
     model = hf_models.make("llama")
     parallel = tpkernels.parallelize(copy.deepcopy(model), mesh)
@@ -116,12 +116,12 @@ def arguments_job(base: str) -> list[str]:
     return failures
 
 
-def test_what_it_is_given(ranks: RanksFixture, tmp_path: Path) -> None:
+def test_arguments(ranks: RanksFixture, tmp_path: Path) -> None:
     report(failure for rank in ranks(2).run(arguments_job, str(tmp_path)) for failure in rank)
 
 
 def passed_on_job() -> list[Any]:
-    """Calls of transformers' method, with the arguments that matter."""
+    """The arguments with which transformers' method is called."""
     model = hf_models.make("llama")
     calls = []
 
@@ -152,7 +152,7 @@ def groups_job(base: str) -> list[str]:
     mesh, rank = DeviceMesh("cpu", [1, 2]), dist.get_rank()
     model = hf_models.make("llama")
     folder, want = Path(base) / "model", Path(base) / "wanted"
-    if rank == 0:  # transformers itself writes only there
+    if rank == 0:  # transformers writes only on rank 0 of the job
         model.save_pretrained(want)
     else:
         tpkernels.parallelize(copy.deepcopy(model), mesh).save_pretrained(folder)
@@ -181,7 +181,7 @@ def test_one_replica_writes(ranks: RanksFixture, tmp_path: Path) -> None:
 
 
 def pickled_job(base: str) -> list[str]:
-    """A model that was pickled whole on each rank, and loaded again, saves its weights."""
+    """A model that was pickled on each rank and loaded again saves its weights."""
     path, model = Path(base) / f"{dist.get_rank()}.pt", hf_models.make("llama")
     torch.save(tpkernels.parallelize(copy.deepcopy(model), hf_models.mesh_of_all()), path)
     again = torch.load(path, weights_only=False)

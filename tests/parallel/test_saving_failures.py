@@ -1,5 +1,5 @@
-"""Failures of ``save_pretrained`` after `tpkernels.parallelize`: an error of rank 0 is raised on
-all ranks, in time, and what cannot be saved is refused."""
+"""Failures of ``save_pretrained`` after `tpkernels.parallelize`: an error on rank 0 is raised on
+all ranks in time, and what cannot be saved is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 
 def _saves(model: Any, does: Callable[..., None]) -> Any:
-    """A model whose class has another ``save_pretrained``."""
+    """A model whose class has ``does`` as its ``save_pretrained``."""
     model.__class__ = type(type(model).__name__, (type(model),), {"save_pretrained": does})
     return model
 
@@ -63,7 +63,7 @@ def failing_job(base: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", sweep([2, 1]))
-def test_an_error_of_rank_0_is_raised_on_all(
+def test_an_error_on_rank_0_is_raised_on_all(
     ranks: RanksFixture, tmp_path: Path, world: int
 ) -> None:
     first, *others = ranks(world).run(failing_job, str(tmp_path))
@@ -79,7 +79,7 @@ def test_an_error_of_rank_0_is_raised_on_all(
 
 
 def own_group(seconds: float) -> DeviceMesh:
-    """All ranks, with a timeout."""
+    """A mesh of all ranks, whose group has this timeout."""
     group = dist.new_group()
     assert group is not None
     tpkernels.init(group, timeout=seconds)

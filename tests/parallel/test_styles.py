@@ -1,5 +1,5 @@
 """One Linear under the fused styles against the unsharded one: every layout, also with uneven
-shards; layouts that the styles leave to torch's; and what they refuse."""
+shards; layouts that the fused styles leave to torch's; and refusals."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def _whole(
 def _one(
     style: Any,
     shape: tuple[int, ...],
-    given: Placement,
+    layout: Placement,
     as_dtensor: bool,
     output: Placement,
     uneven: int = 0,
 ) -> list[str]:
-    """Checks one Linear under the style, in float64, with its input laid out as ``given``.
+    """Checks one Linear under the style, in float64, with its input laid out as ``layout``.
     ``uneven``: by how much the numbers of features exceed a multiple of the ranks."""
     mesh = _mesh()
     features = 6 * mesh.size() + uneven
@@ -74,7 +74,7 @@ def _one(
     linear.load_state_dict(whole.state_dict())
     parallelize_module(linear, mesh, style)
     x = torch.randn(shape, dtype=F64, requires_grad=True)
-    mine: Any = distribute_tensor(x.detach(), mesh, [given])
+    mine: Any = distribute_tensor(x.detach(), mesh, [layout])
     mine = (mine if as_dtensor else mine.to_local()).requires_grad_()
 
     expected = whole(x)
@@ -82,7 +82,7 @@ def _one(
     expected.backward(cotangent)
     with Ops() as ops:
         y = linear(mine)
-    case = f"{style}, {given}"
+    case = f"{style}, {layout}"
     if isinstance(y, DTensor) == style.use_local_output:
         return [f"{case}: gives {type(y)}"]
     if isinstance(y, DTensor) and y.placements != (output,):
@@ -90,7 +90,7 @@ def _one(
     part: Any = distribute_tensor(cotangent, mesh, [output])
     y.backward(part if isinstance(y, DTensor) else part.to_local())
     pairs = {"y": (_whole(y.detach(), mesh, output, expected), expected)}
-    pairs["x"] = (_whole(mine.grad, mesh, given, x), x.grad)
+    pairs["x"] = (_whole(mine.grad, mesh, layout, x), x.grad)
     for name, p in linear.named_parameters():
         grad: Any = p.grad
         pairs[name] = (grad.full_tensor(), getattr(whole, name).grad)
@@ -202,7 +202,7 @@ def refusals_job() -> list[str]:
             missing = [word for word in words if word not in str(error)]
             failures += [f"{style} of {module}: {error}: no {missing}"] if missing else []
         else:
-            failures.append(f"{style} of {module} was taken")
+            failures.append(f"{style} of {module} was accepted")
     outside = parallelize_module(
         nn.Linear(8, 8), mesh, FusedColwiseParallel(input_layouts=Shard(3))
     )
@@ -212,7 +212,7 @@ def refusals_job() -> list[str]:
         if f"{plain}, bias=True): Shard(dim=3) is out of range" not in str(error):
             failures.append(str(error))
     else:
-        failures.append("Shard(3) of two dims was taken")
+        failures.append("Shard(3) of two dims was accepted")
     return failures
 
 

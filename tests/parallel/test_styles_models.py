@@ -138,9 +138,9 @@ def compiled_job() -> list[str]:
     failures = []
     for tokens in (2 * TOKENS, 3 * TOKENS, TOKENS):
         x = _tokens(tokens)
-        for module, given in ((whole, x), (compiled, _share(x, mesh))):
+        for module, shard in ((whole, x), (compiled, _share(x, mesh))):
             module.zero_grad()
-            (module(given) ** 2).sum().backward()
+            (module(shard) ** 2).sum().backward()
         failures += [f"{tokens} tokens: {each}" for each in _differences(model, whole)]
     if counters["stats"]["unique_graphs"] > 2:
         failures.append(f"{counters['stats']['unique_graphs']} graphs")
@@ -181,5 +181,5 @@ def mesh_job(folder: str) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_beside_fsdp_on_a_mesh(ranks: RanksFixture, tmp_path: Path) -> None:
+def test_with_fsdp_on_a_mesh(ranks: RanksFixture, tmp_path: Path) -> None:
     report(f for rank in ranks(4).run(mesh_job, str(tmp_path), timeout=200) for f in rank)

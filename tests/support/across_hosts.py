@@ -1,5 +1,5 @@
 """What each rank of transport/test_hosts.py runs: ``python -m tests.support.across_hosts JOB
-FILE``. It leaves what it found in FILE followed by its rank, as JSON."""
+FILE``. It writes its results to FILE followed by its rank, as JSON."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ def _world() -> dist.ProcessGroup:
 
 
 def works(nproc: int) -> dict[str, Any]:
-    """Every op on the group across the hosts, and on that of this host's ranks."""
+    """Every op on the group that spans the hosts, and on the group of this host's ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ranks = [range(first, first + nproc) for first in range(0, world, nproc)]
     inside = [dist.new_group(list(some)) for some in ranks][rank // nproc]
     assert isinstance(inside, dist.ProcessGroup)
-    found: dict[str, Any] = {"failures": []}
+    results: dict[str, Any] = {"failures": []}
     for name, group in [("across", _world()), ("inside", inside)]:
         tpkernels.init(group, TIMEOUT * 5)
         near = groups.get(group.group_name).shared_memory
-        found[name] = {"shared_memory": near, "ranks": group.size()}
+        results[name] = {"shared_memory": near, "ranks": group.size()}
         cases = {replace(case, algorithm="auto") for case in one_of_each(group.size())}
         for case in sorted(cases, key=str):
             for way in WAYS:
-                found["failures"] += check_cases([replace(case, algorithm=way)], group)
-    found["same_bits"] = []
+                results["failures"] += check_cases([replace(case, algorithm=way)], group)
+    results["same_bits"] = []
     for case in [
         Case(op="matmul_reduce_scatter", shape=(24 * world, 33), k=(70,), biases=(F32,)),
         Case(op="all_reduce", shape=(50, 31), dtype=torch.bfloat16),
     ]:
-        results = [call(replace(case, algorithm=way), _world())[0] for way in WAYS]
-        found["same_bits"].append(all(torch.equal(results[0], other) for other in results))
-    return found
+        outputs = [call(replace(case, algorithm=way), _world())[0] for way in WAYS]
+        results["same_bits"].append(all(torch.equal(outputs[0], other) for other in outputs))
+    return results
 
 
 def cut(algorithm: str, op: str, marker: Path) -> dict[str, Any]:
-    """Calls an op again and again until it fails, as the link is cut."""
+    """Calls an op again and again until it fails because the link is cut."""
     group, rank = _world(), dist.get_rank()
     tpkernels.init(group, TIMEOUT)
     x, w = torch.ones(512, 512), torch.ones(512, 512)
@@ -74,8 +74,8 @@ def cut(algorithm: str, op: str, marker: Path) -> dict[str, Any]:
         try:
             getattr(tpkernels, op)(*factors, group, algorithm=algorithm)
             broken = ""
-        except tpkernels.GroupBrokenError as said:
-            broken = str(said)
+        except tpkernels.GroupBrokenError as refusal:
+            broken = str(refusal)
         return {
             "error": type(error).__name__,
             "text": str(error),
@@ -93,10 +93,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if job == "works":
-        found = works(int(arguments[0]))
+        results = works(int(arguments[0]))
     else:
-        found = cut(arguments[0], arguments[1], Path(out))
-    Path(f"{out}.{os.environ['RANK']}.json").write_text(json.dumps(found))
+        results = cut(arguments[0], arguments[1], Path(out))
+    Path(f"{out}.{os.environ['RANK']}.json").write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # destroy_process_group may wait for a peer that cannot be reached
 

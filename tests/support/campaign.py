@@ -3,9 +3,10 @@
     python -m tests.support.campaign --count 300 --seed 1
 
 Each trial runs one op again and again on 2 to 4 ranks, with random delays in its protocol, until
-one rank is killed, stopped, interrupted or forked, raises, finds no memory or makes another call.
-Then all must know in time and say the right thing; no result may ever be wrong; other groups must
-go on; nothing may be left behind. A trial follows from its seed, but for the timing.
+one rank is killed, stopped, interrupted or forked, raises, runs out of memory or makes a different
+call. Then all ranks must notice in time and report the right error; no result may ever be wrong;
+other groups must go on; nothing may be left behind. A trial follows from its seed, except for the
+timing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Trial:
     algorithm: str
     kind: str
     victim: int
-    moment: float  #: seconds after the first call, or which of the calls it is to be
+    moment: float  #: seconds after the first call, or which call it is to be
     in_set_up: bool  #: in the group's first call
 
     @classmethod
@@ -76,18 +77,18 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank tells of a trial."""
+class Report:
+    """What one rank reports of a trial."""
 
     ending: Ending
     broken: Ending  #: the next call on the group
-    other: Ending | None  #: a call on another group, of those that live
-    at: float  #: when the fault was, on the clock of `Ending.at`; 0.0: unknown
-    said: str = ""  #: what the victim's fork says
+    other: Ending | None  #: a call on another group, of the ranks that live
+    at: float  #: when the fault happened, on the clock of `Ending.at`; 0.0: unknown
+    fork: str = ""  #: what the victim's fork reports
 
 
-def job(trial: Trial) -> Told | None:
-    """What each rank does; None where a rank cannot tell."""
+def job(trial: Trial) -> Report:
+    """What each rank does."""
     rank = dist.get_rank()
     lives = [r for r in range(trial.world) if r != trial.victim or trial.kind != "kill"]
     other = faults.new_group(ranks=lives) if rank in lives else None
@@ -96,7 +97,7 @@ def job(trial: Trial) -> Told | None:
     if not trial.in_set_up:
         tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
         faults.run_op(trial.op, group, trial.algorithm)
-    with _disturbed(trial, group) if victim else contextlib.nullcontext() as said:
+    with _disturbed(trial, group) if victim else contextlib.nullcontext() as fork:
         ending = faults.ending_of(functools.partial(_calls, trial, group, victim))
     broken = faults.ending_of(lambda: faults.run_op("all_reduce", group, rows=61))
     last = None
@@ -104,11 +105,12 @@ def job(trial: Trial) -> Told | None:
         last = faults.ending_of(lambda: faults.run_op("all_gather", other))
     store = dist.distributed_c10d._get_default_store()
     at = float(store.get("disturbed")) if store.check(["disturbed"]) else 0.0
-    return Told(ending, broken, last, at, "".join(said or []))
+    return Report(ending, broken, last, at, "".join(fork or []))
 
 
 def _calls(trial: Trial, group: dist.ProcessGroup, victim: bool) -> None:
-    tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)  # or has
+    # Does nothing if the group is set up already.
+    tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
     workspace = faults.workspace_of(group)
     workspace.set_chaos(seed=trial.seed * 8 + group.rank(), max_delay_us=MOST_DELAY_US)
     for number in range(1, (50 if trial.kind in BY_SIGNAL else 1) * CALLS + 1):
@@ -120,27 +122,27 @@ def _calls(trial: Trial, group: dist.ProcessGroup, victim: bool) -> None:
 
 @contextlib.contextmanager
 def _disturbed(trial: Trial, group: dist.ProcessGroup) -> Iterator[list[str]]:
-    """Has the fault happen to this rank within."""
-    said: list[str] = []
+    """Makes the fault happen to this rank within the block. Yields what its fork reports."""
+    fork: list[str] = []
     if trial.kind in BY_SIGNAL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         faults.disturb_later(trial.moment, BY_SIGNAL[trial.kind])
     elif trial.kind == "fork":
-        threading.Timer(trial.moment, lambda: said.append(_fork(group))).start()
+        threading.Timer(trial.moment, lambda: fork.append(_fork(group))).start()
     elif trial.kind == "exception":
         _raise_in_call(trial, group)
     try:
-        yield said
+        yield fork
     finally:
         if trial.kind == "fork":
-            while not said:
+            while not fork:
                 time.sleep(0.01)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
-    """At the beginning of a call, or when all of it is done."""
-    groups.get(group.group_name).forget_calls()  # they know their functions
+    """Makes a call raise, at its beginning or when all of it is done."""
+    groups.get(group.group_name).forget_calls()  # they hold their functions
     backends.bind = lambda op, call, given: None  # type: ignore[assignment]
     run, calls = backends.TABLES["cpu"][trial.op, trial.algorithm], [0]
 
@@ -157,7 +159,8 @@ def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
 
 
 def _fork(group: dist.ProcessGroup) -> str:
-    """A child that would take part, gives all up and ends. What it says: "fine" if refused."""
+    """Forks a child that tries to take part, finalizes and ends. Returns "fine" if it was refused,
+    otherwise what happened."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -176,7 +179,7 @@ def run_trial(trial: Trial) -> tuple[list[str], float]:
     """What went wrong, and the seconds from the fault to the last report of it."""
     try:
         outcomes = _outcomes(trial)
-    except AssertionError as error:  # of what is left behind
+    except AssertionError as error:  # about what is left behind
         return [str(error)], 0.0
     wrong, slowest = [], 0.0
     for outcome in outcomes:
@@ -185,10 +188,10 @@ def run_trial(trial: Trial) -> tuple[list[str], float]:
         elif not outcome.ok:
             wrong.append(f"rank {outcome.rank}: {outcome}")
         else:
-            told: Told = outcome.value
-            wrong += _judged(trial, outcome.rank, told)
-            if outcome.rank != trial.victim and told.at and told.ending.error:
-                slowest = max(slowest, told.ending.at - told.at)
+            report: Report = outcome.value
+            wrong += _judged(trial, outcome.rank, report)
+            if outcome.rank != trial.victim and report.at and report.ending.error:
+                slowest = max(slowest, report.ending.at - report.at)
     return wrong, slowest
 
 
@@ -205,24 +208,24 @@ def _outcomes(trial: Trial) -> list[Outcome]:
     return outcomes
 
 
-def _judged(trial: Trial, rank: int, told: Told) -> list[str]:
-    """What is wrong with what a rank tells."""
-    ending, victim = told.ending, rank == trial.victim
+def _judged(trial: Trial, rank: int, report: Report) -> list[str]:
+    """What is wrong with a rank's report."""
+    ending, victim = report.ending, rank == trial.victim
     allowed = _allowed(trial, victim)
     wrong = [] if ending.error in allowed else [f"rank {rank}: {ending}, not one of {allowed}"]
-    if told.said not in ("", "fine"):
-        wrong.append(f"a fork of rank {rank}: {told.said}")
+    if report.fork not in ("", "fine"):
+        wrong.append(f"a fork of rank {rank}: {report.fork}")
     if "wrong result" in ending.text:
         wrong.append(f"rank {rank}: {ending}")
     between_calls = victim and trial.kind == "interrupt"  # then the others find it in another call
-    if ending.error and not between_calls and told.broken.error != "GroupBrokenError":
-        wrong.append(f"rank {rank}: the next call: {told.broken}")
-    if told.other is not None and told.other.error:
-        wrong.append(f"rank {rank}: another group: {told.other}")
-    if told.at and ending.error and not victim:
+    if ending.error and not between_calls and report.broken.error != "GroupBrokenError":
+        wrong.append(f"rank {rank}: the next call: {report.broken}")
+    if report.other is not None and report.other.error:
+        wrong.append(f"rank {rank}: another group: {report.other}")
+    if report.at and ending.error and not victim:
         late = trial.timeout + 1.0 if ending.error == "CollectiveTimeoutError" else 0.0
-        if ending.at - told.at > late + PROMPT:
-            wrong.append(f"rank {rank}: {ending.at - told.at:.2f} s after the fault: {ending}")
+        if ending.at - report.at > late + PROMPT:
+            wrong.append(f"rank {rank}: {ending.at - report.at:.2f} s after the fault: {ending}")
     return wrong
 
 
@@ -234,8 +237,8 @@ def _allowed(trial: Trial, victim: bool) -> set[str]:
     if trial.kind == "stop":
         return late | lost if victim or trial.in_set_up else late
     if trial.kind == "mismatch":
-        # Rows of another number: seen by whoever is in the call; whoever waits for one of these
-        # is told.
+        # A rank in the call sees that the numbers of rows differ; a rank that waits for one of
+        # these ranks sees it leave.
         return {"CollectiveMismatchError", *lost}
     if trial.kind == "fork":
         return {""}
@@ -251,13 +254,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=KINDS)
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     failed = 0
-    for seed in range(given.seed, given.seed + given.count):
+    for seed in range(options.seed, options.seed + options.count):
         trial = Trial.drawn(seed)
-        if given.kind is not None:
-            trial = replace(trial, kind=given.kind, in_set_up=False)
+        if options.kind is not None:
+            trial = replace(trial, kind=options.kind, in_set_up=False)
         begin = time.monotonic()
         wrong, slowest = run_trial(trial)
         times[trial.kind].append(slowest)
@@ -266,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
         for line in wrong:
             print(f"    {line}")
         sys.stdout.flush()
-    print(f"\n{given.count} faults, {failed} of them wrong")
+    print(f"\n{options.count} faults, {failed} of them wrong")
     for kind, each in times.items():
         seen = [seconds for seconds in each if seconds]
         text = f"{statistics.median(seen):.3f} s, slowest {max(seen):.3f} s" if seen else "-"

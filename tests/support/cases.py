@@ -16,7 +16,7 @@ from tpkernels.launch import Ranks
 RanksFixture: TypeAlias = Callable[[int], Ranks]
 
 WORLDS = (1, 2, 3, 4)
-# Of sweeps; others have all.
+# For sweeps; other tests take all of WORLDS.
 QUICK_WORLDS = (*sweep((3, 2, 1)), pytest.param(4, marks=pytest.mark.slow))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COLLECTIVE_WAYS = ("unfused", "ring", "direct")
@@ -32,7 +32,7 @@ class Case:
     op: str
     shape: tuple[int, ...]  #: the gathered x, or the unreduced sum: that of `plan.Problem`
     dim: int = 0  #: gathered or scattered
-    sizes: tuple[int, ...] | None = None  #: given as shard_sizes; None: equal shards, none given
+    sizes: tuple[int, ...] | None = None  #: passed as shard_sizes, None for equal shards
     dtype: torch.dtype = torch.float32
     algorithm: str = "auto"
     k: tuple[int, ...] = ()  #: of a reduction: K of rank r is k[r % len(k)]
@@ -77,7 +77,7 @@ class Case:
         return whole.narrow(self.dim, sum(shards[:rank]), shards[rank])
 
     def values(self) -> Case:
-        """The case without what changes no value."""
+        """The case without the fields that change no value."""
         return replace(self, algorithm="auto", layout="plain", weight_layout="plain")
 
 
@@ -88,7 +88,7 @@ def each(
     integers: tuple[bool, ...] = (True, False),
 ) -> list[Case]:
     """The cases in every dtype, with integers and with random numbers, by every algorithm of the op
-    or by those given ("auto" chooses one of them)."""
+    or by ``algorithms`` ("auto" chooses one of them)."""
     return [
         replace(case, dtype=dtype, integers=exact, algorithm=algorithm)
         for case in cases
@@ -99,12 +99,12 @@ def each(
 
 
 def exact(*cases: Case, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Case]:
-    """``each`` with integers only: for what moves data and changes no arithmetic."""
+    """``each`` with integers only: for cases that move data and change no arithmetic."""
     return each(*cases, dtypes=dtypes, integers=(True,))
 
 
 def one_of_each(world: int) -> list[Case]:
-    """A small case of every op by every algorithm, uneven where that is possible."""
+    """A small case of every op by every algorithm, with uneven shards where possible."""
     sizes = tuple(range(4, 4 + world))
     rows = sum(sizes)
     collectives = [

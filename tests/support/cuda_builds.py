@@ -1,4 +1,4 @@
-"""Reads compiled CUDA kernels with the tools that Triton's wheel carries."""
+"""Reads compiled CUDA kernels with the tools in Triton's wheel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes of an SM, by the cubin."""
+    """The resources that one kernel takes, according to the cubin."""
 
     registers: int
     stack: int
@@ -23,7 +23,7 @@ class Usage:
 
 
 def dump(image: bytes, *options: str) -> str:
-    """What cuobjdump tells of a fat binary or a cubin."""
+    """The output of cuobjdump for a fat binary or a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".fatbin") as file:
         file.write(image)
         file.flush()
@@ -33,7 +33,7 @@ def dump(image: bytes, *options: str) -> str:
 
 def usage(image: bytes) -> dict[str, dict[str, Usage]]:
     """By architecture (sm_90) and kernel."""
-    found: dict[str, dict[str, Usage]] = {}
+    usages: dict[str, dict[str, Usage]] = {}
     arch = kernel = ""
     for line in dump(image, "-res-usage").splitlines():
         if match := re.match(r"arch = (sm_\d+)", line):
@@ -41,8 +41,8 @@ def usage(image: bytes) -> dict[str, dict[str, Usage]]:
         elif match := re.match(r"\s*Function (\w+):", line):
             kernel = match[1]
         elif match := re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", line):
-            found.setdefault(arch, {})[kernel] = Usage(*map(int, match.groups()))
-    return found
+            usages.setdefault(arch, {})[kernel] = Usage(*map(int, match.groups()))
+    return usages
 
 
 def ptx_of(image: bytes) -> str:
@@ -64,7 +64,7 @@ def sass_of(image: bytes, arch: str) -> dict[str, str]:
 
 
 def assembled(ptx: str, arch: str) -> bytes:
-    """The cubin that the newer of Triton's two ptxas makes of PTX."""
+    """PTX assembled to a cubin by the newer of Triton's two ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernels.ptx"), Path(folder, "kernels.cubin")
         source.write_text(ptx)

@@ -1,5 +1,5 @@
-"""CPU tensors on the way of CUDA tensors: all but the device itself. Shared memory stands in for
-torch's symmetric memory."""
+"""CPU tensors take the code path of CUDA tensors: everything but the device itself. Shared memory
+stands in for torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Handle:
 
 
 class SharedMemory:
-    """torch's symmetric memory, as far as it is used."""
+    """The part of torch's symmetric memory that is used."""
 
     empty = staticmethod(torch.empty)
 
@@ -48,12 +48,12 @@ class SharedMemory:
 
 @contextlib.contextmanager
 def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
-    """CPU tensors take the way of CUDA tensors, and the kernels know of no reason."""
+    """CPU tensors take the code path of CUDA tensors, and no kernel is unsupported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_check, "device", lambda _: "cuda")
         patch.setattr("tpkernels.ops._planning.unsupported", lambda *_: None)
         patch.setattr(cuda, "symmetric", memory)
-        patch.setattr(host, "_FIRST_WORDS", 4)  # and so have to grow
+        patch.setattr(host, "_FIRST_WORDS", 4)  # so that they have to grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)
         yield patch
 

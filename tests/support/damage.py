@@ -32,7 +32,7 @@ ESCAPES = "[bold]x[/no]\x1b[2J\x07\x9b\u202e\ud800\n$\\nope$"
 _BAD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e400", "1e300", "9" * 400, "9" * 5000)
 _VALUES = (None, True, -1, 0, 1.5, 2**63, "", "text", [], {}, [1, "2"], {"a": []}, "x" * 5000)
 
-Node = tuple[Any, ...]  # the keys and indices that lead to it
+Node = tuple[Any, ...]  # the path to a node: keys and indices
 
 
 def invoke(*args: str) -> Result:
@@ -42,11 +42,11 @@ def invoke(*args: str) -> Result:
 
 def options() -> list[str]:
     """The sweep of `good_report` on the command line."""
-    given = []
+    arguments = []
     for name, values in SWEEP.items():
         for value in values if isinstance(values, tuple) else (values,):
-            given += [f"--{name}", str(value)]
-    return given
+            arguments += [f"--{name}", str(value)]
+    return arguments
 
 
 def good_report() -> Report:

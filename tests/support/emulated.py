@@ -1,10 +1,10 @@
-"""The CUDA kernels on a CPU: a libcuda.so.1 made for the tests, whose device is the processor.
+"""The CUDA kernels on a CPU: a libcuda.so.1 made for the tests, whose device is the CPU.
 
-``tests/native/emulated`` compiles the very sources of ``csrc/cuda`` with threads for threads and
-atomics for what orders memory, and serves them behind the driver's functions. So the extension's
-launch code, ``tpkernels.cuda``, the kernels' arithmetic and their protocol run, between processes,
-where there is no GPU. What only a GPU shows (that PTX orders memory as the names say, copy engines,
-multicast) stays unproven by it.
+``tests/native/emulated`` compiles the sources of ``csrc/cuda`` unchanged, with CPU threads for CUDA
+threads and atomics for memory ordering, and serves them behind the driver's functions. So the
+extension's launch code, ``tpkernels.cuda``, the kernels' arithmetic and their protocol run between
+processes without a GPU. It proves nothing about what only a GPU has: the memory ordering of PTX,
+copy engines, multicast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compiler() -> list[str]:
 
 
 def build(folder: Path, source: str, *flags: str) -> Path:
-    """What ``source`` of the emulation compiles to; made only where the folder lacks it."""
+    """Compiles ``source`` of the emulation, unless the folder has the result already."""
     command = [*compiler(), *FLAGS, *flags, str(EMULATED / source)]
     state = hashlib.sha256(" ".join(command).encode())
     for path in sorted([*(ROOT / "csrc" / "cuda").glob("*"), *EMULATED.rglob("*.*")]):
@@ -59,7 +59,7 @@ def build(folder: Path, source: str, *flags: str) -> Path:
 
 
 def build_driver(folder: Path) -> Path:
-    """The driver; skips where a GPU has a real one, which would be found instead."""
+    """The driver; skips on machines with a GPU, whose real driver would be loaded instead."""
     if torch.cuda.is_available():
         pytest.skip("there is a real CUDA driver here")
     return build(folder, "driver.cpp", "-fPIC", "-shared", f"-Wl,-soname,{SONAME}")
@@ -67,7 +67,8 @@ def build_driver(folder: Path) -> Path:
 
 @functools.cache
 def load(path: str) -> ctypes.CDLL:
-    """Makes it the CUDA driver of this process: dlopen finds what is loaded under that name."""
+    """Makes it the CUDA driver of this process: dlopen returns the library that is already loaded
+    under that name."""
     if not _C.cuda.architectures():  # any image will do
         image.nvrtc_image = lambda capability: b"an image"
     return ctypes.CDLL(path)
@@ -76,7 +77,7 @@ def load(path: str) -> ctypes.CDLL:
 def space_of(
     driver: str, timeout: float = 20.0, words: int = WORDS, buffer_bytes: int = BUFFER_BYTES
 ) -> DeviceWorkspace:
-    """On a rank: the driver, and a workspace of the default group's ranks for its kernels."""
+    """On a rank: loads the driver, and makes a workspace of all ranks for its kernels."""
     load(driver)
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)

@@ -42,7 +42,7 @@ class Config(ctypes.Structure):
 
 
 class Fake:
-    """One loaded copy: sets what it does, and reads which calls it got."""
+    """One loaded copy: configures its behaviour, and reads which calls it received."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class Fake:
         self._library.fake_progress(polls)
 
     def asynchronous(self, code: int) -> None:
-        """Sets what polls find afterwards."""
+        """Sets what polls return afterwards."""
         self._library.fake_async(code)
 
     def finish(self) -> None:

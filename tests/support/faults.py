@@ -25,14 +25,14 @@ from tpkernels.launch import Outcome, Ranks
 from tpkernels.symm.host import HostWorkspace
 
 WORKSPACE_BYTES = 1 << 16
-PATIENCE = 20.0  # a group's timeout where something else must end the wait
-# A failure other than a timeout is reported well before the group's timeout, also on a machine that
-# does other work. The first to report a killed rank does so at once.
+PATIENCE = 20.0  # a group's timeout if something else must end the wait
+# A failure other than a timeout is reported well before the group's timeout, even on a busy
+# machine. The first rank to report a killed one does so at once.
 PROMPT = PATIENCE / 4
 AT_ONCE = 1.0
 COLLECT_SECONDS = 60.0
 
-# Every op with every algorithm that it has on a CPU without an interpreter of kernels.
+# Every op with every algorithm that it has on a CPU without the Triton interpreter.
 CASES = sorted(case for case in TABLES["cpu"] if case[1] != "fused")
 MATMUL_CASES = [case for case in CASES if "matmul" in case[0]]
 
@@ -50,7 +50,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells of a failure and of what came after it."""
+    """What a rank reports of a failure and of the calls after it."""
 
     first: Ending
     again: Ending  #: the next call on the same group
@@ -73,7 +73,7 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
 
 
 def new_group(timeout: float = PATIENCE, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A group of all ranks, or of those given, who alone take part in making it."""
+    """A group of all ranks, or of ``ranks``, which alone take part in making it."""
     made = dist.new_group(ranks, use_local_synchronization=ranks is not None)
     group = group_of(made)
     tpkernels.init(group, timeout=timeout, workspace_bytes=WORKSPACE_BYTES)
@@ -81,7 +81,7 @@ def new_group(timeout: float = PATIENCE, ranks: list[int] | None = None) -> dist
 
 
 def run_op(op: str, group: dist.ProcessGroup, algorithm: str = "auto", rows: int = 60) -> None:
-    """One call with known numbers, whose result is checked."""
+    """One call with known numbers; checks the result."""
     world, k, n = group.size(), 48, 40
     x, w = torch.ones(rows, k), torch.ones(k, n)
     function = getattr(tpkernels, op)
@@ -96,7 +96,7 @@ def ending_of(call: Callable[[], object]) -> Ending:
     error, text, peer = "", "", None
     try:
         call()
-    except BaseException as failure:  # KeyboardInterrupt is among what is expected
+    except BaseException as failure:  # including KeyboardInterrupt
         error, text = type(failure).__name__, str(failure)
         peer = getattr(failure, "peer", None)
     at = time.monotonic()
@@ -106,14 +106,14 @@ def ending_of(call: Callable[[], object]) -> Ending:
 def report_of(
     call: Callable[[], object], group: dist.ProcessGroup, others: list[dist.ProcessGroup]
 ) -> Report:
-    """The failure of ``call``, and what then becomes of its group and of other groups."""
+    """How ``call`` ends, and how the next calls on its group and on other groups end."""
     first = ending_of(call)
     again = ending_of(lambda: run_op("all_reduce", group))
     return Report(first, again, [ending_of(lambda g=g: run_op("all_gather", g)) for g in others])
 
 
 def disturb_later(seconds: float, number: int) -> None:
-    """Sends a signal to this process, from a thread, and leaves word of when."""
+    """Sends a signal to this process from a thread, and records when it did."""
 
     def disturb() -> None:
         time.sleep(seconds)
@@ -137,12 +137,13 @@ def _entries(folder: str) -> set[str]:
     return {entry.name for entry in os.scandir(folder)}
 
 
-# Such as ranks might make, and torchrun does not: others use these folders at the same time.
+# Names of files that ranks might make. Other programs use these folders at the same time, torchrun
+# among them.
 _OURS = re.compile(r"tpk|torch_|gloo|c10d|psm_|sem\.|rank")
 
 
 def _mapped() -> str:
-    """The mappings of all processes that may be looked at."""
+    """The mappings of all processes that this one may inspect."""
     texts = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -151,7 +152,7 @@ def _mapped() -> str:
 
 
 def _left_files(before: dict[str, set[str]]) -> list[str]:
-    """New entries that stay and that no process uses: others have some for a while."""
+    """New entries that stay and that no process uses: other programs make some for a while."""
     deadline = time.monotonic() + PROMPT
     while True:
         new = [
@@ -168,7 +169,7 @@ def _left_files(before: dict[str, set[str]]) -> list[str]:
 
 
 def _left_processes(leaders: list[int]) -> list[str]:
-    """Processes of the ranks' process groups; a rank leads one."""
+    """Processes in the ranks' process groups, of which each rank leads one."""
     left = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -180,8 +181,8 @@ def _left_processes(leaders: list[int]) -> list[str]:
 
 @contextlib.contextmanager
 def watched_ranks(world: int, **env: str) -> Iterator[Ranks]:
-    """Ranks of one test. Afterwards nothing of them may be left: no process, no file; those that
-    lived must have left their groups in time."""
+    """Ranks of one test. Nothing may be left of them afterwards, no process and no file, and the
+    survivors must have exited by themselves."""
     before = {folder: _entries(folder) for folder in ("/dev/shm", tempfile.gettempdir())}
     with Ranks(world, env=env) as ranks:
         pids = ranks.pids
@@ -208,7 +209,7 @@ def collect_without(ranks: Ranks, rank: int) -> list[Outcome]:
 
 
 def values(outcomes: list[Outcome], *without: int) -> dict[int, Any]:
-    """What the jobs returned, by rank; all but those ``without`` must have."""
+    """What the jobs returned, by rank. All must have succeeded, except on the ranks ``without``."""
     for outcome in outcomes:
         assert outcome.rank in without or outcome.ok, outcome
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in without}
@@ -217,8 +218,8 @@ def values(outcomes: list[Outcome], *without: int) -> dict[int, Any]:
 def require_killed(
     outcomes: list[Outcome], victim: int, late: float = 0.0, at_once: float = AT_ONCE
 ) -> dict[int, Ending]:
-    """What the survivors' calls ended with, by rank. Their jobs return a report and the time at
-    which the victim was killed; all must have noticed ``late`` seconds after that or soon after."""
+    """How the survivors' calls ended, by rank. Their jobs return a report and the time at which the
+    victim was killed; all must have noticed it ``late`` seconds later, or soon after that."""
     assert outcomes[victim].exitcode == -signal.SIGKILL, outcomes[victim]
     reports = values(outcomes, victim)
     delays = [report.first.at - killed_at - late for report, killed_at in reports.values()]
@@ -231,12 +232,12 @@ def require_killed(
 def collect_stopped(
     ranks: Ranks, victim: int, timeout: float, late: float = 0.0
 ) -> dict[int, Ending]:
-    """The same where the victim is stopped: the others must have waited for as long as the group's
-    timeout, and not much longer than that and ``late``. The victim stays stopped."""
+    """The same for a stopped victim: the others must have waited for the group's timeout, and not
+    much longer than that plus ``late``. The victim stays stopped."""
     outcomes = collect_without(ranks, victim)
     assert outcomes[victim].timed_out, outcomes[victim]
     reports = values(outcomes, victim)
-    # Those that did not wait for so long heard it from one who did.
+    # Those that waited for less were notified by one that waited that long.
     assert max(report.first.seconds for report, _ in reports.values()) >= timeout, reports
     for report, stopped_at in reports.values():
         first = report.first
@@ -251,7 +252,7 @@ def require_interrupted(first: Ending, at: float) -> None:
 
 
 def require_broken(report: Report) -> None:
-    """The group says at once that it is broken, and by what; others go on."""
+    """The next call fails at once, saying what broke the group; other groups go on."""
     assert report.again.error == "GroupBrokenError", report.again
     assert report.again.seconds < PROMPT / 2, report.again
     assert "make a new group" in report.again.text

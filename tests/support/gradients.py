@@ -30,8 +30,8 @@ def columns(case: Case, rank: int) -> list[int]:
 
 
 def output_grads(case: Case, rank: int, world: int) -> list[torch.Tensor]:
-    """What reaches a rank's outputs; the gathered x is the first of them. Of values that both
-    x's dtype and the output's hold."""
+    """The gradients that reach a rank's outputs, the gathered x first. Their values are exact in
+    both x's dtype and the output's."""
     case = case.values()
 
     def made(shape: Sequence[int], *what: object) -> torch.Tensor:
@@ -77,8 +77,8 @@ def _weight(case: Case, x: torch.Tensor, grad: torch.Tensor) -> Expected:
 
 def _bias(case: Case, grad: torch.Tensor, dtype: torch.dtype) -> Expected:
     ones = torch.ones(1, _rows(grad).shape[0], dtype=case.dtype)
-    found = _sum_of_products(case, [(ones, _rows(grad))], dtype)
-    return replace(found, exact=found.exact[0], bound=found.bound[0])
+    row = _sum_of_products(case, [(ones, _rows(grad))], dtype)
+    return replace(row, exact=row.exact[0], bound=row.bound[0])
 
 
 def _exactly(value: torch.Tensor, dtype: torch.dtype) -> Expected:
@@ -123,13 +123,13 @@ def _reduce(case: Case, rank: int, world: int) -> list[Expected]:
     whole = torch.cat(scattered, case.dim) if case.scattered else scattered[rank]
     if w is None:
         return [_exactly(whole, case.dtype)]
-    found = [_sum_of_products(case, [(whole, w.t())], case.dtype), _weight(case, x, whole)]
+    grads = [_sum_of_products(case, [(whole, w.t())], case.dtype), _weight(case, x, whole)]
     bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
     if bias is not None:
-        found.append(_bias(case, whole, bias.dtype))
+        grads.append(_bias(case, whole, bias.dtype))
     if residual is not None:
-        found.append(_exactly(scattered[rank], residual.dtype))
-    return found
+        grads.append(_exactly(scattered[rank], residual.dtype))
+    return grads
 
 
 def expected(case: Case, rank: int, world: int) -> list[Expected]:
@@ -196,16 +196,18 @@ def check(case: Case, group: dist.ProcessGroup, save_gathered: bool) -> list[str
     grads = [grad.to(case.out) for grad in output_grads(case, rank, world)]
     if case.return_gathered:
         grads[0] = grads[0].to(case.dtype)
-    found = torch.autograd.grad(outputs, inputs, grads)
-    told = f"rank {rank} of {world}: {case} save_gathered={save_gathered}"
+    results = torch.autograd.grad(outputs, inputs, grads)
+    where = f"rank {rank} of {world}: {case} save_gathered={save_gathered}"
     wrong = []
     wants = expected(case, rank, world)
-    for i, (x, got, want) in enumerate(zip(inputs, found, wants, strict=True)):
-        said = difference(got.contiguous(), want)
-        if said is not None:
-            wrong.append(f"{told}: gradient {i}: {said}")
+    for i, (x, got, want) in enumerate(zip(inputs, results, wants, strict=True)):
+        error = difference(got.contiguous(), want)
+        if error is not None:
+            wrong.append(f"{where}: gradient {i}: {error}")
         if x.dim() == 2 and i and x.stride() != got.stride() and x.t().is_contiguous():
-            wrong.append(f"{told}: gradient {i} lies {got.stride()}, the weight {x.stride()}")
+            wrong.append(
+                f"{where}: gradient {i} has strides {got.stride()}, the weight {x.stride()}"
+            )
     return wrong
 
 
@@ -216,9 +218,8 @@ def cases_job(cases: Sequence[Case], save_gathered: bool) -> list[str]:
             try:
                 failures += check(case, group, save_gathered)
             except Exception as error:
-                groups.get(group.group_name).mark_broken(
-                    error
-                )  # so that no peer waits for this rank
+                # So that no peer waits for this rank.
+                groups.get(group.group_name).mark_broken(error)
                 raise
     return failures
 
@@ -226,7 +227,7 @@ def cases_job(cases: Sequence[Case], save_gathered: bool) -> list[str]:
 def run_cases(
     ranks: RanksFixture, world: int, cases: Sequence[Case], save_gathered: bool = False
 ) -> None:
-    """Runs the cases on ``world`` ranks and fails with what any rank found wrong."""
+    """Runs the cases on ``world`` ranks and fails with the failures of all ranks."""
     assert cases
-    told = ranks(world).run(cases_job, list(cases), save_gathered, timeout=240)
-    report(failure for rank in told for failure in rank)
+    results = ranks(world).run(cases_job, list(cases), save_gathered, timeout=240)
+    report(failure for rank in results for failure in rank)

@@ -40,7 +40,7 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa") -> Any
         pad_token_id=0,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():  # with norms of ones and biases of zeros, mixing them up would not show
+    with torch.no_grad():  # norms of ones and biases of zeros would hide mix-ups
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
@@ -102,9 +102,9 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
     """What is wrong with a parallel copy of ``model``.
 
     In float64 it must match the unsharded model up to rounding. In float32 its error may be twice
-    that of transformers: it computes the same sums in another order, and rounds each that is sent
-    once more. For gradients the bound is transformers' largest error, because some gradients have
-    only a few values, whose error varies a lot.
+    that of transformers: it computes the same sums in another order, and rounds those that are sent
+    once more. For gradients the bound is twice transformers' largest error, because some gradients
+    have only a few values, whose error varies a lot.
     """
     failures: dict[str, str | None] = {}
     with norms_in_full(model):
@@ -118,7 +118,7 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
     for name, _ in parallel.named_parameters():
         failures[name] = far(got.get(name), shard(parallel, name, grads[name]), 1e-11)
     if set(got) != set(grads):
-        failures["parameters"] = f"{sorted(set(got) ^ set(grads))} are in one only"
+        failures["parameters"] = f"{sorted(set(got) ^ set(grads))} are in only one of the two"
 
     single = copy.deepcopy(model)
     parallel = tpkernels.parallelize(copy.deepcopy(model), mesh, sequence_parallel=sequence)

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for GPUs that this machine need not have, and reads what came out."""
+"""Compiles the Triton kernels for GPUs that this machine need not have, and reads the result."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _TUPLES: dict[str, Any] = {"segments": matmul.Segments, "workspace": Workspace}
 
 @dataclass(frozen=True)
 class Build:
-    """A compiled kernel: its PTX, and what cuobjdump tells of the cubin."""
+    """A compiled kernel: its PTX, and what cuobjdump reports about the cubin."""
 
     ptx: str = field(repr=False)
     registers: int
@@ -67,7 +67,7 @@ class Build:
     shared: int
 
     def count(self, pattern: str) -> int:
-        """How often an instruction stands in the PTX."""
+        """How often an instruction occurs in the PTX."""
         return len(re.findall(pattern, self.ptx))
 
 
@@ -130,8 +130,8 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run(
+        usage = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    values = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", told))
+    values = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     return int(values["REG"]), int(values["STACK"]), int(values["LOCAL"])

@@ -1,5 +1,6 @@
-"""Graphs that hold ``control_deps``, which keeps nodes in order and has a graph for each. With this
-module they run as they are also where torch has only code for that and no kernel: before 2.13."""
+"""Graphs with ``control_deps``, an op that keeps nodes in order and holds each in its own graph.
+Before 2.13, torch can generate code for it but has no kernel; with this module such graphs also run
+as they are."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ if not control_deps.has_kernel_for_dispatch_key(DispatchKey.Autograd):
 
 
 def called(module: fx.GraphModule) -> list[Any]:
-    """What a graph calls, also from within graphs of single nodes."""
+    """What a graph calls, including calls within the graphs of single nodes."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     return [n.target for graph in graphs for n in graph.nodes if n.op == "call_function"]
 
 
 def tied(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The nodes that are to run behind another one, ``node.args[0]``, and the op of each."""
+    """The nodes that must run after another one, ``node.args[0]``, and the op of each."""
     module: Any = graph.owning_module
-    found = {}
+    ops = {}
     for node in graph.find_nodes(op="call_function", target=control_deps):
         within: Any = node.args[1]
         held = module.get_submodule(within.target).graph
-        found[node] = str(next(n.target for n in held.nodes if n.op == "call_function"))
-    return found
+        ops[node] = str(next(n.target for n in held.nodes if n.op == "call_function"))
+    return ops

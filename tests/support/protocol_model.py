@@ -10,11 +10,13 @@ all interleavings breadth first, without any reduction: a failure comes with a s
 
 Steps are sequentially consistent here. The kernels have only release and acquire, but these order
 data (writes and reads) before the word published after it. A word has one writer and each wait
-accepts one value of it, so that an old view of a word is only a longer wait. What the ranks can
-observe is therefore an order of these steps, as long as no data race, which is a bad read here.
+accepts one value of it, so that a stale view of a word only means a longer wait. What the ranks
+observe is therefore some order of these steps, unless there is a data race, which is a bad read
+here.
 
 Not in the model: the blocks of one rank. They count as one thread, so no block may enter an epoch
-before all have finished the last, and none may wait for a block that cannot start until it ends.
+before all have finished the previous one, and none may wait for a block that cannot start until it
+ends.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 EMPTY = 1  # the rank without rows in the calls "push-empty" and "two-shot-empty"
-MIXED = 255  # data of two writers at once; else it is twice the epoch, plus 1 while it is written
+MIXED = 255  # data of two writers at once; otherwise twice the epoch, plus 1 while being written
 BREAKS = (
     "single_buffer",  # the buffer is not doubled
     "single_words",  # the words are not doubled
@@ -39,9 +41,9 @@ PHASE_NAMES = ("entered", "tile", "result")
 
 class Step(NamedTuple):
     action: str  # "begin" or "end" of a write, "post" or "wait" for a word, "read"
-    start: int  # where in the state
+    start: int  # the bytes of the state that it concerns
     stop: int
-    data: bytes  # what is put there, or what must be there
+    data: bytes  # to be put there, or expected there
     text: str
 
 
@@ -148,16 +150,17 @@ class Program:
 
 
 def advance(state: bytes, rank: int, step: Step) -> bytes | None:
-    """The state after the step; None where a wait blocks or a read finds other data."""
+    """The state after the step; None if a wait blocks or a read finds other data."""
     action, start, stop, data, _ = step
-    as_said = state[start:stop] == data
+    matches = state[start:stop] == data
     if action in ("wait", "read"):
-        if not as_said:
+        if not matches:
             return None
     else:
         if action == "end":
-            # Whoever else wrote since our begin may have left data between ours, or the reverse.
-            data = bytes([data[0] - 1 if as_said else MIXED]) * len(data)
+            # Another rank that wrote since our begin may have left its data among ours, or ours
+            # among its own.
+            data = bytes([data[0] - 1 if matches else MIXED]) * len(data)
         state = state[:start] + data + state[stop:]
     return state[:rank] + bytes([state[rank] + 1]) + state[rank + 1 :]
 

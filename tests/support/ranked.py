@@ -22,7 +22,7 @@ from tpkernels.groups import GroupLike, registry
 from tpkernels.symm import colocation
 
 SMALLEST_WORKSPACE = 1 << 16
-TIMEOUT = 20.0  # a rank that failed alone is not waited for any longer
+TIMEOUT = 20.0  # s, after which ranks no longer wait for one that failed alone
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def fresh_group(workspace_bytes: int = 1 << 20) -> Iterator[dist.ProcessGroup]:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Groups that are set up within share no memory, like groups that span hosts."""
+    """Groups that are set up within the block share no memory, like groups that span hosts."""
     probe = colocation._why_not_reached
     colocation._why_not_reached = lambda *_: "is kept apart by a test"
     try:
@@ -66,7 +66,7 @@ def planned_in_python() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_calls() -> Iterator[list[str]]:
-    """The calls that run within, by op."""
+    """The ops of the calls that run within the block."""
     made: list[str] = []
     run = backends.run
 
@@ -79,7 +79,7 @@ def recorded_calls() -> Iterator[list[str]]:
 
 
 def place(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """A copy of x that lies in memory as told. What is around it is NaN, and must not be read."""
+    """A copy of x with this layout in memory. It is surrounded by NaN, which must not be read."""
     if layout == "transposed" and x.dim() > 1:
         swapped = x.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
         return swapped.transpose(-1, -2)
@@ -95,8 +95,9 @@ def place(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def placed(case: Case, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
-    """x as the case wants it to lie in memory. In symmetric memory that is at the begin, at the
-    end, or there on the odd ranks only ("mixed"); collective then."""
+    """x with the case's layout in memory. With "symmetric" it lies at the start of symmetric
+    memory, with "symmetric_end" at its end, with "mixed" at its start on odd ranks only; these are
+    collective."""
     if case.layout not in ("symmetric", "symmetric_end", "mixed"):
         yield place(x, case.layout)
         return
@@ -118,13 +119,13 @@ def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor:
     return place(w, "transposed" if layout == "linear" else layout)
 
 
-def _gather(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torch.Tensor]:
+def _gather(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list[torch.Tensor]:
     rank, world = group.rank(), group.size()
     shard = case.shard(reference.gathered_x(case), rank, world)
     options: dict[str, Any] = {"shard_sizes": case.sizes, "algorithm": case.algorithm}
     with placed(case, shard, group) as x:
         if not case.n:
-            results = [tpkernels.all_gather(x, given, case.dim, **options)]
+            results = [tpkernels.all_gather(x, group_like, case.dim, **options)]
         else:
             pairs = reference.column_weights(case, rank)
             if case.biases:
@@ -132,7 +133,7 @@ def _gather(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torc
             results = tpkernels.all_gather_matmul(
                 x,
                 [_placed_weight(w, case.weight_layout) for w, _ in pairs],
-                given,
+                group_like,
                 case.dim,
                 out_dtype=case.out_dtype,
                 return_gathered=case.return_gathered,
@@ -144,7 +145,7 @@ def _gather(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torc
     return results
 
 
-def _reduce(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torch.Tensor]:
+def _reduce(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list[torch.Tensor]:
     rank, world = group.rank(), group.size()
     mine, w = reference.partial_factors(case, rank, world)
     options: dict[str, Any] = {"algorithm": case.algorithm}
@@ -163,20 +164,20 @@ def _reduce(case: Case, group: dist.ProcessGroup, given: GroupLike) -> list[torc
         }
     with placed(case, mine, group) as x:
         factors = (x,) if w is None else (x, _placed_weight(w, case.weight_layout))
-        result: torch.Tensor = getattr(tpkernels, case.op)(*factors, given, **options)
+        result: torch.Tensor = getattr(tpkernels, case.op)(*factors, group_like, **options)
         if case.op == "all_reduce_":
-            assert result is x, "not the tensor that was given"
+            assert result is x, "not the tensor that was passed"
             return [result.contiguous().clone()]
         assert torch.equal(x, mine), "the input was changed"
     return [result]
 
 
 def call(
-    case: Case, group: dist.ProcessGroup, given: GroupLike | None = None
+    case: Case, group: dist.ProcessGroup, group_like: GroupLike | None = None
 ) -> list[torch.Tensor]:
-    """Runs one case; its results. The op gets ``given`` for ``group``."""
+    """Runs one case; its results. ``group_like``: what to pass to the op as its group."""
     function = _gather if "all_gather" in case.op else _reduce
-    return function(case, group, group if given is None else given)
+    return function(case, group, group if group_like is None else group_like)
 
 
 def difference(got: torch.Tensor, want: Expected) -> str | None:
@@ -192,22 +193,22 @@ def difference(got: torch.Tensor, want: Expected) -> str | None:
     return str(tpkernels.numerics.compare(exact, got, atol=bound, rtol=0.0))
 
 
-def check(case: Case, group: dist.ProcessGroup, given: GroupLike | None = None) -> list[str]:
+def check(case: Case, group: dist.ProcessGroup, group_like: GroupLike | None = None) -> list[str]:
     """Runs one case; what is wrong with its results, as text."""
     rank, world = group.rank(), group.size()
-    pairs = zip(call(case, group, given), reference.expected(case, rank, world), strict=True)
-    found = [difference(got, want) for got, want in pairs]
-    return [f"rank {rank} of {world}: {case}: {wrong}" for wrong in found if wrong is not None]
+    pairs = zip(call(case, group, group_like), reference.expected(case, rank, world), strict=True)
+    errors = [difference(got, want) for got, want in pairs]
+    return [f"rank {rank} of {world}: {case}: {error}" for error in errors if error is not None]
 
 
 def check_cases(
-    cases: Sequence[Case], group: dist.ProcessGroup, given: GroupLike | None = None
+    cases: Sequence[Case], group: dist.ProcessGroup, group_like: GroupLike | None = None
 ) -> list[str]:
     """Runs cases up to the first exception; what is wrong, as text."""
     failures: list[str] = []
     for case in cases:
         try:
-            failures += check(case, group, given)
+            failures += check(case, group, group_like)
         except Exception as error:
             failures.append(f"{case}: {traceback.format_exc()}")
             groups.get(group.group_name).mark_broken(error)  # so that no peer waits for this rank
@@ -223,12 +224,12 @@ def cases_job(cases: Sequence[Case], workspace_bytes: int) -> list[str]:
 def run_cases(
     ranks: RanksFixture, world: int, cases: Sequence[Case], workspace_bytes: int = 1 << 20
 ) -> None:
-    """Runs the cases on ``world`` ranks and fails with what any rank found wrong."""
+    """Runs the cases on ``world`` ranks and fails with the failures of all ranks."""
     assert cases
-    told = ranks(world).run(cases_job, list(cases), workspace_bytes, timeout=240)
-    report(failure for rank in told for failure in rank)
+    results = ranks(world).run(cases_job, list(cases), workspace_bytes, timeout=240)
+    report(failure for rank in results for failure in rank)
 
 
 def report(failures: Iterator[str]) -> None:
-    found = list(failures)
-    assert not found, f"{len(found)} failures\n" + "\n".join(found[:10])
+    texts = list(failures)
+    assert not texts, f"{len(texts)} failures\n" + "\n".join(texts[:10])

@@ -1,8 +1,8 @@
 """What the correctness tests compare with: inputs that every rank can make for all ranks, float64
 results, and the bound on the error.
 
-The bound is derived, not chosen. An op may err, element by element, by as much as the unfused way
-does (one torch.matmul for each rank in the same dtype, then their sum) and beside it by the smaller
+The bound is derived, not chosen. The error of an op may be, element by element, as large as that of
+the unfused reference (one torch.matmul per rank in the same dtype, then their sum) plus the smaller
 of
 
     sqrt(K) * eps * (|A| @ |B|)                       the contract of all ops
@@ -10,8 +10,8 @@ of
                                                       partial p_r that travels, and n in the
                                                       accumulator, whose eps is u
 
-since the first exceeds 16-bit results themselves where K is large. Integers are so small that
-every partial and result is exact: no error at all.
+since with large K the first exceeds 16-bit results themselves. Integers are so small that every
+partial and result is exact: no error at all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
 
 @dataclass(frozen=True)
 class Expected:
-    """One result in float64, how far from it a result of ``dtype`` may be, element by element."""
+    """One result in float64, and how far a result of ``dtype`` may be off, element by element."""
 
     exact: torch.Tensor
     bound: torch.Tensor
@@ -46,7 +46,7 @@ class Expected:
 
 
 # Inputs. Those of rank r are made from the case and r alone, so any rank can make them. They are
-# remembered for the other algorithms; whoever takes them makes copies.
+# cached for the other algorithms, so callers must copy them before they change them.
 
 
 def _generator(case: Case, *what: object) -> torch.Generator:
@@ -69,8 +69,8 @@ def draw(
 
 
 def _factor(case: Case, shape: tuple[int, ...], terms: int, *what: object) -> torch.Tensor:
-    """x of a product. If integers: -1, 0 and 1, at most ``terms`` of a row not 0, so that no sum of
-    products with such integers is larger than that."""
+    """x of a product. If integers: -1, 0 and 1, at most ``terms`` of a row nonzero, so that no sum
+    of products with such integers is larger than that."""
     factor = draw(case, shape, case.dtype, 1, *what)
     if case.integers and shape[-1] > terms:
         order = torch.randperm(shape[-1], generator=_generator(case, "order", *what))
@@ -117,7 +117,7 @@ def column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tens
 
 
 def partial_factors(case: Case, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(x, w) of a rank of a reduction; w is None where there is no product."""
+    """(x, w) of a rank of a reduction; w is None if there is no product."""
     return _partial_factors(case.values(), rank, world)
 
 
@@ -147,13 +147,13 @@ def bounded(
     partials: torch.Tensor | None = None,
 ) -> Expected:
     """Args:
-    terms: ``|A| @ |B|``, with all else that is added.
+    terms: ``|A| @ |B|``, plus the magnitude of everything else that is added.
     k: summands of an element.
-    partials: ``sum_r |p_r|`` of those that travel, rounded to the wire's dtype.
+    partials: ``sum_r |p_r|`` of the partials that travel, rounded to the wire's dtype.
     """
     if case.integers:
         if not torch.equal(exact.to(case.out).double(), exact):
-            raise AssertionError(f"{case} is no exact test: it does not fit {case.out}")
+            raise AssertionError(f"{case} is not an exact test: it does not fit {case.out}")
         return Expected(exact, torch.zeros_like(exact), case.out)
     tiny = torch.finfo(case.out).smallest_normal * torch.finfo(case.out).eps  # of subnormals
     error = (unfused.double() - exact).abs()
@@ -171,15 +171,15 @@ def bounded(
 def _gathered_products(case: Case, rank: int) -> list[Expected]:
     x = gathered_x(case)
     narrow = case.dtype if case.out == case.dtype else torch.float32
-    found = []
+    products = []
     for w, bias in column_weights(case, rank):
         exact, terms = x.double() @ w.double(), x.double().abs() @ w.double().abs()
         unfused = torch.matmul(x.to(narrow), w.to(narrow))
         if bias is not None:
             exact, terms = exact + bias.double(), terms + bias.double().abs()
             unfused = unfused + bias.to(narrow)
-        found.append(bounded(case, exact, unfused.to(case.out), terms, case.shape[-1]))
-    return found
+        products.append(bounded(case, exact, unfused.to(case.out), terms, case.shape[-1]))
+    return products
 
 
 @functools.lru_cache(maxsize=4)
@@ -213,8 +213,8 @@ def expected(case: Case, rank: int, world: int) -> list[Expected]:
     if "all_gather" in case.op:
         whole = gathered_x(case).double()
         gathered = Expected(whole, torch.zeros_like(whole), case.dtype)
-        found = [gathered] if case.return_gathered or not case.n else []
-        return found + _gathered_products(values, rank)
+        results = [gathered] if case.return_gathered or not case.n else []
+        return results + _gathered_products(values, rank)
     sum_ = _reduced(values, world)
     if case.scattered:
         exact, bound = (case.shard(part, rank, world) for part in (sum_.exact, sum_.bound))

@@ -1,4 +1,4 @@
-"""Wrong calls, with what the error must say. Written for two ranks; made in the ranks."""
+"""Wrong calls, and what their errors must say. Written for two ranks; made in the ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ UNSUPPORTED = "x has dtype int64; supported: float32, float16, bfloat16, float64
 
 @dataclass(frozen=True)
 class Refusal:
-    """``call(group)`` must raise ``error`` with a message that matches ``said``."""
+    """``call(group)`` must raise ``error`` with a message that matches ``pattern``."""
 
     error: type[Exception]
-    said: str
+    pattern: str
     call: Callable[[dist.ProcessGroup], Any]
 
 
 def no(
-    error: type[Exception], said: str, op: Callable[..., Any], *tensors: Any, **options: Any
+    error: type[Exception], pattern: str, op: Callable[..., Any], *tensors: Any, **options: Any
 ) -> Refusal:
     """``op(*tensors, group, **options)`` must be refused."""
-    return Refusal(error, said, lambda group: op(*tensors, group, **options))
+    return Refusal(error, pattern, lambda group: op(*tensors, group, **options))
 
 
 def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -48,19 +48,19 @@ def matmul_operands() -> Iterator[Refusal]:
         yield no(ValueError, r"at least 2 dims.*\[6\]", op, ones(6), w)
         yield no(TypeError, "float16 but x is float32", op, x, ones(6, 8, dtype=F16))
         yield no(NotImplementedError, UNSUPPORTED, op, x.to(INT), w.to(INT))
-        said = "out_dtype has dtype int32"
-        yield no(NotImplementedError, said, op, x, w, out_dtype=torch.int32)
-        said = "out_dtype float64 of float32 input"
-        yield no(NotImplementedError, said, op, x, w, out_dtype=F64)
-        said = "unknown algorithm 'tree'; there are auto, unfused, ring, direct, pipelined"
-        yield no(ValueError, said, op, x, w, algorithm="tree")
+        pattern = "out_dtype has dtype int32"
+        yield no(NotImplementedError, pattern, op, x, w, out_dtype=torch.int32)
+        pattern = "out_dtype float64 of float32 input"
+        yield no(NotImplementedError, pattern, op, x, w, out_dtype=F64)
+        pattern = "unknown algorithm 'tree'; there are auto, unfused, ring, direct, pipelined"
+        yield no(ValueError, pattern, op, x, w, algorithm="tree")
     yield no(ValueError, "weights is empty", GATHER, x, [])
     yield no(ValueError, r"weights\[1\].*\[7, 8\].*\[6, N\]", GATHER, x, [w, ones(7, 8)])
     yield no(ValueError, r"\[6, 8\].*\[4, 6\].*\[12, N\]", GATHER, x, w, gather_dim=1)
     for way in ("ring", "pipelined"):
-        said = f"'{way}' of all_gather_matmul cannot gather the dim that the matmul sums over"
+        pattern = f"'{way}' of all_gather_matmul cannot gather the dim that the matmul sums over"
         along_k = {"gather_dim": 1, "algorithm": way}
-        yield no(NotImplementedError, said, GATHER, x, ones(12, 8), **along_k)
+        yield no(NotImplementedError, pattern, GATHER, x, ones(12, 8), **along_k)
 
 
 def epilogues() -> Iterator[Refusal]:
@@ -68,20 +68,20 @@ def epilogues() -> Iterator[Refusal]:
     for op, rows in ((SCATTER, 2), (REDUCE, 4)):
         yield no(ValueError, r"bias has shape \[7\], expected \[8\]", op, x, w, bias=ones(7))
         yield no(ValueError, r"bias has shape \[1, 8\], expected", op, x, w, bias=ones(1, 8))
-        said = "bias is float16; it must be float32"
-        yield no(TypeError, said, op, x, w, bias=ones(8, dtype=F16))
-        said = rf"residual has shape \[{rows}, 7\], the output \[{rows}, 8\]"
-        yield no(ValueError, said, op, x, w, residual=ones(rows, 7))
-        said = rf"residual has shape \[8\], the output \[{rows}, 8\]"
-        yield no(ValueError, said, op, x, w, residual=ones(8))
-        said = "residual is bfloat16; it must be float32"
-        yield no(TypeError, said, op, x, w, residual=ones(rows, 8, dtype=BF16))
-        said = "wire_dtype is bfloat16; it must be x's float32 or float32"
-        yield no(ValueError, said, op, x, w, wire_dtype=BF16)
-        said = "wire_dtype is float16; it must be x's bfloat16 or float32"
-        yield no(ValueError, said, op, x.to(BF16), w.to(BF16), wire_dtype=F16)
-    said = r"biases\[1\] has shape \[8\], expected \[3\]"
-    yield no(ValueError, said, GATHER, x, [w, ones(6, 3)], biases=[None, ones(8)])
+        pattern = "bias is float16; it must be float32"
+        yield no(TypeError, pattern, op, x, w, bias=ones(8, dtype=F16))
+        pattern = rf"residual has shape \[{rows}, 7\], the output \[{rows}, 8\]"
+        yield no(ValueError, pattern, op, x, w, residual=ones(rows, 7))
+        pattern = rf"residual has shape \[8\], the output \[{rows}, 8\]"
+        yield no(ValueError, pattern, op, x, w, residual=ones(8))
+        pattern = "residual is bfloat16; it must be float32"
+        yield no(TypeError, pattern, op, x, w, residual=ones(rows, 8, dtype=BF16))
+        pattern = "wire_dtype is bfloat16; it must be x's float32 or float32"
+        yield no(ValueError, pattern, op, x, w, wire_dtype=BF16)
+        pattern = "wire_dtype is float16; it must be x's bfloat16 or float32"
+        yield no(ValueError, pattern, op, x.to(BF16), w.to(BF16), wire_dtype=F16)
+    pattern = r"biases\[1\] has shape \[8\], expected \[3\]"
+    yield no(ValueError, pattern, GATHER, x, [w, ones(6, 3)], biases=[None, ones(8)])
     yield no(ValueError, "2 biases for 1 weights", GATHER, x, w, biases=[None, None])
     yield no(ValueError, "0 biases for 1 weights", GATHER, x, w, biases=[])
 
@@ -94,26 +94,26 @@ def shards() -> Iterator[Refusal]:
         (tpkernels.reduce_scatter, (x,)),
         (SCATTER, (x, w)),
     ]
-    for i, (op, given) in enumerate(ops):
+    for i, (op, tensors) in enumerate(ops):
         for sizes in ([4], [4, 2, 2], []):
-            said = rf"{len(sizes)} entries \[{', '.join(map(str, sizes))}\].*2 ranks"
-            yield no(ValueError, said, op, *given, shard_sizes=sizes)
-        said = r"\[5, -1\] has a negative entry"
-        yield no(ValueError, said, op, *given, shard_sizes=[5, -1])
+            pattern = rf"{len(sizes)} entries \[{', '.join(map(str, sizes))}\].*2 ranks"
+            yield no(ValueError, pattern, op, *tensors, shard_sizes=sizes)
+        pattern = r"\[5, -1\] has a negative entry"
+        yield no(ValueError, pattern, op, *tensors, shard_sizes=[5, -1])
         dim = "gather_dim" if i < 2 else "scatter_dim"
         for value in (-1, -2, 2, 100):
-            said = f"{dim} is {value}; a tensor of 2 dims allows 0 to 1"
-            yield no(ValueError, said, op, *given, **{dim: value})
-    for op, given in ops[:2]:
-        said = r"x has 4 rows in the gathered dim, but shard_sizes \[5, 5\] gives rank \d 5"
-        yield no(ValueError, said, op, *given, shard_sizes=[5, 5])
-    for op, given in ops[2:]:
-        said = r"\[2, 3\] add up to 5, but the scattered dim has 4"
-        yield no(ValueError, said, op, *given, shard_sizes=[2, 3])
-    said = r"5 rows do not divide by 2 ranks; pass shard_sizes=tpkernels.shard_sizes\(5, 2\)"
-    yield no(ValueError, said, tpkernels.reduce_scatter, ones(5, 6))
-    yield no(ValueError, said, SCATTER, ones(5, 6), w)
-    yield no(ValueError, said, SCATTER, x, ones(6, 5), scatter_dim=1)
+            pattern = f"{dim} is {value}; a tensor of 2 dims allows 0 to 1"
+            yield no(ValueError, pattern, op, *tensors, **{dim: value})
+    for op, tensors in ops[:2]:
+        pattern = r"x has 4 rows in the gathered dim, but shard_sizes \[5, 5\] gives rank \d 5"
+        yield no(ValueError, pattern, op, *tensors, shard_sizes=[5, 5])
+    for op, tensors in ops[2:]:
+        pattern = r"\[2, 3\] add up to 5, but the scattered dim has 4"
+        yield no(ValueError, pattern, op, *tensors, shard_sizes=[2, 3])
+    pattern = r"5 rows do not divide by 2 ranks; pass shard_sizes=tpkernels.shard_sizes\(5, 2\)"
+    yield no(ValueError, pattern, tpkernels.reduce_scatter, ones(5, 6))
+    yield no(ValueError, pattern, SCATTER, ones(5, 6), w)
+    yield no(ValueError, pattern, SCATTER, x, ones(6, 5), scatter_dim=1)
     yield no(ValueError, "gather_dim is 0; a tensor of 0 dims", tpkernels.all_gather, ones())
 
 
@@ -122,48 +122,48 @@ def collectives() -> Iterator[Refusal]:
     for name in ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_"):
         op = getattr(tpkernels, name)
         yield no(NotImplementedError, UNSUPPORTED, op, x.to(INT))
-        said = "unknown algorithm 'rnig'; there are auto, unfused"
-        yield no(ValueError, said, op, x, algorithm="rnig")
-        said = "'pipelined' of .* overlaps a matmul, and this op has none"
-        yield no(NotImplementedError, said, op, x, algorithm="pipelined")
-    said = r"all_reduce_ has no gradient; it overwrites its input: use tpkernels.all_reduce$"
-    yield no(NotImplementedError, said, tpkernels.all_reduce_, ones(4, 6).requires_grad_())
+        pattern = "unknown algorithm 'rnig'; there are auto, unfused"
+        yield no(ValueError, pattern, op, x, algorithm="rnig")
+        pattern = "'pipelined' of .* overlaps a matmul, and this op has none"
+        yield no(NotImplementedError, pattern, op, x, algorithm="pipelined")
+    pattern = r"all_reduce_ has no gradient; it overwrites its input: use tpkernels.all_reduce$"
+    yield no(NotImplementedError, pattern, tpkernels.all_reduce_, ones(4, 6).requires_grad_())
     overlapping = [ones(4, 1).expand(4, 6), ones(1).expand(5), ones(3, 4).expand(2, 3, 4)]
     for shared in overlapping:
-        said = r"x of shape .* and strides .* has elements that share memory.*x.contiguous\(\)"
-        yield no(ValueError, said, tpkernels.all_reduce_, shared)
+        pattern = r"x of shape .* and strides .* has elements that share memory.*x.contiguous\(\)"
+        yield no(ValueError, pattern, tpkernels.all_reduce_, shared)
     for inference in (False, True):
         with torch.inference_mode(inference):
             negative = torch.ones(4, dtype=torch.complex64).conj().imag
-        said = r"cannot overwrite a negative view.*x.resolve_neg\(\)"
-        yield no(NotImplementedError, said, tpkernels.all_reduce_, negative)
+        pattern = r"cannot overwrite a negative view.*x.resolve_neg\(\)"
+        yield no(NotImplementedError, pattern, tpkernels.all_reduce_, negative)
     for op in (tpkernels.reduce_scatter, tpkernels.all_reduce):
-        said = "out_dtype float32 of float64 input"
-        yield no(NotImplementedError, said, op, x.double(), out_dtype=F32)
+        pattern = "out_dtype float32 of float64 input"
+        yield no(NotImplementedError, pattern, op, x.double(), out_dtype=F32)
 
 
 def group_arguments() -> Iterator[Refusal]:
-    """What is no group; the one that is passed is left alone."""
+    """Arguments that are not groups; the group that the refusal is called with is not used."""
     x, w = ones(4, 6), ones(6, 8)
     outsider = dist.GroupMember.NON_GROUP_MEMBER
     absent = "no process group 'no such group' on this rank"
-    given: list[tuple[Any, type[Exception], str]] = [
+    wrong_groups: list[tuple[Any, type[Exception], str]] = [
         ("no such group", ValueError, absent),
         (outsider, ValueError, r"rank \d of the world is not in this group"),
         (7, TypeError, "must be a ProcessGroup, a DeviceMesh.*not int"),
         ((1, 2), TypeError, "not tuple"),
         (None, TypeError, "not NoneType"),
     ]
-    for group, error, said in given:
+    for group, error, pattern in wrong_groups:
 
         def refused(
             op: Callable[..., Any],
             *tensors: torch.Tensor,
             group: Any = group,
             error: type[Exception] = error,
-            said: str = said,
+            pattern: str = pattern,
         ) -> Refusal:
-            return Refusal(error, said, lambda _: op(*tensors, group))
+            return Refusal(error, pattern, lambda _: op(*tensors, group))
 
         yield refused(tpkernels.all_gather, x)
         yield refused(tpkernels.all_reduce_, x)
@@ -176,15 +176,15 @@ def group_arguments() -> Iterator[Refusal]:
 
 
 def options() -> Iterator[Refusal]:
-    """Of ``init`` and ``empty``, on a group of the tests, which is in use."""
+    """Arguments of ``init`` and ``empty``, on a group of the tests, which is in use."""
     for timeout in (0, -1.5, 86401, float("inf"), float("nan")):
-        said = rf"timeout must be in \(0, 86400\] seconds, not {timeout}"
-        yield no(ValueError, said, tpkernels.init, timeout=timeout)
+        pattern = rf"timeout must be in \(0, 86400\] seconds, not {timeout}"
+        yield no(ValueError, pattern, tpkernels.init, timeout=timeout)
     for nbytes in (0, -1, 65535):
-        said = f"workspace_bytes must be at least 65536, not {nbytes}"
-        yield no(ValueError, said, tpkernels.init, workspace_bytes=nbytes)
-    said = "is in use with timeout=20, workspace_bytes=1048576; it cannot change to 19, 1048576"
-    yield no(ValueError, said, tpkernels.init, timeout=19.0, workspace_bytes=1 << 20)
+        pattern = f"workspace_bytes must be at least 65536, not {nbytes}"
+        yield no(ValueError, pattern, tpkernels.init, workspace_bytes=nbytes)
+    pattern = "is in use with timeout=20, workspace_bytes=1048576; it cannot change to 19, 1048576"
+    yield no(ValueError, pattern, tpkernels.init, timeout=19.0, workspace_bytes=1 << 20)
     yield no(ValueError, "it cannot change to 30, 67108864", tpkernels.init)
-    said = r"\[3, -4\] has a negative size"
-    yield Refusal(ValueError, said, lambda group: tpkernels.empty(3, -4, group=group))
+    pattern = r"\[3, -4\] has a negative size"
+    yield Refusal(ValueError, pattern, lambda group: tpkernels.empty(3, -4, group=group))

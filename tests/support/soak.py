@@ -1,4 +1,5 @@
-"""What the soak tests run in the ranks: rows of random calls whose results are exact integers."""
+"""What the soak tests run in the ranks: sequences of random calls whose results are exact
+integers."""
 
 from __future__ import annotations
 
@@ -26,21 +27,20 @@ class Outcome:
 
     epoch: int
     wrong: list[str]  #: calls with a wrong result, the first few
-    failed: str  #: the error that ended the row early
+    failed: str  #: the error that ended the sequence early
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A row of calls, the same on all ranks."""
+    """A sequence of calls, the same on all ranks."""
 
     seed: int
     calls: int
     max_delay_us: int = 0
     single_buffer: bool = False
     skip_waits: bool = False
-    poison: str = (
-        ""  #: which own buffer to fill with NaN after each call: "next", or "last" (wrong)
-    )
+    #: Which of the rank's own buffers to fill with NaN after each call: "next", or "last" (wrong).
+    poison: str = ""
     slow_rank: int = -1  #: sleeps between calls
     slow_seconds: float = 0.0
 
@@ -57,7 +57,7 @@ class Calls:
     def __init__(self, group: dist.ProcessGroup, seed: int) -> None:
         self.group, self.rank, self.world = group, group.rank(), group.size()
         self.draw = random.Random(seed)
-        self.own = random.Random(f"{seed} {self.rank}")  # for what ranks need not agree on
+        self.own = random.Random(f"{seed} {self.rank}")  # for choices that ranks need not share
         self.numbers = torch.Generator().manual_seed(seed)
         self.kinds: list[Callable[[], str | None]] = [
             self.all_gather,

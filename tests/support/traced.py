@@ -23,7 +23,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def gather(x: torch.Tensor, dim: int, world: int, group: str) -> torch.Tensor:
-    """A gather as torch writes it: along dim 0, then chunks are moved to ``dim``."""
+    """A gather as torch writes it: along dim 0, then the chunks are moved to ``dim``."""
     whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), world, group))
     return whole if dim == 0 else torch.cat(whole.chunk(world, 0), dim)
 
@@ -63,19 +63,19 @@ class Graph:
 
     function: Callable[..., Any]  #: of the inputs, the group's size and the group's name
     shapes: tuple[tuple[int | str, ...], ...]  #: of the inputs; "2W": twice the number of ranks
-    ops: tuple[tuple[str, int], ...] = ()  #: ops put in, and the number of matmuls in each
+    ops: tuple[tuple[str, int], ...] = ()  #: ops inserted, and the number of matmuls in each
     reasons: tuple[str, ...] = ()  #: why collectives are left alone
-    reference: Callable[..., Any] | None = None  #: computes the same, if gloo cannot
+    reference: Callable[..., Any] | None = None  #: computes the same if gloo cannot
 
 
 def _integers(graph: Graph, rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Inputs so small that all sums are exact in any order, also in 16 bits."""
     draw = torch.Generator().manual_seed(rank)
 
-    def size(given: int | str) -> int:
-        return given if isinstance(given, int) else int(given[:-1] or 1) * world
+    def size(spec: int | str) -> int:
+        return spec if isinstance(spec, int) else int(spec[:-1] or 1) * world
 
-    shapes = [[size(given) for given in shape] for shape in graph.shapes]
+    shapes = [[size(spec) for spec in shape] for shape in graph.shapes]
     return [torch.randint(-1, 2, shape, generator=draw).to(dtype) for shape in shapes]
 
 

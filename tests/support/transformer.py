@@ -1,5 +1,6 @@
-"""A small transformer over bytes, written once for two ways of multiplying: whole in one process,
-or tensor-parallel with sequence parallelism, by the ops. Activations: [sequence, batch, width]."""
+"""A small transformer over bytes, written once for two ways to multiply: unsharded in one process,
+or tensor-parallel with sequence parallelism through the ops. Activations: [sequence, batch, width].
+"""
 
 from __future__ import annotations
 

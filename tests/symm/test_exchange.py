@@ -1,4 +1,4 @@
-"""The exchange through a store: ranks that fail and come again find no old words."""
+"""The exchange through a store: ranks that fail and try again see no stale messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpkernels.symm import exchange as exchange_module
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 
 WORLD = 3
-PATIENCE = 20.0  # where something else than the deadline ends an exchange
+PATIENCE = 20.0  # when something other than the deadline ends an exchange
 PROMPT = PATIENCE / 4
 
 
@@ -29,7 +29,7 @@ def members(store: dist.Store, world: int = WORLD, timeout: float = 5.0) -> list
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Each call in a thread of its own; its result, or its exception."""
+    """Runs each call in its own thread; its result, or its exception."""
     results: list[Any] = [None] * len(calls)
 
     def run(i: int) -> None:
@@ -46,11 +46,12 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def all_say(ranks: list[Participant], word: object, purpose: str = "init") -> list[Any]:
+def exchange_on_all(ranks: list[Participant], word: object, purpose: str = "init") -> list[Any]:
     return together([lambda m=m: exchange(m, purpose, {"word": word}) for m in ranks])
 
 
-def heard(word: object, world: int = WORLD) -> list[Any]:
+def complete(word: object, world: int = WORLD) -> list[Any]:
+    """The results of all ranks if each of them passed ``word``."""
     return [[{"word": word}] * world] * world
 
 
@@ -66,20 +67,20 @@ def store(request: pytest.FixtureRequest, tmp_path: Any) -> dist.Store:
     )
 
 
-def test_all_hear_all(store: dist.Store) -> None:
+def test_all_get_the_statements_of_all(store: dist.Store) -> None:
     ranks = members(store)
     for i in range(5):
-        assert all_say(ranks, i) == heard(i)
-        assert all_say(ranks, -i, "other purpose") == heard(-i)
+        assert exchange_on_all(ranks, i) == complete(i)
+        assert exchange_on_all(ranks, -i, "other purpose") == complete(-i)
 
 
 @pytest.mark.parametrize("missing", range(WORLD))
-def test_a_rank_that_does_not_come_is_named(missing: int) -> None:
+def test_a_missing_rank_is_named(missing: int) -> None:
     ranks = members(dist.HashStore(), timeout=0.2)
     del ranks[missing]
-    for error in all_say(ranks, 1):
+    for error in exchange_on_all(ranks, 1):
         assert isinstance(error, CollectiveTimeoutError) and error.peer == missing, error
-        assert f"for rank {missing}, which did not come" in str(error)
+        assert f"for rank {missing}, which did not arrive" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -90,37 +91,37 @@ def test_a_failed_exchange_leaves_nothing_that_counts(store: dist.Store, group: 
     ranks = members(store, timeout=0.2)
     for attempt in range(4):
         few = [m for m in ranks if m.rank != attempt % WORLD]
-        assert all(isinstance(error, TpkernelsError) for error in all_say(few, attempt))
+        assert all(isinstance(error, TpkernelsError) for error in exchange_on_all(few, attempt))
         if anew:
             ranks = members(store, timeout=0.2)
         patient = [replace(m, timeout=PATIENCE) for m in ranks]
-        assert all_say(patient, f"again {attempt}") == heard(f"again {attempt}")
+        assert exchange_on_all(patient, f"again {attempt}") == complete(f"again {attempt}")
         if anew:
             ranks = members(store, timeout=0.2)
 
 
 @pytest.mark.parametrize("store", sweep(STORES), indirect=True)
 def test_a_rank_may_be_ahead(store: dist.Store) -> None:
-    """It begins the next exchange before others have noticed that this one is over."""
+    """It may begin the next exchange before others have noticed that this one is over."""
     ranks, rounds = members(store), 30
 
-    def talk(participant: Participant) -> list[Any]:
+    def exchange_often(participant: Participant) -> list[Any]:
         draw = random.Random(participant.rank)
-        found = []
+        results = []
         for i in range(rounds):
             if draw.random() < 0.3:
                 time.sleep(draw.random() * 0.02)
-            found.append(exchange(participant, "init", {"word": i}))
-        return found
+            results.append(exchange(participant, "init", {"word": i}))
+        return results
 
     want = [[{"word": i}] * WORLD for i in range(rounds)]
-    for found in together([lambda m=m: talk(m) for m in ranks]):
-        assert found == want, found
+    for results in together([lambda m=m: exchange_often(m) for m in ranks]):
+        assert results == want, results
 
 
 def random_lives(seed: int, attempts: int) -> list[str]:
-    """Groups that are made anew again and again on one store. In each attempt some ranks may be
-    missing, late, or give up, after which all make a new group; what is wrong with the results."""
+    """Makes new groups again and again on one store. In each attempt some ranks may be missing, be
+    late or give up, and then all make a new group. Returns what is wrong with the results."""
     store, draw, wrong = dist.HashStore(), random.Random(seed), []
     for attempt in range(attempts):
         failing = draw.random() < 0.5
@@ -129,7 +130,7 @@ def random_lives(seed: int, attempts: int) -> list[str]:
         quitter = draw.randrange(WORLD) if failing and absent is None else None
         delays = [draw.random() * 0.05 for _ in ranks]
 
-        def say(
+        def take_part(
             participant: Participant,
             i: int = attempt,
             quits: int | None = quitter,
@@ -146,7 +147,7 @@ def random_lives(seed: int, attempts: int) -> list[str]:
                 participant = replace(participant, watch=quit_now)
             return exchange(participant, "init", {"word": i})
 
-        calls = [lambda m=m, say=say: say(m) for m in ranks if m.rank != absent]
+        calls = [lambda m=m, take_part=take_part: take_part(m) for m in ranks if m.rank != absent]
         for result in together(calls):
             if isinstance(result, list) and result != [{"word": attempt}] * WORLD:
                 wrong.append(f"attempt {attempt}: {result}")
@@ -161,17 +162,17 @@ def test_random_failures(seed: int, attempts: int) -> None:
 
 
 @pytest.mark.thorough
-def test_words_that_nobody_confirms_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a rank that takes the words as it finds them takes old ones."""
+def test_unconfirmed_messages_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a rank that accepts messages without confirmation accepts stale ones."""
 
-    def found(attempt: Any) -> Any:
+    def first_seen(attempt: Any) -> Any:
         return next(reversed(attempt.confirmed.values()), None)
 
-    monkeypatch.setattr(exchange_module._Attempt, "_all_confirmed", found)
+    monkeypatch.setattr(exchange_module._Attempt, "_all_confirmed", first_seen)
     assert any(random_lives(seed, 25) for seed in range(3))
 
 
-def test_who_gives_up_tells_those_that_are_there() -> None:
+def test_a_rank_that_gives_up_notifies_those_that_are_there() -> None:
     ranks = members(dist.HashStore(), timeout=PATIENCE)
 
     def give_up() -> None:
@@ -180,28 +181,28 @@ def test_who_gives_up_tells_those_that_are_there() -> None:
 
     begin = time.monotonic()
     ranks[1] = replace(ranks[1], watch=give_up)
-    told = all_say(ranks[:2], 1)
-    assert isinstance(told[0], PeerLostError) and told[0].peer == 1, told
-    assert "rank 1, which left with KeyboardInterrupt" in str(told[0])
+    results = exchange_on_all(ranks[:2], 1)
+    assert isinstance(results[0], PeerLostError) and results[0].peer == 1, results
+    assert "rank 1, which left with KeyboardInterrupt" in str(results[0])
     assert time.monotonic() - begin < 0.3 + PROMPT
 
 
-def test_who_leaves_between_exchanges_tells_all() -> None:
+def test_a_rank_that_leaves_between_exchanges_notifies_all() -> None:
     ranks = members(dist.HashStore(), timeout=PATIENCE)
-    assert all_say(ranks, 1) == heard(1)
+    assert exchange_on_all(ranks, 1) == complete(1)
     begin = time.monotonic()
     tell_left(ranks[2], ArithmeticError("no luck"))
-    for error in all_say(ranks[:2], 2, "next"):
+    for error in exchange_on_all(ranks[:2], 2, "next"):
         assert isinstance(error, PeerLostError) and error.peer == 2, error
         assert "left with ArithmeticError: no luck" in str(error)
     assert time.monotonic() - begin < PROMPT
-    assert all_say(members(ranks[0].store), 3) == heard(3)  # a new group
+    assert exchange_on_all(members(ranks[0].store), 3) == complete(3)  # a new group
 
 
 def test_the_store_does_not_fill_up(store: dist.Store) -> None:
     ranks = members(store)
-    all_say(ranks, 0)
+    exchange_on_all(ranks, 0)
     keys = store.num_keys()
     for i in range(20):
-        all_say(ranks, i)
+        exchange_on_all(ranks, i)
     assert store.num_keys() <= keys + WORLD

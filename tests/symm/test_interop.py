@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.cases import RanksFixture
 
-# No NumPy has bf16: bits go over as int16.
+# NumPy has no bf16: its bits go over as int16.
 SHARED = (torch.float32, torch.float16, torch.float64)
 
 
@@ -55,9 +55,9 @@ def test_numpy_shares_symmetric_memory(ranks: RanksFixture) -> None:
 
 
 def lifetime_job() -> list[float]:
-    """The array outlives the tensor."""
+    """The sums of arrays that outlive their tensors."""
     group = dist.new_group()
-    told = []
+    sums = []
     for convert in ways().values():
         x = tpkernels.empty(1000, group=group)
         x.fill_(3)
@@ -65,8 +65,8 @@ def lifetime_job() -> list[float]:
         del x
         gc.collect()
         tpkernels.empty(1000, group=group).fill_(9)
-        told.append(float(array.sum()))
-    return told
+        sums.append(float(array.sum()))
+    return sums
 
 
 def test_an_array_keeps_the_memory(ranks: RanksFixture) -> None:
@@ -74,7 +74,7 @@ def test_an_array_keeps_the_memory(ranks: RanksFixture) -> None:
 
 
 def dlpack_job() -> list[bool]:
-    """NumPy's memory as input of an op, and a symmetric tensor over DLPack and back."""
+    """NumPy's memory as the input of an op, and a symmetric tensor through DLPack and back."""
     group = dist.new_group()
     array = numpy.full((3, 4), dist.get_rank() + 1, dtype=numpy.float32)
     total = tpkernels.all_reduce(torch.from_dlpack(array), group)

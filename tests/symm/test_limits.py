@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files of a host with 8000 MiB free, in no control group."""
+    """Files of a host with 8000 MiB free and no control group."""
     (tmp_path / "cgroup").mkdir()
     (tmp_path / "meminfo").write_text(
         f"MemTotal:       16000000 kB\nMemAvailable:   {8000 * 1024} kB\nBuffers: 7 kB\n"
@@ -26,7 +26,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unified(folder: Path, limit: object, used: int, cache: int = 0) -> None:
-    """A control group of version 2; in MiB."""
+    """A control group of version 2; sizes in MiB."""
     folder.mkdir(parents=True, exist_ok=True)
     text = str(limit) if limit == "max" else str(int(str(limit)) * MIB)
     (folder / "memory.max").write_text(f"{text}\n")
@@ -38,7 +38,7 @@ def unified(folder: Path, limit: object, used: int, cache: int = 0) -> None:
 
 
 def legacy(folder: Path, limit: int, used: int, cache: int = 0) -> None:
-    """One of version 1."""
+    """A control group of version 1."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.limit_in_bytes").write_text(f"{limit * MIB}\n")
     (folder / "memory.usage_in_bytes").write_text(f"{used * MIB}\n")
@@ -65,7 +65,7 @@ def test_page_cache_counts_as_free_in_version_1(system: Path) -> None:
     assert limits.available_bytes() == (20 + 7600) * MIB
 
 
-def test_what_is_not_cache_is_taken(system: Path) -> None:
+def test_what_is_not_cache_counts_as_used(system: Path) -> None:
     unified(system / "cgroup", 1000, 900, cache=40)
     assert limits.available_bytes() == 140 * MIB
     unified(system / "cgroup", 1000, 1100)
@@ -82,7 +82,7 @@ def test_the_tightest_of_nested_groups_counts(system: Path) -> None:
 
 
 def test_own_group_of_version_1(system: Path) -> None:
-    """Where the hierarchy is not mounted at the container's own group."""
+    """When the hierarchy is not mounted at the container's own group."""
     (system / "self").write_text("12:cpu,cpuacct:/docker/x\n9:memory:/docker/x\n1:name=systemd:/\n")
     legacy(system / "cgroup" / "memory", 1 << 40, 4000)
     legacy(system / "cgroup" / "memory" / "docker" / "x", 512, 500, cache=88)
@@ -108,7 +108,7 @@ def test_without_proc_nothing_is_known(system: Path) -> None:
 def test_the_message_gives_the_numbers(system: Path) -> None:
     assert limits.short_of_memory(1000 * MIB, 8) is None
     assert limits.short_of_memory(1001 * MIB, 8) == (
-        "the ranks' shared memory takes 8 x 1001 MiB, and only 8000 MiB are free"
+        "the ranks' shared memory needs 8 x 1001 MiB, but only 8000 MiB are free"
     )
 
 

@@ -1,4 +1,4 @@
-"""How a group's ranks come to share memory: attempts that fail, strangers on the sockets, limits of
+"""The set-up of a group's shared memory: attempts that fail, strangers on the sockets, limits on
 descriptors."""
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tpkernels.symm import colocation, rendezvous
 WORLD = 3
 
 
-# Ranks that fail where the others cannot see it.
+# Ranks that fail unseen by the others.
 
 
 def failing_job(where: str) -> tuple[Ending, Ending]:
-    """Rank 2 fails before it meets the others, or while they wait for one that comes late."""
+    """Rank 2 fails before it meets the others, or while they wait for a late rank."""
     group, rank = faults.group_of(dist.new_group()), dist.get_rank()
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -49,28 +49,28 @@ def failing_job(where: str) -> tuple[Ending, Ending]:
         else:
             rendezvous.connected = fail  # type: ignore[assignment]
     if rank == 3 and where == "interrupt":
-        time.sleep(1.5)  # which is why all others wait
+        time.sleep(1.5)  # so that all others wait
     first = faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
     return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
 @pytest.mark.parametrize("where", sweep(["connect", "interrupt", "reach"]))
-def test_a_rank_that_fails_in_the_first_set_up_tells_the_others(where: str) -> None:
+def test_a_rank_that_fails_in_the_first_set_up_notifies_the_others(where: str) -> None:
     with faults.watched_ranks(4) as ranks:
-        told = faults.values(faults.collect(ranks, failing_job, where))
+        results = faults.values(faults.collect(ranks, failing_job, where))
     reason = "KeyboardInterrupt" if where == "interrupt" else "ArithmeticError"
-    for rank, (first, then) in told.items():
+    for rank, (first, then) in results.items():
         assert then.error == "GroupBrokenError", then
         if rank == 2:
             assert first.error == reason, first
-        elif (rank, where) != (3, "interrupt"):  # who came when all was over
+        elif (rank, where) != (3, "interrupt"):  # which came when it was all over
             assert first.error == "PeerLostError" and first.peer == 2, first
             assert reason in first.text and "rank 2" in first.text, first
             assert first.seconds < 0.4 + PROMPT, first
 
 
 def no_thread_job() -> tuple[Ending, str | None, Ending]:
-    """Rank 0 can start no thread to accept those that try to reach it."""
+    """Rank 0 cannot start the thread that accepts the other ranks' connections."""
     group, start = faults.group_of(dist.new_group()), threading.Thread.start
 
     def start_none(self: threading.Thread) -> None:
@@ -86,14 +86,14 @@ def no_thread_job() -> tuple[Ending, str | None, Ending]:
     return first, why, faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
-def test_a_rank_0_without_threads_tells_the_others(ranks: RanksFixture) -> None:
+def test_rank_0_without_threads_notifies_the_others(ranks: RanksFixture) -> None:
     for first, why, then in ranks(WORLD).run(no_thread_job):
         assert not first.error and first.seconds < PROMPT and not then.error, (first, then)
         assert why == "rank 0 cannot start a thread: can't start new thread"
 
 
 def other_user_job() -> str | None:
-    """Ranks whose effective user is not their real one."""
+    """Ranks whose effective user is not their real user."""
     group = faults.group_of(dist.new_group())
     os.seteuid(65534)
     try:
@@ -109,7 +109,7 @@ def test_the_effective_user_counts(ranks: RanksFixture) -> None:
 
 
 def unencodable_job() -> Ending:
-    """Rank 0 leaves with an error whose text has no encoding, such as a file's name."""
+    """Rank 0 leaves with an error whose text cannot be encoded; file names may be like that."""
     group = faults.new_group()
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError), groups.told_of_errors(group.group_name):
@@ -117,7 +117,7 @@ def unencodable_job() -> Ending:
     return faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
-def test_an_error_whose_text_has_no_encoding_is_told(ranks: RanksFixture) -> None:
+def test_an_error_whose_text_cannot_be_encoded_is_reported(ranks: RanksFixture) -> None:
     first, *others = ranks(WORLD).run(unencodable_job)
     assert first.error == "GroupBrokenError", first
     for other in others:
@@ -152,7 +152,7 @@ while time.monotonic() < end:
 
 @contextlib.contextmanager
 def flood(who: str) -> Iterator[None]:
-    """A process that connects to all sockets of ours, as often as it can."""
+    """A process that connects to all our sockets, as often as it can."""
     command = [sys.executable, "-c", _FLOOD, who]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
         try:
@@ -174,7 +174,7 @@ def flooded_job(count: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("who", ["other user", "same user"])
-def test_strangers_who_fill_the_queues_keep_nobody_from_memory(
+def test_strangers_that_fill_the_queues_do_not_prevent_shared_memory(
     ranks: RanksFixture, who: str
 ) -> None:
     if who == "other user" and os.getuid() != 0:
@@ -186,7 +186,7 @@ def test_strangers_who_fill_the_queues_keep_nobody_from_memory(
 
 
 def impostor_job(what: str) -> Ending:
-    """Who listens in rank 0's place, or what it hands over, is not what it should be."""
+    """Rank 0, or the memory that it hands over, is not what it should be."""
     group = faults.group_of(dist.new_group())
     undo: Callable[[], None] = lambda: None  # noqa: E731
     if what == "user" and group.rank() == 1:
@@ -246,26 +246,26 @@ def few_descriptors_job(poor: int, room: int) -> tuple[Ending, bool, list[str], 
 
 
 @pytest.mark.parametrize("poor", sweep([2, 0]))
-def test_a_limit_of_descriptors_is_told_to_all(poor: int) -> None:
-    """However many there are: an error that says so, or a warning and no shared memory; never one
-    that is late on another rank."""
+def test_a_limit_on_descriptors_reaches_all(poor: int) -> None:
+    """However few there are: an error that says so, or a warning and no shared memory; never an
+    error that other ranks notice late."""
     seen = set()
     with faults.watched_ranks(WORLD) as ranks:
         for room in range(14):
-            told = faults.values(faults.collect(ranks, few_descriptors_job, poor, room))
-            if all(shared for _, shared, _, _ in told.values()):
+            results = faults.values(faults.collect(ranks, few_descriptors_job, poor, room))
+            if all(shared for _, shared, _, _ in results.values()):
                 break
-            failed = told[poor][0].error
-            for rank, (first, shared, _, last) in told.items():
+            failed = results[poor][0].error
+            for rank, (first, shared, _, last) in results.items():
                 where = (room, rank, first)
                 assert not last.error and not shared, (where, last)
                 assert first.seconds < 2 * PROMPT, where
                 allowed = {"MemoryError", "OSError"} if rank == poor else {"MemoryError"}
                 allowed |= {"PeerLostError"} if rank != poor and failed == "OSError" else set()
                 assert first.error in allowed if failed else not first.error, where
-            texts = [told[poor][0].text] if failed else told[0][2]
+            texts = [results[poor][0].text] if failed else results[0][2]
             assert any("descriptors" in one or "open files" in one for one in texts), (room, texts)
             seen.add(failed or "warning")
         else:
-            pytest.fail(f"14 descriptors are not enough: {told}")
+            pytest.fail(f"14 descriptors are not enough: {results}")
     assert room > 3 and len(seen) > 1, (room, seen)

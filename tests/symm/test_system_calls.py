@@ -1,5 +1,5 @@
-"""Systems on which ranks cannot share memory: kernels and filters that refuse a system call, and
-Pythons without functions for it."""
+"""Systems on which ranks cannot share memory: kernels and filters that refuse a system call; and
+Pythons that lack the functions for one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tpkernels import _C
 
 
 def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str], Ending, str]:
-    """A kernel without a call, or a filter that forbids it, on one rank."""
+    """One rank has a kernel without a system call, or a filter that forbids it."""
     group = faults.group_of(dist.new_group())
     open_it = getattr(_C.host, call)
 
@@ -45,7 +45,7 @@ def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str]
 
 @pytest.mark.parametrize("call", ["open_memfd", "open_pidfd"])
 @pytest.mark.parametrize(("rank", "refusal"), sweep([(0, 38), (1, 1)]), ids=["ENOSYS", "EPERM"])
-def test_ranks_without_a_system_call_go_by_the_process_group(
+def test_ranks_without_a_system_call_use_the_process_group(
     ranks: RanksFixture, call: str, rank: int, refusal: int
 ) -> None:
     name = call.replace("open_pidfd", "pidfd_open").replace("open_memfd", "memfd_create")
@@ -80,8 +80,8 @@ _WITHOUT = """
 
 
 @pytest.mark.thorough
-def test_a_python_without_the_functions_does_as_well(tmp_path: Path) -> None:
-    """Conda's, and those that are built for old systems."""
+def test_a_python_without_the_functions_works_as_well(tmp_path: Path) -> None:
+    """Conda's Python, and those built for old systems."""
     (tmp_path / "without.py").write_text(textwrap.dedent(_WITHOUT))
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nfor name in ('pidfd_open', 'memfd_create'):\n    delattr(os, name)\n"

@@ -1,5 +1,5 @@
-"""What a group's workspace takes: a little at first, more when a call can use it, never more than
-was asked for; and what it costs to find a symmetric tensor."""
+"""How much memory a group's workspace takes: little at first, more when a call can use it, never
+more than ``workspace_bytes``; and what it costs to recognise a symmetric tensor."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ WORDS = 16 * mmap.PAGESIZE  # what signal words and rounding to pages may add
 
 
 def huge_page() -> int:
-    """Bytes of one; 0 where the kernel has none."""
+    """Bytes of a huge page; 0 if the kernel has none."""
     file = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
     return int(file.read_text()) if file.exists() else 0
 
 
-HUGE_PAGES = 2 * huge_page()  # what a kernel that takes them for shared memory may add
+HUGE_PAGES = 2 * huge_page()  # what a kernel that uses them for shared memory may add
 
 
 def shared_memory() -> dict[str, int]:
-    """Bytes in use of each piece of our shared memory that this process maps, by its inode."""
+    """Bytes in use of each of our shared memory files that this process maps, by inode."""
     nbytes: dict[str, int] = {}
     inode = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -55,7 +55,7 @@ def taken(group: dist.ProcessGroup, others: dict[str, int]) -> int:
 
 
 def growth_job(nbytes: int) -> list[str]:
-    """Calls of growing size on one group, by every way that uses the buffers."""
+    """Calls of growing size on one group, by every algorithm that uses the buffers."""
     group, failures = faults.group_of(dist.new_group()), []
     others = shared_memory()
     tpkernels.init(group, 20.0, nbytes)
@@ -88,12 +88,12 @@ def growth_job(nbytes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("nbytes", sweep([16 * MIB, 1 << 16, 3 * MIB + 5]))
-def test_it_grows_to_what_was_asked_for(ranks: RanksFixture, nbytes: int) -> None:
+def test_it_grows_up_to_workspace_bytes(ranks: RanksFixture, nbytes: int) -> None:
     report(f for rank in ranks(2).run(growth_job, nbytes, timeout=100) for f in rank)
 
 
 def wide_job(nbytes: int, width: int) -> tuple[list[str], str, str]:
-    """Rows so long that few fit, or none: a vocabulary at small workspaces."""
+    """Rows so long that few of them fit, or none: a vocabulary in a small workspace."""
     group = faults.group_of(dist.new_group())
     others = shared_memory()
     tpkernels.init(group, 20.0, nbytes)
@@ -101,9 +101,9 @@ def wide_job(nbytes: int, width: int) -> tuple[list[str], str, str]:
     case = Case(op="matmul_reduce_scatter", shape=(rows, width), k=(2,), integers=True)
     failures = check(case, group)  # by auto
     auto = groups.get(group.group_name).planned_calls()[0].plan
-    asked = Case(**{**vars(case), "algorithm": "pipelined"})
+    pipelined = Case(**{**vars(case), "algorithm": "pipelined"})
     try:
-        failures += check(asked, group)
+        failures += check(pipelined, group)
         refused = ""
     except NotImplementedError as error:
         refused = str(error)
@@ -114,7 +114,7 @@ def wide_job(nbytes: int, width: int) -> tuple[list[str], str, str]:
 
 
 def test_auto_does_not_split_what_hardly_fits(ranks: RanksFixture) -> None:
-    """A row of each of two ranks takes 16 KB here: 256 of them do not fit into 1 MiB."""
+    """One row of each of the two ranks takes 16 KB here: 256 of them do not fit into 1 MiB."""
     for failures, auto, refused in ranks(2).run(wide_job, MIB, 2048, timeout=100):
         assert not failures and not refused, (failures, refused)
         assert auto == "direct: the workspace holds 63 rows a rank < 256", auto
@@ -128,19 +128,19 @@ def test_a_row_that_does_not_fit_is_refused(ranks: RanksFixture) -> None:
 
 
 def poor_job(poor: int, lacks: str) -> tuple[list[str], list[str], int, int]:
-    """One rank has no memory when the workspace is to grow, or finds none when it commits."""
+    """One rank finds that memory is short before the workspace grows, or fails to commit it."""
     group, others = faults.group_of(dist.new_group()), shared_memory()
     tpkernels.init(group, 20.0, 16 * MIB)
     workspace = faults.workspace_of(group)
     look = host.short_of_memory
     if group.rank() == poor and lacks == "looks":
-        host.short_of_memory = lambda nbytes, world: "told to have no memory"
+        host.short_of_memory = lambda nbytes, world: "simulated shortage of memory"
     elif group.rank() == poor:
         commit = workspace._commit
 
         def commit_in_vain(parts: Any) -> str:
             commit(parts)
-            return "told to have no memory"
+            return "simulated shortage of memory"
 
         workspace._commit = commit_in_vain  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as caught:
@@ -157,18 +157,18 @@ def poor_job(poor: int, lacks: str) -> tuple[list[str], list[str], int, int]:
 @pytest.mark.parametrize("lacks", sweep(["looks", "commits"]))
 @pytest.mark.parametrize("poor", sweep([1, 0]))
 def test_without_memory_calls_take_more_steps(ranks: RanksFixture, poor: int, lacks: str) -> None:
-    """The group goes on, as it is, with no more memory than it had, and one rank warns once."""
-    told = ranks(2).run(poor_job, poor, lacks, timeout=100)
-    for rank, (failures, texts, capacity, used) in enumerate(told):
+    """The group goes on with the memory that it has, and one rank warns once."""
+    results = ranks(2).run(poor_job, poor, lacks, timeout=100)
+    for rank, (failures, texts, capacity, used) in enumerate(results):
         assert not failures, failures
         assert capacity == host._FIRST_BUFFER
         assert used <= 2 * host._FIRST_BUFFER + WORDS + HUGE_PAGES, used
         assert len(texts) == (rank == 0), texts
-        assert all(f"rank {poor}: told to have no memory" in text for text in texts), texts
+        assert all(f"rank {poor}: simulated shortage of memory" in text for text in texts), texts
 
 
 def looks_job(late: int) -> tuple[float, float]:
-    """When a rank looked how much memory is free, and when it began to take of it."""
+    """When a rank checked how much memory is free, and when it began to take some of it."""
     group = faults.group_of(dist.new_group())
     tpkernels.init(group, 20.0, 16 * MIB)
     workspace, look = faults.workspace_of(group), host.short_of_memory
@@ -189,7 +189,7 @@ def looks_job(late: int) -> tuple[float, float]:
     return at["look"], at["commit"]
 
 
-def test_nobody_takes_memory_before_all_have_looked_for_it(ranks: RanksFixture) -> None:
+def test_nobody_takes_memory_before_all_have_checked_for_it(ranks: RanksFixture) -> None:
     looks, commits = zip(*ranks(2).run(looks_job, 1), strict=True)
     assert 0 < max(looks) < min(commits), (looks, commits)
 
@@ -222,8 +222,8 @@ def test_segments_are_told_apart() -> None:
 
 
 def symmetric_job(count: int) -> tuple[float, float, int, int]:
-    """Seconds of an op's look for symmetric tensors with one of them and with many; keys that these
-    leave in the store."""
+    """Seconds that an op's search for symmetric tensors takes with one of them and with many, and
+    the keys in the store with one and with many."""
     group = faults.new_group()
     workspace = groups.get(group.group_name).workspace
     store = dist.distributed_c10d._get_default_store()
@@ -248,5 +248,5 @@ def symmetric_job(count: int) -> tuple[float, float, int, int]:
 
 def test_many_symmetric_tensors_cost_little(ranks: RanksFixture) -> None:
     for one, many, keys, more in ranks(2).run(symmetric_job, 200, timeout=100):
-        assert many < 4 * one + 1e-6, (one, many)  # 60 times as long when all are looked at
+        assert many < 4 * one + 1e-6, (one, many)  # a linear search took 60 times as long
         assert more <= keys + 8, (keys, more)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 _aten = torch.ops.aten
-# What copies a state dict; applied to the shard.
+# The ops that copy a state dict; they are applied to the shard.
 _ON_SHARDS = {
     _aten.detach.default,
     _aten.alias.default,

@@ -37,7 +37,7 @@ class ColumnParallelLinear(ParallelLinear):
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
         bias: whether there is a bias; split as the output features are.
         gather_output: every rank gets all output features instead of its own. All ranks must then
-            use them alike.
+            use them in the same way.
         out_sizes: output features of each rank; by default balanced (`tpkernels.shard_sizes`).
         stand_in: number of zero features that a rank without any features returns.
         sequence_parallel: the input is this rank's rows of the sequence, and the output has all
@@ -137,7 +137,7 @@ def column_parallel(
         shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
 
     Returns:
-        The output of each layer, in their order.
+        The output of each layer, in order.
 
     Raises:
         ValueError: the layers differ in group or sequence parallelism.

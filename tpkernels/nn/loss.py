@@ -102,8 +102,8 @@ def vocab_parallel_cross_entropy(
 
     Returns:
         The loss, with the same bits on every rank: a scalar, or [...] for "none". It is float64 for
-        float64 logits, otherwise float32, because training needs more digits of it than 16 bits
-        have.
+        float64 logits, otherwise float32, because training needs more digits of the loss than 16
+        bits hold.
 
     Raises:
         ValueError: shapes do not fit, or ``reduction`` is unknown.

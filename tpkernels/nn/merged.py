@@ -50,7 +50,7 @@ class MergedColumnParallelLinear(nn.Module):
 
     @property
     def layers(self) -> list[ColumnParallelLinear]:
-        """The layers, in their order."""
+        """The layers, in order."""
         return cast("list[ColumnParallelLinear]", list(self.children()))
 
     @classmethod
@@ -90,7 +90,7 @@ class MergedColumnParallelLinear(nn.Module):
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
-        """x [..., in_features] -> [..., out_features of this rank] for each layer, in their order.
+        """x [..., in_features] -> [..., out_features of this rank] for each layer, in order.
 
         Args:
             x: the input.

@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
         hidden_size: size of the last dim.
         eps: added to the mean square.
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name, if each rank applies the
-            weight to something of its own: to its rows under sequence parallelism, or to its heads.
+            weight to its own part of the input: its rows under sequence parallelism, or its heads.
             The backward then sums the weight's gradient over the ranks. None: all ranks have the
             same input, and the same gradient.
         device, dtype: of the weight.

@@ -1,10 +1,10 @@
 """Mappings between sharded and replicated tensors: the "regions" of Megatron-LM (Shoeybi et al.,
 arXiv:1909.08053).
 
-What all ranks have alike leads to the same loss on all of them. Its gradient is therefore the same
+A replicated tensor leads to the same loss on all ranks. Its gradient is therefore the same
 everywhere and counts once (docs/numerics.md). Each mapping's backward is the adjoint of its
 forward under that rule. This is how `gather_from_ranks` differs from ``tpkernels.all_gather``,
-whose result each rank uses for something of its own.
+whose result each rank may use in its own way.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_dim(x: torch.Tensor, dim: int) -> None:
 def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
     """Returns ``x``, and sums its gradient over the ranks: Megatron-LM's "f".
 
-    For a tensor that all ranks have alike and each uses for something of its own, such as a
+    For a tensor that is the same on all ranks and that each of them uses in its own way, such as a
     replicated parameter that each rank applies to its own rows or heads.
 
     Args:
@@ -86,8 +86,8 @@ def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
 def gather_from_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Concatenates the ranks' shards. All ranks must then use the result alike: the gradient of a
-    shard is this rank's shard of the gradient.
+    """Concatenates the ranks' shards. All ranks must then use the result in the same way: the
+    gradient of a shard is this rank's shard of the gradient.
 
     Args:
         x: this rank's shard.
@@ -113,7 +113,7 @@ def gather_from_ranks(
 def split_over_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """This rank's shard of a tensor that all ranks have alike; the gradients of the shards are
+    """This rank's shard of a tensor that is the same on all ranks; the gradients of the shards are
     gathered.
 
     Args:

@@ -88,11 +88,11 @@ class ShardedModule(nn.Module):
             parameter.copy_(whole if split is None else split.shard(whole))
 
     def adopt(self, module: nn.Module) -> None:
-        """Replaces the parameters by copies of this rank's shards of the parameters of ``module``,
-        with their dtype, device and ``requires_grad``.
+        """Replaces the parameters with copies of this rank's shards of ``module``'s parameters, of
+        the same dtype, device and ``requires_grad``.
 
         Raises:
-            ValueError: ``module`` has other parameters, or other shapes.
+            ValueError: ``module`` has different parameters, or different shapes.
         """
         theirs = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
         mine = {name: list(self.whole_shape(name)) for name, _ in self.named_parameters()}

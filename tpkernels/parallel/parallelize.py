@@ -49,18 +49,18 @@ def parallelize(
 
     Args:
         model: may be on the meta device. Then call ``to_empty``, ``load_state_dict`` with the
-            unsharded weights and transformers' ``tie_weights``, and create ``rotary_emb`` anew, as
-            no state dict has its buffers.
+            unsharded weights and transformers' ``tie_weights``, and recreate ``rotary_emb``, whose
+            buffers are in no state dict.
         mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one.
         plan: ``ParallelStyle`` objects by module name, which may have wildcards, as
             ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
-        sequence_parallel: without a plan: between the matmuls, each rank has its rows of the
-            sequence. The norms are split too, and each matmul overlaps with its collective. For
-            generation token by token, False saves one collective per matmul.
+        sequence_parallel: without a plan, whether each rank has only its rows of the sequence
+            between the matmuls. The norms are then split too, and each matmul overlaps with its
+            collective. For generation token by token, False saves one collective per matmul.
 
     Raises:
-        TypeError: ``mesh`` is not a DeviceMesh, a style not a ParallelStyle, or a module not of the
-            expected type; the message names it.
+        TypeError: ``mesh`` is not a DeviceMesh, a style is not a ParallelStyle, or a module is not
+            of the expected type; the message names it.
         ValueError: ``mesh`` has several dims, a name in the plan matches no module, or the heads do
             not fit together.
         NotImplementedError: the architecture is not supported, or a weight is quantised.

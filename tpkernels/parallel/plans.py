@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def apply(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> Model:
     """``torch.distributed.tensor.parallel.parallelize_module`` with all checks made first. torch
-    would only warn of a name that matches nothing. See `tpkernels.parallelize` for what is raised.
+    only warns about a name that matches nothing. See `tpkernels.parallelize` for the errors.
     """
     from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
@@ -47,7 +47,7 @@ def apply(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
 
 
 def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """Raises what torch would raise only after it has changed the modules before this one."""
+    """Raises what torch would raise only after changing the modules before this one."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,

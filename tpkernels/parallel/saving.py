@@ -4,10 +4,10 @@ Problem: rank 0 writes the shards of all ranks. Writing may take longer than the
 and may fail on rank 0 alone.
 
 Algorithm: rank 0 announces whether it will write, and the ranks gather the weights on rank 0. It
-writes as transformers does, while a thread tells the others every second that it is not done. Then
-it announces the result. Each message is an all-gather to which the other ranks contribute nothing.
-So every wait is bounded, a rank that dies is noticed, and no other process group is needed. If only
-rank 0 fails, all ranks raise, and the group remains usable.
+writes as transformers does, while a thread announces every second that it is not done. Then it
+announces the result. Each message is an all-gather to which the other ranks contribute nothing.
+So every wait is bounded, dead ranks are noticed, and no other process group is needed. If only rank
+0 fails, all ranks raise, and the group remains usable.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _INTERVAL = 1.0  # s, between messages of rank 0
 _LENGTH = 1024  # bytes of a message, with the text of an error
 
 
-class Word(IntEnum):
-    """The kind of a message from rank 0."""
+class Status(IntEnum):
+    """What a message from rank 0 announces."""
 
     SKIP = 0
     WRITE = 1
@@ -77,26 +77,27 @@ class SavePretrained:
         """
         model = self._model
         write = type(model).save_pretrained
-        given = _by_name(write, model, *args, **options)
-        self._check(given)
+        arguments = _by_name(write, model, *args, **options)
+        self._check(arguments)
         group = groups.get(self._group)
-        writes = given.get("is_main_process", True)
+        writes = arguments.get("is_main_process", True)
         with groups.told_of_errors(self._group):
-            if self._say(Word.WRITE if writes else Word.SKIP)[0] is Word.SKIP:
+            status, _ = self._announce(Status.WRITE if writes else Status.SKIP)
+            if status is Status.SKIP:
                 return
-            shards = given.get("state_dict")
+            shards = arguments.get("state_dict")
             if shards is None:
                 shards = model.state_dict()
             state = gathered(model, shards, rank0_only=True)
         if group.rank != 0:
             self._wait()
             return
-        given |= {"state_dict": state, "is_main_process": True}
+        arguments |= {"state_dict": state, "is_main_process": True}
         with self._others_wait(), _as_unsharded(model):
-            write(**given)
+            write(**arguments)
 
-    def _check(self, given: dict[str, Any]) -> None:
-        if given.get("distributed_checkpoint"):
+    def _check(self, arguments: dict[str, Any]) -> None:
+        if arguments.get("distributed_checkpoint"):
             raise NotImplementedError(
                 "distributed_checkpoint=True is for models that transformers has sharded; save "
                 "model.state_dict() with torch.distributed.checkpoint"
@@ -107,56 +108,56 @@ class SavePretrained:
                 "tpkernels.parallelize"
             )
         if any(parameter.is_meta for parameter in self._model.parameters()):
-            raise ValueError("the model is on the meta device, and has no weights to save")
+            raise ValueError("the model is on the meta device and has no weights to save")
 
-    def _say(self, word: Word = Word.SKIP, text: str = "") -> tuple[Word, str]:
-        """Sends rank 0's message; returns it on all ranks. Collective."""
+    def _announce(self, status: Status = Status.SKIP, text: str = "") -> tuple[Status, str]:
+        """Sends rank 0's message, and returns it on all ranks. Collective."""
         with groups.told_of_errors(self._group):
             group = groups.get(self._group)
-            mine = bytes([word, *text.encode()])[:_LENGTH].ljust(_LENGTH, b"\0")
+            mine = bytes([status, *text.encode()])[:_LENGTH].ljust(_LENGTH, b"\0")
             device = next(self._model.parameters()).device
             data = torch.tensor(list(mine if group.rank == 0 else b""), device=device).float()
             sizes = [_LENGTH, *[0] * (group.world - 1)]
-            said = bytes(map(int, all_gather(data, self._group, shard_sizes=sizes).tolist()))
-        return Word(said[0]), said[1:].rstrip(b"\0").decode(errors="ignore")
+            sent = bytes(map(int, all_gather(data, self._group, shard_sizes=sizes).tolist()))
+        return Status(sent[0]), sent[1:].rstrip(b"\0").decode(errors="ignore")
 
     def _wait(self) -> None:
         """Returns when rank 0 has written; raises if it could not."""
-        word = Word.NOT_DONE
-        while word is Word.NOT_DONE:
-            word, text = self._say()
-        if word is Word.FAILED:
+        status = Status.NOT_DONE
+        while status is Status.NOT_DONE:
+            status, text = self._announce()
+        if status is Status.FAILED:
             raise RuntimeError(f"rank 0 could not save the model: {text}")
 
     @contextlib.contextmanager
     def _others_wait(self) -> Iterator[None]:
-        """Keeps the other ranks waiting during the block, then tells them how it ended."""
+        """Keeps the other ranks waiting during the block, then announces how it ended."""
         interval = min(_INTERVAL, groups.get(self._group).timeout / 4)
         ended, lost = threading.Event(), list[BaseException]()
 
-        def keep() -> None:
+        def keep_waiting() -> None:
             try:
                 while not ended.wait(interval):
-                    self._say(Word.NOT_DONE)
+                    self._announce(Status.NOT_DONE)
             except BaseException as error:
                 lost.append(error)
 
-        thread = threading.Thread(target=keep, name="tpkernels-saving", daemon=True)
-        word, text = Word.DONE, ""
+        thread = threading.Thread(target=keep_waiting, name="tpkernels-saving", daemon=True)
+        status, text = Status.DONE, ""
         try:
             thread.start()
             yield
         except BaseException as error:
-            word, text = Word.FAILED, of_error(error)
+            status, text = Status.FAILED, of_error(error)
             raise
         finally:
             with groups.told_of_errors(self._group):
                 ended.set()
-                if thread.ident is not None:  # it could be started
+                if thread.ident is not None:  # it was started
                     thread.join()
-                with contextlib.suppress(*[TpkernelsError] if word is Word.FAILED else []):
+                with contextlib.suppress(*[TpkernelsError] if status is Status.FAILED else []):
                     if not lost:
-                        self._say(word, text)
+                        self._announce(status, text)
         if lost:
             raise lost[0]
 
@@ -164,11 +165,11 @@ class SavePretrained:
 def _by_name(function: Any, *args: Any, **options: Any) -> dict[str, Any]:
     """The arguments of a call, by name."""
     signature = inspect.signature(function)
-    given: dict[str, Any] = dict(signature.bind(*args, **options).arguments)
+    arguments: dict[str, Any] = dict(signature.bind(*args, **options).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return given
+            arguments |= arguments.pop(name, {})
+    return arguments
 
 
 @contextlib.contextmanager

@@ -260,7 +260,7 @@ def _sizes(total: int, world: int) -> list[int]:
 def _output(
     y: torch.Tensor, dim: int | None, shape: Sequence[int], layouts: _Layouts
 ) -> torch.Tensor:
-    """The module's output, in the layout that was asked for.
+    """The module's output, in the requested layout.
 
     Args:
         y: this rank's shard of the output, or all of it.

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 # Times within this ratio of the fastest count as equally fast. Medians of 40 interleaved
 # repetitions of the same algorithm in two runs differ by 1 to 4 %. AMD EPYC Zen 3, 2 ranks,
-# 2026-11-21: `pytest -m slow -s tests/test_tune.py`.
+# 2026-11-21: `pytest -m slow -s tests/cli/test_tune.py`.
 AS_FAST = 1.02
 # An algorithm beyond this ratio to `unfused` is slower than not fusing.
 NOT_SLOWER = 1 / 0.97

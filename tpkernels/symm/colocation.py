@@ -1,8 +1,9 @@
 """Which groups can share memory: those whose ranks all reach a Unix socket of rank 0.
 
-It is probed, not read off names: machines cloned from one image may have one boot ID, and
-containers on one machine may have it and share nothing else. Descriptors of memory travel over such
-a socket, so a rank that reaches it can be given them. All ranks come to the same answer.
+Probed by connecting, because boot IDs are unreliable: machines cloned from one image may have the
+same boot ID, and containers on one machine have the same one but may share nothing else. Memory
+descriptors are sent over such a socket, so a rank that reaches it can receive them. All ranks reach
+the same answer.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ _ACCEPT_SLICE = 0.05  # s
 
 
 def probe_colocation(
-    participant: Participant, say: dict[str, Any]
+    participant: Participant, statement: dict[str, Any]
 ) -> tuple[str | None, list[dict[str, Any]]]:
-    """Why the ranks cannot share memory; None: they can. Also returns what every rank says, as
-    `exchange` does, and each one's "boot_id"."""
-    say = {**say, "unsupported": unsupported(participant.world), "boot_id": _boot_id()}
+    """Why the ranks cannot share memory; None: they can. Also returns the statements of all ranks,
+    as `exchange` does, with each rank's "boot_id" added."""
+    statement = {
+        **statement,
+        "unsupported": unsupported(participant.world),
+        "boot_id": _boot_id(),
+    }
     if participant.world == 1:
-        return say["unsupported"], [say]
+        return statement["unsupported"], [statement]
     if participant.rank == 0:
         with contextlib.ExitStack() as stack:
             name = why_not = None
@@ -44,21 +49,22 @@ def probe_colocation(
                 why_not = f"cannot open a socket: {error.strerror}"
             except RuntimeError as error:
                 why_not = f"cannot start a thread: {error}"
-            said = exchange(participant, "init", {"socket": name, **say})
+            statements = exchange(participant, "init", {"socket": name, **statement})
             answers = exchange(participant, "reach", {"why_not": why_not})
     else:
-        said = exchange(participant, "init", say)
-        why_not = _why_not_reached(said[0]["socket"], participant.timeout)
+        statements = exchange(participant, "init", statement)
+        why_not = _why_not_reached(statements[0]["socket"], participant.timeout)
         answers = exchange(participant, "reach", {"why_not": why_not})
-    missing = [
-        one["unsupported"] or answer["why_not"] for one, answer in zip(said, answers, strict=True)
+    obstacles = [
+        each["unsupported"] or answer["why_not"]
+        for each, answer in zip(statements, answers, strict=True)
     ]
-    reasons = [f"rank {rank} {why}" for rank, why in enumerate(missing) if why is not None]
-    return (reasons[0] if reasons else None), said
+    reasons = [f"rank {rank} {why}" for rank, why in enumerate(obstacles) if why is not None]
+    return (reasons[0] if reasons else None), statements
 
 
 def unsupported(world: int = 1) -> str | None:
-    """What this process lacks for sharing memory with ``world`` ranks; None: nothing."""
+    """Why this process cannot share memory with ``world`` ranks; None: it can."""
     if world > _MOST_RANKS:
         return f"is one of {world} ranks; at most {_MOST_RANKS} can share memory"
     for name, probe in (
@@ -69,16 +75,16 @@ def unsupported(world: int = 1) -> str | None:
             os.close(probe())
         except OSError as error:
             return (
-                f"cannot share memory: {name}: {error.strerror}; it takes Linux 5.3 or newer, and "
-                "no seccomp filter that forbids the call"
+                f"cannot share memory: {name}: {error.strerror}; this needs Linux 5.3 or newer "
+                "and no seccomp filter that forbids the call"
             )
     return None
 
 
 def _why_not_reached(name: str | None, seconds: float) -> str | None:
-    """Why rank 0's socket is out of reach; None: a process of this user listens there."""
+    """Why rank 0's socket cannot be reached; None: a process of this user listens there."""
     if name is None:
-        return "finds no socket of rank 0's"
+        return "got no socket name from rank 0"
     try:
         with connected(name, seconds) as connection:
             user = user_of(connection)
@@ -86,7 +92,7 @@ def _why_not_reached(name: str | None, seconds: float) -> str | None:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return f"cannot open a socket: {error.strerror}"
         return (
-            f"does not reach rank 0's Unix socket ({error.strerror or error}): another host, or "
+            f"cannot reach rank 0's Unix socket ({error.strerror or error}): another host, or "
             "containers that share no network namespace"
         )
     return None if user == os.geteuid() else f"is user {os.geteuid()}, rank 0 is user {user}"
@@ -94,7 +100,7 @@ def _why_not_reached(name: str | None, seconds: float) -> str | None:
 
 @contextlib.contextmanager
 def _accepting(listener: socket.socket) -> Iterator[None]:
-    """Takes connections, of members and of strangers, out of the queue meanwhile."""
+    """Empties the queue of connections, from members and strangers, during the block."""
     over = threading.Event()
     listener.settimeout(_ACCEPT_SLICE)
 
@@ -104,7 +110,7 @@ def _accepting(listener: socket.socket) -> Iterator[None]:
                 listener.accept()[0].close()
             except TimeoutError:
                 pass
-            except OSError:  # no descriptor to be had, or a guest that has left
+            except OSError:  # out of descriptors, or the other side has left
                 time.sleep(1e-3)
 
     thread = threading.Thread(target=accept, name="tpkernels-reach", daemon=True)

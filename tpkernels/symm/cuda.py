@@ -33,7 +33,7 @@ class CudaWorkspace:
 
     Args:
         participant: this rank's place in the group.
-        channel: used by nobody else, in a call that all ranks have begun and none ends.
+        channel: not used by anybody else; all ranks have begun a call on it, which none ends.
         device: this rank's device.
     """
 
@@ -81,7 +81,7 @@ class CudaWorkspace:
     @contextmanager
     def in_order(self) -> Iterator[None]:
         """Runs the kernels of a group one after the other, even if they come from several streams.
-        (Whoever replays a graph orders its replays.)"""
+        (Replays of a graph are for the caller to order.)"""
         if self.device.type != "cuda":  # a rehearsal
             yield
             return
@@ -115,7 +115,7 @@ def make_workspace(
     reason: str | None = None,
 ) -> DeviceWorkspace:
     """The workspace of a group whose ranks' GPUs can address each other. Collective; waits for the
-    device. ``reason`` says why this rank cannot take part, if it knows already.
+    device. ``reason``: why this rank cannot take part, if that is known already.
 
     Raises:
         NotImplementedError: on all ranks, if the GPUs cannot: no peer access, no virtual memory

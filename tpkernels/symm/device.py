@@ -34,7 +34,7 @@ def signed(signature: int) -> int:
 
 
 def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
-    """Bytes of a region with that many words from each source and buffers of that size."""
+    """Bytes of a region with that many words of each source and buffers of that size."""
     return round_up(2 * world * words * _WORD, _ALIGNMENT) + 2 * round_up(buffer_bytes, _ALIGNMENT)
 
 
@@ -50,11 +50,12 @@ class DeviceWorkspace:
 
     Args:
         regions: the ranks' regions as this rank addresses them; filled with zeros.
-        words: signal words from one source.
+        words: signal words of each source.
         buffer_bytes: of each of the two buffers.
         timeout: seconds that a wait may take.
         multicast: address of all regions at once; 0 without multicast.
-        own: the bytes of this rank's region; by default ``regions[rank]``, which is then a buffer.
+        own: the bytes of this rank's region; by default ``regions[rank]``, which must then support
+            the buffer protocol.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class DeviceWorkspace:
         return starts
 
     def abort(self, rank: int) -> None:
-        """Ends all waits of a running kernel: ``rank`` is lost."""
+        """Ends all waits of a running kernel, because ``rank`` is lost."""
         self.control[ABORT] = 1 + rank
 
     def failure(self) -> tuple[int, int, int, int] | None:
@@ -148,6 +149,6 @@ class DeviceWorkspace:
 class Launch:
     """A call prepared for its tensors: what it needs of a workspace, and its kernels' launch."""
 
-    words: int  # from one source
+    words: int  # of each source
     buffer_bytes: int
     run: Callable[[DeviceWorkspace, int], None]  # takes the workspace and the call's signature

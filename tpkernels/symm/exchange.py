@@ -1,21 +1,21 @@
-"""Problem: the ranks of a group tell each other something through a key-value store, before they
-share anything better. The store may still hold what they said in an attempt that failed, or in an
-earlier group of the same name: under torchrun a process group that is made anew finds its old keys.
+"""Problem: the ranks of a group exchange statements through a key-value store before they share
+anything faster. The store may still hold messages of an attempt that failed, or of an earlier group
+of the same name: under torchrun, a process group that is created again finds its old keys.
 
-Algorithm: each rank writes its word under a key of its own, with a nonce made for this attempt and
-the number of exchanges for this purpose that it has completed. Once the words of all ranks are
-there, of the same number, it confirms them under a key made from all nonces. It returns when all
-ranks have confirmed the same words; until then it keeps looking for new ones.
+Algorithm: each rank writes its message under its own key, with a nonce made for this attempt and
+the number of exchanges it has completed for this purpose. Once the messages of all ranks are there,
+with the same number, the rank confirms them under a key derived from all nonces. It returns when
+all ranks have confirmed the same messages; until then it keeps looking for new ones.
 
-Why no old word is taken: a rank's own nonce is new, so only ranks that take part now can confirm a
-set of words that holds it.
+Why no stale message is accepted: a rank's own nonce is new, so only ranks that take part now can
+confirm a set of messages that contains it.
 
-Why nobody is left behind: a rank that has returned may overwrite its word in the next exchange, but
-by then all confirmations are there, under a key that nobody overwrites. Words of another number are
-never confirmed.
+Why nobody is left behind: a rank that has returned may overwrite its message in the next exchange,
+but by then all confirmations are there, under a key that nobody overwrites. Messages with different
+numbers are never confirmed.
 
-Failure: a rank that gives up tells those whose words it has seen, under keys made from their
-nonces. Between exchanges it writes to the address of each rank's group instead (`tell_left`).
+Failure: a rank that gives up notifies the ranks whose messages it has seen, under keys made from
+their nonces. Between exchanges it writes to the address of each rank's group instead (`tell_left`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from torch.distributed import Store
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.text import of_error
 
-_PAUSES = 1e-4, 0.01  # s between looks at the store: at first, and at most
-_RARELY = 0.05  # s between looks for what is not expected: messages of failure, changed words
+_PAUSES = 1e-4, 0.01  # s between polls of the store: the first, and the longest
+_RARELY = 0.05  # s between checks for the unexpected: notices of failure, changed messages
 
 
 @dataclass
 class Presence:
-    """What one rank's group remembers from one exchange to the next."""
+    """What a rank keeps from one exchange of its group to the next."""
 
     address: str = field(default_factory=lambda: secrets.token_hex(8))
-    addresses: list[str] = field(default_factory=list)  #: of all ranks, once one was completed
+    addresses: list[str] = field(default_factory=list)  #: of all ranks, after the first exchange
     completed: dict[str, int] = field(default_factory=dict)  #: exchanges, by purpose
     confirmed: dict[str, list[str]] = field(default_factory=dict)  #: own keys, by purpose
 
@@ -58,14 +58,14 @@ class Participant:
     world: int
     timeout: float
     presence: Presence = field(default_factory=Presence)
-    watch: Callable[[], None] | None = None  #: raises if a peer is lost, once that can be told
+    watch: Callable[[], None] | None = None  #: raises if a peer is lost; None: not watched yet
 
     @property
     def prefix(self) -> str:
         return f"tpkernels/{self.group}"
 
     def look(self, purpose: str, *more_addresses: str) -> None:
-        """Raises if a peer is lost, or has written to this rank that it left."""
+        """Raises if a peer is lost, or has notified this rank that it left."""
         if self.watch is not None:
             self.watch()
         for address in (self.presence.address, *more_addresses):
@@ -80,7 +80,7 @@ class Participant:
                 )
 
     def tell(self, addresses: Iterable[str], error: BaseException) -> None:
-        """Tells other ranks that this one has left with ``error``."""
+        """Notifies other ranks that this one has left with ``error``."""
         peer = error.peer if isinstance(error, TpkernelsError) else None
         note = {
             "rank": self.rank,
@@ -96,13 +96,16 @@ class Participant:
         return f"{self.prefix}/left/{address}"
 
 
-def exchange(participant: Participant, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank says, in rank order. Collective; waits ``participant.timeout`` at the most.
+def exchange(
+    participant: Participant, purpose: str, statement: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The statements of all ranks, in rank order. Collective; waits at most ``participant.timeout``
+    seconds.
 
     Raises:
-        CollectiveTimeoutError, PeerLostError: a rank did not come, or left.
+        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
     """
-    attempt = _Attempt(participant, purpose, say)
+    attempt = _Attempt(participant, purpose, statement)
     try:
         return attempt.run()
     except BaseException as error:
@@ -111,7 +114,7 @@ def exchange(participant: Participant, purpose: str, say: dict[str, Any]) -> lis
 
 
 def tell_left(participant: Participant, error: BaseException) -> None:
-    """Tells the other ranks, in whatever exchange or set-up they wait, that this one has left."""
+    """Notifies the other ranks, in whatever exchange or set-up, that this one has left."""
     addresses = participant.presence.addresses
     participant.tell(
         (each for rank, each in enumerate(addresses) if rank != participant.rank), error
@@ -121,27 +124,27 @@ def tell_left(participant: Participant, error: BaseException) -> None:
 class _Attempt:
     """One rank's part in one exchange."""
 
-    def __init__(self, participant: Participant, purpose: str, say: dict[str, Any]) -> None:
+    def __init__(self, participant: Participant, purpose: str, statement: dict[str, Any]) -> None:
         self.participant, self.purpose = participant, purpose
         self.prefix = f"{participant.prefix}/{purpose}"
         self.keys = [f"{self.prefix}/{rank}" for rank in range(participant.world)]
         self.nonce = secrets.token_hex(8)
         self.number = participant.presence.completed.get(purpose, 0)
-        self.say = say
-        self.confirmed: dict[str, list[dict[str, Any]]] = {}  # the words, by the key for them
+        self.statement = statement
+        self.confirmed: dict[str, list[dict[str, Any]]] = {}  # sets of messages, by their key
 
     def run(self) -> list[dict[str, Any]]:
         participant = self.participant
-        word = {"nonce": self.nonce, "number": self.number, "say": self.say}
-        word["address"] = participant.presence.address
+        message = {"nonce": self.nonce, "number": self.number, "statement": self.statement}
+        message["address"] = participant.presence.address
         deadline = time.monotonic() + participant.timeout
-        participant.store.set(self.keys[participant.rank], json.dumps(word))
+        participant.store.set(self.keys[participant.rank], json.dumps(message))
         (pause, longest), look_at = _PAUSES, 0.0
         while True:
-            words = self._all_confirmed()
-            if words is not None:
-                self._complete(words)
-                return [word["say"] for word in words]
+            messages = self._all_confirmed()
+            if messages is not None:
+                self._complete(messages)
+                return [message["statement"] for message in messages]
             now = time.monotonic()
             if not self.confirmed or now >= look_at:
                 self._confirm()
@@ -154,65 +157,65 @@ class _Attempt:
             pause = min(2 * pause, longest)
 
     def give_up(self, error: BaseException) -> None:
-        """Tells those that are here already."""
+        """Notifies the ranks that are here already."""
         with contextlib.suppress(RuntimeError):  # the store is gone
-            words = [word for word in map(self._word_of, range(self.participant.world)) if word]
-            nonces = (word["nonce"] for word in words)
+            messages = map(self._message_of, range(self.participant.world))
+            nonces = [message["nonce"] for message in messages if message]
             self.participant.tell((nonce for nonce in nonces if nonce != self.nonce), error)
 
-    def _word_of(self, rank: int) -> dict[str, Any] | None:
+    def _message_of(self, rank: int) -> dict[str, Any] | None:
         store, key = self.participant.store, self.keys[rank]
         return json.loads(store.get(key)) if store.check([key]) else None
 
     def _confirm(self) -> None:
-        """Confirms the words of all ranks, if they are there and of one exchange."""
+        """Confirms the messages of all ranks, if they are there and belong to one exchange."""
         store = self.participant.store
         if not store.check(self.keys):
             return
-        words = [json.loads(word) for word in store.multi_get(self.keys)]
-        if any(word["number"] != self.number for word in words):
+        messages = [json.loads(message) for message in store.multi_get(self.keys)]
+        if any(message["number"] != self.number for message in messages):
             return
-        nonces = " ".join(word["nonce"] for word in words)
+        nonces = " ".join(message["nonce"] for message in messages)
         key = f"{self.prefix}/{hashlib.sha256(nonces.encode()).hexdigest()[:32]}"
         if key not in self.confirmed:
-            self.confirmed[key] = words
+            self.confirmed[key] = messages
             store.set(f"{key}/{self.participant.rank}", "")
 
     def _all_confirmed(self) -> list[dict[str, Any]] | None:
-        for key, words in self.confirmed.items():
+        for key, messages in self.confirmed.items():
             if self.participant.store.check(
                 [f"{key}/{rank}" for rank in range(self.participant.world)]
             ):
-                return words
+                return messages
         return None
 
-    def _complete(self, words: list[dict[str, Any]]) -> None:
-        """All ranks are in this exchange, so none still needs what was confirmed before it."""
+    def _complete(self, messages: list[dict[str, Any]]) -> None:
+        """Deletes earlier confirmations: all ranks are in this exchange, so none needs them."""
         presence, rank = self.participant.presence, self.participant.rank
-        presence.addresses = [word["address"] for word in words]
+        presence.addresses = [message["address"] for message in messages]
         presence.completed[self.purpose] = self.number + 1
         before = presence.confirmed.get(self.purpose, [])
-        mine = [f"{key}/{rank}" for key, each in self.confirmed.items() if each is words]
-        others = [f"{key}/{rank}" for key, each in self.confirmed.items() if each is not words]
+        mine = [f"{key}/{rank}" for key, each in self.confirmed.items() if each is messages]
+        others = [f"{key}/{rank}" for key, each in self.confirmed.items() if each is not messages]
         presence.confirmed[self.purpose] = mine
         with contextlib.suppress(RuntimeError):  # a store that cannot delete
             for key in (*before, *others):
                 self.participant.store.delete_key(key)
 
     def _late(self) -> CollectiveTimeoutError:
-        """The error that names the first rank that did not come."""
+        """The error that names the first rank that is missing."""
         participant, last = self.participant, next(reversed(self.confirmed), None)
 
         def is_here(rank: int) -> bool:
-            word = self._word_of(rank)
-            if word is None or word["number"] != self.number:
+            message = self._message_of(rank)
+            if message is None or message["number"] != self.number:
                 return False
             return last is None or participant.store.check([f"{last}/{rank}"])
 
         missing = next((rank for rank in range(participant.world) if not is_here(rank)), 0)
         return CollectiveTimeoutError(
             f"{self.purpose} of group '{participant.group}': rank {participant.rank} waited "
-            f"{participant.timeout:g} s for rank {missing}, which did not come. All ranks of the "
+            f"{participant.timeout:g} s for rank {missing}, which did not arrive. All ranks of the "
             "group must make their first call, call tpkernels.init or create a communicator "
             "together.",
             peer=missing,

@@ -27,8 +27,8 @@ _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
 _FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
 # Of a GPU's first workspace; it grows when a call needs more.
 _FIRST_WORDS, _FIRST_BYTES = 1 << 10, 1 << 20
-# How long a waiter polls before it sleeps, and from when on it offers its core to others between
-# polls: at once where ranks outnumber cores.
+# How long a waiter polls before it sleeps, and after how long it starts to yield its core between
+# polls: at once if ranks outnumber cores.
 _SPIN_US = 200.0
 _YIELD_US = 5.0
 
@@ -36,7 +36,7 @@ _YIELD_US = 5.0
 class HostWorkspace:
     """Peers' buffers, signals and the epoch of one group on one host.
 
-    ``channel`` is the extension's face of it, which the algorithms drive.
+    ``channel`` is the extension's side of it, which the algorithms drive.
     """
 
     def __init__(self, participant: Participant, workspace_bytes: int) -> None:
@@ -61,7 +61,7 @@ class HostWorkspace:
 
     @property
     def epoch(self) -> int:
-        """The number of the last call; the ranks count alike."""
+        """The number of the last call, the same on all ranks."""
         return self.channel.epoch
 
     @property
@@ -70,18 +70,18 @@ class HostWorkspace:
         return self.workspace_bytes if self._may_grow else self.channel.capacity
 
     def wants(self, nbytes: int) -> bool:
-        """Whether the data buffers are to grow for a call that would use ``nbytes`` of each."""
+        """Whether the data buffers should grow for a call that would use ``nbytes`` of each."""
         return self._may_grow and min(nbytes, self.workspace_bytes) > self.channel.capacity
 
     def grow(self, nbytes: int, text: str) -> str | None:
-        """Has the data buffers hold ``nbytes`` each, but no more than ``workspace_bytes``.
-        Collective. Where a rank has no memory for that all stay as they are: calls then take more
-        and smaller steps, and a text, for a warning, says why."""
+        """Grows the data buffers to ``nbytes`` each, but at most to ``workspace_bytes``.
+        Collective. If a rank lacks the memory, all buffers stay as they are, calls take more and
+        smaller steps, and the text of a warning is returned, which says why."""
         if not self.wants(nbytes):  # another thread was first
             return None
         wanted = min(1 << (nbytes - 1).bit_length(), self.workspace_bytes)
         parts, rank = self._parts(self.channel.capacity, wanted), self.participant.rank
-        # All have looked how much is free before anybody takes of it.
+        # All ranks check how much is free before any of them takes some of it.
         error = short_of_memory(sum(size for _, size in parts), self.participant.world)
         self._agree(f"growing the workspace to {wanted} bytes for {text}")
         error = error or self._commit(parts)
@@ -99,7 +99,7 @@ class HostWorkspace:
         )
 
     def _commit(self, parts: Parts) -> str | None:
-        """Commits parts of this rank's region; what went wrong."""
+        """Commits parts of this rank's region; returns the error, if any."""
         try:
             for offset, size in parts:
                 self._arena.commit(self.participant.rank, offset, size)
@@ -108,12 +108,12 @@ class HostWorkspace:
         return None
 
     def _parts(self, begin: int, end: int) -> Parts:
-        """What of a region must be committed for buffers to grow from ``begin`` to ``end``."""
+        """The parts of a region to commit for buffers to grow from ``begin`` to ``end`` bytes."""
         return _C.host.Channel.parts(self.participant.world, self._region_bytes, begin, end)
 
     def device(self, words: int, buffer_bytes: int, text: str) -> DeviceWorkspace:
         """The workspace of the Triton kernels under their interpreter, with at least that many
-        words from each source and such buffers. Grows collectively, as ``require`` does."""
+        words of each source and bytes of each buffer. Collective when it has to grow."""
         if self._device is not None:
             if self._device.holds(words, buffer_bytes):
                 return self._device
@@ -131,11 +131,11 @@ class HostWorkspace:
         return self._device
 
     def open_cuda(self, device: torch.device, kernels: str, reason: str | None) -> None:
-        """Sets up kernels of a kind on GPUs, this rank's being ``device``. Collective.
+        """Sets up one kind of kernels on GPUs; ``device`` is this rank's. Collective.
 
         Raises:
-            NotImplementedError: on all ranks alike, where one has an ``reason`` or the GPUs share
-                no memory.
+            NotImplementedError: on all ranks, if one of them has a ``reason`` not to, or if the
+                GPUs share no memory.
         """
         self._agree(f"the first call of {kernels} kernels on GPUs")
         if device in self._cuda:
@@ -154,7 +154,7 @@ class HostWorkspace:
         self._cuda[device] = space
 
     def cuda(self, device: torch.device, words: int, buffer_bytes: int, text: str) -> CudaWorkspace:
-        """The workspace of kernels on GPUs, as ``device`` does it for the interpreter.
+        """The workspace of kernels on GPUs, as `device` is for those under the interpreter.
 
         Raises:
             RuntimeError: it would have to grow while a graph is captured.
@@ -163,14 +163,14 @@ class HostWorkspace:
         if not space.current.holds(words, buffer_bytes):
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"{text} needs a larger workspace: call it once before the capture of a graph"
+                    f"{text} needs a larger workspace: call it once before capturing a graph"
                 )
             self._agree(f"a GPU workspace of {words} words and {buffer_bytes} bytes for {text}")
             space.grow(words, buffer_bytes)
         return space
 
     def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
-        """An arena beside the channel's, whose ranks the channel watches already. Collective."""
+        """An arena in addition to the channel's, which watches the ranks already. Collective."""
         link = self._link(purpose, nbytes)
         for pidfd in link.pidfds:
             os.close(pidfd)
@@ -182,17 +182,17 @@ class HostWorkspace:
         return make_arena(self._watched(), purpose, region, [(0, region)])
 
     def _watched(self) -> Participant:
-        """This rank, for a rendezvous in the call that has just begun: it detects a lost peer."""
-        channel = self.channel  # of RESULT, which nobody publishes in such a call
+        """This rank, for a rendezvous in the call that has just begun, with its peers watched."""
+        channel = self.channel  # it watches for RESULT, which nobody publishes in such a call
         return replace(self.participant, watch=lambda: channel.watch(Phase.RESULT, 0.0))
 
     def _agree(self, text: str) -> None:
-        """Finds out whether all ranks are about to do the same."""
+        """Checks that all ranks are about to do the same."""
         self.channel.begin(zlib.crc32(text.encode()) or 1, text)
         self.channel.barrier()
 
     def exchange(self, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank says, in rank order. A call of its own, which finds a lost peer."""
+        """The statements of all ranks, in rank order. A separate call, which detects lost peers."""
         self._agree(purpose)
         return exchange(self._watched(), purpose, say)
 
@@ -200,7 +200,7 @@ class HostWorkspace:
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
     ) -> torch.Tensor:
         """The contiguous tensor at ``offset`` bytes of ``rank``'s buffer of this epoch. It must not
-        leave the call."""
+        outlive the call."""
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > self.channel.capacity:
             raise IndexError(
@@ -252,15 +252,15 @@ class HostWorkspace:
             space.set_chaos(**switches)
 
     def abandon(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """This rank goes no further, because of itself or of another rank: peers that wait are
-        told."""
+        """Ends this rank's calls, because of an error of its own or of another rank. Peers that
+        wait are notified."""
         self.channel.abandon(why, late, culprit)
         for space in self._cuda.values():
             space.close(why, late, culprit)
         self._cuda.clear()
 
     def close(self) -> None:
-        """Forgets the memory; it goes when the last view of it does."""
+        """Drops the memory, which is freed when its last view is."""
         self.abandon("tpkernels.finalize")
         self._bases.clear()
         self.segments.clear()

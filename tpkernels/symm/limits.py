@@ -1,4 +1,4 @@
-"""How much memory this process may still take, as far as the kernel tells."""
+"""How much more memory this process may allocate, by the kernel's accounts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class _Controller:
-    """Where a version of control groups keeps its numbers, all in bytes. Page cache counts as used
-    there, though the kernel gives most of it up before it refuses or kills: ``reclaimable`` are the
-    lines of memory.stat that tell how much."""
+    """The files of one version of control groups; values are in bytes. Usage includes page cache,
+    most of which the kernel reclaims before it refuses memory or kills a process: ``reclaimable``
+    names the lines of memory.stat that count it."""
 
     root: Path
     limit: str
@@ -25,7 +25,7 @@ class _Controller:
     reclaimable: tuple[str, ...]
 
     def room(self, folder: Path) -> int | None:
-        """Bytes that processes of a group may still take; None: it has no limit."""
+        """Bytes that the processes of a group may still allocate; None: it has no limit."""
         with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
             limit = int((folder / self.limit).read_text())
             used = int((folder / self.usage).read_text())
@@ -36,25 +36,26 @@ class _Controller:
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take: of the host, or of the control group where that has
-    less. A commit of more would have the kernel kill a process instead of returning an error."""
+    """Memory that this process may still allocate: what the host has free, or what its control
+    groups leave if that is less. If more were committed, the kernel would kill a process instead of
+    returning an error."""
     rooms = [_host_available(), *(group.room(folder) for group, folder in _own_cgroups())]
     return max(0, min(room for room in rooms if room is not None))
 
 
 def short_of_memory(nbytes: int, world: int) -> str | None:
-    """What is wrong with committing ``nbytes`` on each of ``world`` ranks; None: nothing."""
+    """Why ``world`` ranks cannot commit ``nbytes`` each; None: they can."""
     free = available_bytes()
     if nbytes * world <= free:
         return None
     return (
-        f"the ranks' shared memory takes {world} x {nbytes >> 20} MiB, and only {free >> 20} MiB "
+        f"the ranks' shared memory needs {world} x {nbytes >> 20} MiB, but only {free >> 20} MiB "
         "are free"
     )
 
 
 def _host_available() -> int:
-    with contextlib.suppress(OSError):  # /proc is not mounted: then it is not known
+    with contextlib.suppress(OSError):  # /proc is not mounted: unknown
         return next(_numbers(_MEMINFO, ("MemAvailable:",)), _UNKNOWN >> 10) << 10
     return _UNKNOWN
 
@@ -68,8 +69,8 @@ def _numbers(path: Path, names: tuple[str, ...]) -> Iterator[int]:
 
 
 def _own_cgroups() -> Iterator[tuple[_Controller, Path]]:
-    """The control groups that limit this process's memory: its own and those around it. Within a
-    container they may be mounted as the root."""
+    """The control groups that limit this process's memory: its own and its ancestors. In a
+    container, the process's own group may be mounted as the root."""
     unified = _Controller(
         _CGROUPS, "memory.max", "memory.current", ("active_file", "inactive_file")
     )

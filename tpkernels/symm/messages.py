@@ -1,5 +1,5 @@
-"""Connections between the ranks of a rendezvous over abstract Unix sockets, and the messages on
-them: JSON, with descriptors."""
+"""Connections over abstract Unix sockets between the ranks of a rendezvous, and the messages on
+them: JSON with file descriptors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
 
-MOST_DESCRIPTORS = 253  # that the kernel puts into one message
-_BACKLOG = 512  # connections that may wait to be accepted, those of strangers among them
+MOST_DESCRIPTORS = 253  # the kernel's limit for one message
+_BACKLOG = 512  # connections that may wait to be accepted, including those of strangers
 _CONNECT_SLICE = 0.1  # s
 
 
 @contextlib.contextmanager
 def listening(purpose: str) -> Iterator[tuple[socket.socket, str]]:
-    """A Unix socket under a name that no other has, which goes with it. Every user of the machine
-    can see the name, and connect."""
+    """A listening Unix socket under a unique name, which disappears with the socket. Every user of
+    the machine can see the name and connect."""
     name = f"tpkernels-{purpose}-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
@@ -34,12 +34,12 @@ def listening(purpose: str) -> Iterator[tuple[socket.socket, str]]:
 
 @contextlib.contextmanager
 def connected(name: str, seconds: float) -> Iterator[socket.socket]:
-    """A connection to who listens under ``name``. Where strangers have filled the queue it waits
-    in the kernel, for ``seconds`` at the most, for its turn.
+    """A connection to the socket called ``name``. If strangers have filled its queue, waits in the
+    kernel for a place in it, for at most ``seconds``.
 
     Raises:
         ConnectionRefusedError: nobody listens there.
-        TimeoutError: the listener did not get to it.
+        TimeoutError: there was no place in time.
     """
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -48,7 +48,7 @@ def connected(name: str, seconds: float) -> Iterator[socket.socket]:
         while True:
             try:
                 connection.connect(f"\0{name}")
-                connection.getpeername()  # a signal may end connect() before its time
+                connection.getpeername()  # a signal may interrupt connect()
                 break
             except BlockingIOError:
                 pass
@@ -68,21 +68,21 @@ def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
-    """One message, with descriptors, which stay open here."""
+    """Sends one message with descriptors, which stay open here."""
     socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 
 def receive(connection: socket.socket, most_descriptors: int) -> tuple[dict[str, Any], list[int]]:
-    """The next message and the descriptors that came with it, which are the caller's. They are
-    fewer than were sent where this process may open no more.
+    """The next message and its descriptors, which the caller must close. Fewer arrive than were
+    sent if this process may open no more.
 
     Raises:
-        EOFError, OSError: there is none, and why.
-        CollectiveTimeoutError, PeerLostError: rank 0 sent word that it gave up.
+        EOFError, OSError: the connection was closed or failed.
+        CollectiveTimeoutError, PeerLostError: rank 0 reported that it gave up.
     """
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, most_descriptors)
-    except ConnectionResetError:  # told once, ahead of what the peer had sent before it closed
+    except ConnectionResetError:  # reported once, ahead of what the peer sent before closing
         data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, most_descriptors)
     if not data:
         close_all(descriptors)

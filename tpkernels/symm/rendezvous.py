@@ -1,13 +1,13 @@
-"""Problem: the ranks of a group, who so far share only a key-value store, are to map one arena.
+"""Problem: the ranks of a group, which so far share only a key-value store, must all map one arena.
 
-Algorithm: that they can is known (reach.py). Rank 0 makes the memory and listens on an abstract
-Unix socket, whose name goes with the socket; the others connect, prove that they are of the group
-(a token from the store) and of the same user, and hand over a pidfd of themselves. Rank 0 sends
-everybody the memory's descriptor and all pidfds. Every rank checks that rank 0 is of its user, maps
-the memory, whose size must be sealed, and commits its parts of it; rank 0 collects how that went,
-and all succeed or all fail alike.
+Algorithm: the ranks are known to reach rank 0 (colocation.py). Rank 0 creates the memory and
+listens on an abstract Unix socket, whose name disappears with the socket. The others connect, prove
+that they belong to the group (a token from the store) and to the same user, and send a pidfd of
+their own process. Rank 0 sends everybody the memory's descriptor and all pidfds. Every rank checks
+that rank 0 runs as its own user, maps the memory, whose size must be sealed, and commits its parts
+of it. Rank 0 collects the outcomes, and either all ranks succeed or all fail.
 
-Every step is bounded by one deadline. Descriptors received are closed on every path.
+Every step is bounded by one deadline. Received descriptors are closed on every path.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.limits import short_of_memory
 from tpkernels.symm.messages import close_all, connected, listening, receive, send, user_of
 
-# Rank 0 gives up at the deadline; the others leave it this long (s) to tell them on whom.
+# Rank 0 gives up at the deadline; the others give it this long (s) to name the missing rank.
 _GRACE = 1.0
-_LOOK = 0.05  # s between looks at the peers while a socket has nothing to tell
+_LOOK = 0.05  # s between checks of the peers while the sockets are silent
 
 Parts = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 
@@ -53,7 +53,7 @@ def make_arena(
 
     Raises:
         MemoryError: on every rank, when one of them cannot map it or commit its parts.
-        CollectiveTimeoutError, PeerLostError: a rank did not come, or left.
+        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
     """
     if participant.world == 1:
         return _lone_arena(region_bytes, parts)
@@ -78,7 +78,7 @@ class _Peer:
 
     connection: socket.socket
     pid: int
-    pidfds: list[int]  #: one, or none where rank 0 could not open one more
+    pidfds: list[int]  #: one, or none if rank 0 could not open one more
 
 
 def _host(
@@ -107,9 +107,8 @@ def _host(
             if error is None:
                 arena, error = _map(memory, region_bytes, participant.world, 0, parts)
             for rank in others:
-                with _bounded(
-                    participant, rank, deadline
-                ):  # all are heard, or a close would reset them
+                with _bounded(participant, rank, deadline):
+                    # Even after an error: closing with unread data would reset the connection.
                     error = receive(peers[rank].connection, 0)[0]["error"] or error
             for rank in others:
                 with _bounded(participant, rank, deadline):
@@ -135,8 +134,8 @@ def _welcome(
     peers: dict[int, _Peer],
     open_files: contextlib.ExitStack,
 ) -> None:
-    """Accepts connections until all ``peers`` have said hello. Strangers, who may be many and may
-    stay silent, hold nobody up."""
+    """Accepts connections until all ``peers`` have said hello. Strangers hold nobody up, however
+    many connect and however silent they stay."""
     looked = 0.0
     with selectors.PollSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -168,7 +167,7 @@ def _welcome(
 
 
 def _hello(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The first message of a connection that has one, or has been closed."""
+    """The first message on a connection that is ready to read; empty without a valid one."""
     try:
         return receive(connection, 1)
     except (OSError, EOFError, ValueError):
@@ -181,7 +180,7 @@ def _join(
     if user_of(connection) != os.geteuid():
         raise PeerLostError(
             f"set-up of group '{participant.group}': user {user_of(connection)} listens in rank "
-            f"0's place, not this user, {os.geteuid()}",
+            f"0's place; rank {participant.rank} is user {os.geteuid()}",
             peer=0,
         )
     own = _C.host.open_pidfd(os.getpid())
@@ -198,7 +197,7 @@ def _join(
             error = _too_few(descriptors, participant.world + 1, participant.rank)
         if error is None:
             arena, error = _map(memory[0], region_bytes, participant.world, participant.rank, parts)
-        with contextlib.suppress(BrokenPipeError):  # then rank 0 has said why
+        with contextlib.suppress(BrokenPipeError):  # rank 0 has closed it, and said why
             send(connection, {"error": error}, [])
         verdict = receive(connection, 0)[0]["error"]
     except BaseException:
@@ -241,14 +240,14 @@ def _map(
 
 
 def _too_few(descriptors: list[int], expected: int, rank: int) -> str | None:
-    """What is wrong where not all descriptors have come, which is how the kernel tells that a
-    process has as many as it may."""
+    """The error if some descriptors are missing: the kernel silently drops those that would exceed
+    the process's limit."""
     if len(descriptors) == expected:
         return None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
-        f"rank {rank} can open {len(descriptors)} of {expected} more descriptors, its limit being "
-        f"{limit}; raise it (ulimit -n)"
+        f"rank {rank} can open only {len(descriptors)} of {expected} more descriptors; its limit "
+        f"is {limit}: raise it (ulimit -n)"
     )
 
 
@@ -263,7 +262,7 @@ def _verdict(
 
 @contextlib.contextmanager
 def _bounded(participant: Participant, peer: int, deadline: float) -> Iterator[float]:
-    """Gives the seconds left and turns a socket's failure into ours, naming ``peer``."""
+    """Yields the seconds left, and turns a socket's errors into ours, which name ``peer``."""
     where = f"set-up of group '{participant.group}': rank {participant.rank} waited for rank {peer}"
     remaining = deadline - time.monotonic()
     try:
@@ -272,10 +271,10 @@ def _bounded(participant: Participant, peer: int, deadline: float) -> Iterator[f
         yield remaining
     except TimeoutError as error:
         raise CollectiveTimeoutError(
-            f"{where}, which did not come within {participant.timeout:g} s", peer=peer
+            f"{where}, which did not arrive within {participant.timeout:g} s", peer=peer
         ) from error
     except (ConnectionError, EOFError) as error:
-        until = time.monotonic() + 0.2  # a process's end shows a little after its sockets close
+        until = time.monotonic() + 0.2  # its end shows a little after its sockets close
         while participant.watch is not None and time.monotonic() < until:
             participant.watch()
             time.sleep(0.005)

@@ -1,5 +1,5 @@
 """``save_pretrained`` after `tpkernels.parallelize`: whatever goes wrong on rank 0 reaches the
-others, and the model lives no longer for it."""
+other ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WORLD = 2
 
 
 def failing_job(what: str) -> tuple[Ending, Ending]:
-    """Saving, where something fails on rank 0, and the group's next call."""
+    """How saving ends if something fails on rank 0, and how the group's next call ends."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     tpkernels.init(group, timeout=20.0)
-    model, start, say = hf_models.make("llama"), threading.Thread.start, saving.all_gather
-    said: list[Any] = []
+    model, start, all_gather = hf_models.make("llama"), threading.Thread.start, saving.all_gather
+    messages: list[Any] = []
 
     def write(self: Any, save_directory: Any, **_: Any) -> None:
         if what == "text":
@@ -38,18 +38,18 @@ def failing_job(what: str) -> tuple[Ending, Ending]:
             raise RuntimeError("can't start new thread")
         start(self)
 
-    def say_once(*args: Any, **options: Any) -> Any:
-        said.append(args)
-        if len(said) > 1:
-            raise MemoryError("told to have none")
-        return say(*args, **options)
+    def send_only_one(*args: Any, **options: Any) -> Any:
+        messages.append(args)
+        if len(messages) > 1:
+            raise MemoryError("simulated")
+        return all_gather(*args, **options)
 
     model.__class__ = type(type(model).__name__, (type(model),), {"save_pretrained": write})
     tpkernels.parallelize(model, dist.device_mesh.DeviceMesh.from_group(group, "cpu"))
     broken = {
         "text": mock.patch.object(saving, "_INTERVAL", 1.0),
         "thread": mock.patch.object(threading.Thread, "start", start_none),
-        "last word": mock.patch.object(saving, "all_gather", say_once),
+        "last message": mock.patch.object(saving, "all_gather", send_only_one),
     }
     if dist.get_rank() == 0:
         with broken[what]:
@@ -67,7 +67,7 @@ def failing_job(what: str) -> tuple[Ending, Ending]:
         ("thread", "RuntimeError", "can't start new thread"),
     ],
 )
-def test_the_others_raise_what_rank_0_met_with(
+def test_the_others_raise_the_error_of_rank_0(
     ranks: RanksFixture, what: str, error: str, text: str
 ) -> None:
     for rank, (first, then) in enumerate(ranks(WORLD).run(failing_job, what)):
@@ -77,8 +77,8 @@ def test_the_others_raise_what_rank_0_met_with(
         assert not then.error, then
 
 
-def test_a_word_that_rank_0_cannot_say_breaks_the_group(ranks: RanksFixture) -> None:
-    for rank, (first, then) in enumerate(ranks(WORLD).run(failing_job, "last word")):
+def test_a_message_that_rank_0_cannot_send_breaks_the_group(ranks: RanksFixture) -> None:
+    for rank, (first, then) in enumerate(ranks(WORLD).run(failing_job, "last message")):
         assert first.error == ("PeerLostError" if rank else "MemoryError"), first
-        assert "told to have none" in first.text and first.seconds < 3 * PROMPT, first
+        assert "simulated" in first.text and first.seconds < 3 * PROMPT, first
         assert then.error == "GroupBrokenError", then
