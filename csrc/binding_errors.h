@@ -18,12 +18,13 @@ inline void raise_error(const char* name, const char* text, int peer) {
 // unwind the thread, and unwinding through C++ frames calls std::terminate. The parked thread ends
 // with the process.
 inline void stay_if_python_ends() {
-  if (gettid() == getpid()) return;  // the main thread, which shuts the interpreter down
 #if PY_VERSION_HEX >= 0x030D0000
-  while (Py_IsFinalizing()) pause();
+  const auto ends = [] { return Py_IsFinalizing() != 0; };
 #else
-  while (_Py_IsFinalizing()) pause();
+  const auto ends = [] { return _Py_IsFinalizing() != 0; };
 #endif
+  // The main thread shuts the interpreter down.
+  while (ends() && gettid() != getpid()) pause();
 }
 
 // Gives up the GIL for as long as it lives; as call_guard, for a function. Unlike pybind11's it

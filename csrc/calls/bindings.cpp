@@ -79,13 +79,20 @@ void bind_collective(py::module_& m) {
 }
 
 void bind_turns(py::module_& m) {
+  py::class_<Lock, std::shared_ptr<Lock>>(m, "Lock")
+      .def("acquire", &Lock::acquire, py::arg("blocking") = true)
+      .def("release", &Lock::release)
+      .def("__enter__", [](Lock& self) { return self.acquire(); })
+      .def("__exit__", [](Lock& self, const py::args&) { self.release(); });
+
   py::class_<Turns>(m, "Turns")
       .def(py::init<>())
       .def("admit", &Turns::admit, py::arg("name"), py::arg("group"))
       .def("retire", &Turns::retire)
       .def("forget_calls", &Turns::forget)
       .def("planned_calls", &Turns::planned)
-      .def_property("lock", &Turns::lock, &Turns::set_lock)
+      .def_property_readonly("lock", &Turns::lock)
+      .def("renew_lock", &Turns::renew_lock)
       .def_readwrite("in_call", &Turns::in_call)
       .def_readwrite("open", &Turns::open);
 }

@@ -94,18 +94,14 @@ void increment_version(PyObject* x) {
 // Has the group's turn as long as it lives, where `taken`.
 class Turn {
  public:
-  explicit Turn(Turns& turns)
-      : turns_(turns), release_(py::reinterpret_borrow<py::object>(turns.release())) {
-    checked(PyObject_CallNoArgs(turns.acquire()));
+  explicit Turn(Turns& turns) : turns_(turns), lock_(turns.lock()) {
+    lock_->acquire();
     taken = turns.open && !turns.in_call;
     if (taken) turns.in_call = true;
   }
   ~Turn() {
     if (taken) turns_.in_call = false;
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    Py_XDECREF(PyObject_CallNoArgs(release_.ptr()));
-    PyErr_Restore(type, value, trace);
+    lock_->release();
   }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
@@ -114,7 +110,7 @@ class Turn {
 
  private:
   Turns& turns_;
-  py::object release_;  // of the lock that was taken: a fork has another
+  std::shared_ptr<Lock> lock_;  // that was taken: a fork has another
 };
 
 // Runs a planned call in the extension. Null without a Python error: Python is to run it, because
@@ -136,7 +132,7 @@ py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& pla
 py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   const Arguments& arguments = *kernel.arguments;
   const Slots slots = arguments.parse(args, kwargs);
-  std::string key;
+  thread_local std::string key;  // until something may call another op
   Tensor x{};
   const bool has_key = arguments.key(slots, &key, &x);
   PyObject* const name = slots[static_cast<std::size_t>(arguments.group())];
@@ -150,10 +146,11 @@ py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   }
   const py::object given = arguments.named(slots);
   if (!planned) {
+    const std::string own_key = key;
     const auto made = kernel.functions.plan(given).cast<std::pair<py::object, py::object>>();
     planned = std::make_shared<Planned>(Planned{made.first, nullptr});
     if (!made.second.is_none()) planned->bound = made.second.cast<std::shared_ptr<Bound>>();
-    if (has_key && (turns = Turns::of(name))) turns->remember(key, planned);
+    if (has_key && (turns = Turns::of(name))) turns->remember(own_key, planned);
   }
   return kernel.functions.run(planned->call, given);
 }

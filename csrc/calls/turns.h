@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "calls/bound.h"
+#include "calls/lock.h"
 
 namespace tpkernels::calls {
 
@@ -38,10 +39,9 @@ class Turns {
   void forget() { planned_.clear(); }
   pybind11::list planned() const;
 
-  void set_lock(const pybind11::object& lock);
-  pybind11::object lock() const { return lock_; }
-  PyObject* acquire() const { return acquire_.ptr(); }
-  PyObject* release() const { return release_.ptr(); }
+  // Who has it has the turn.
+  std::shared_ptr<Lock> lock() const { return lock_; }
+  void renew_lock() { lock_ = std::make_shared<Lock>(); }
 
   bool in_call = false;  // on the thread that has the lock
   bool open = true;      // calls can run: nothing has failed, nobody closed it, no fork
@@ -49,7 +49,7 @@ class Turns {
  private:
   std::string name_;
   pybind11::object group_;
-  pybind11::object lock_, acquire_, release_;
+  std::shared_ptr<Lock> lock_ = std::make_shared<Lock>();
   std::unordered_map<std::string, std::shared_ptr<Planned>> planned_;
 };
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 
 from tpkernels import _C
@@ -20,7 +19,6 @@ class Turns(_C.calls.Turns):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.lock = threading.RLock()
         self._broken: str | None = None
         self._closed: str | None = None  # by what
         self._owner: int | None = None  # the process that has the group, where it is not this one
@@ -76,4 +74,4 @@ class Turns(_C.calls.Turns):
             self._owner = owner
         self.open = False
         self.in_call = False
-        self.lock = threading.RLock()  # a thread that the fork did not copy may have held it
+        self.renew_lock()  # a thread that the fork did not copy may have held it
