@@ -61,6 +61,7 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
       pidfds_(std::move(pidfds)),
       pids_(std::move(pids)),
       options_(options),
+      patience_(options.spin_us),
       epoch_(epoch),
       limit_(limit_of(arena_->world(), arena_->region_bytes())),
       capacity_(capacity),

@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "host/arena.h"
+#include "host/patience.h"
 
 namespace tpkernels::host {
 
@@ -55,7 +56,7 @@ enum class Phase : int { kData = 0, kResult = 1, kRead = 2 };
 
 struct ChannelOptions {
   double timeout_s = 30.0;  // limit of one wait
-  double spin_us = 100.0;   // poll this long before going to sleep
+  double spin_us = 100.0;   // poll at most this long before going to sleep (patience.h)
   double yield_us = 5.0;    // after this, yield the core between polls
 };
 
@@ -140,7 +141,7 @@ class Channel {
   Header& header(int rank) const;
   Signal& signal(int rank, Phase phase, int index) const;
   bool arrived(int peer, const Signal& signal) const;
-  bool spin(int peer, Phase phase, int index);
+  bool spin(int peer, const Signal& theirs, double start_us, double limit_us) const;
   void sleep(Signal& signal, double seconds);
   void sleep_any(const std::vector<int>& peers, Phase phase, int index, double blind_seconds);
   bool forked() const;
@@ -160,6 +161,7 @@ class Channel {
   std::vector<int> pidfds_;
   std::vector<int> pids_;
   ChannelOptions options_;
+  Patience patience_;
   std::uint32_t epoch_;
   std::uint32_t signature_ = 0;
   std::uint32_t recorded_[2] = {0, 0};  // signature of the text in each slot

@@ -18,8 +18,8 @@ constexpr double kSlice = 0.02;  // s between checks of the peers while asleep
 // s between checks of words that the waiter cannot sleep on: at first, and after backing off.
 constexpr double kBlindSlice = 5e-4, kLongestBlindSlice = 5e-3;
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
+double now_us() {
+  return std::chrono::duration<double, std::micro>(Clock::now().time_since_epoch()).count();
 }
 
 // Reports a wait to the callback of set_on_wait.
@@ -47,17 +47,14 @@ bool Channel::arrived(int peer, const Signal& signal) const {
   return false;
 }
 
-bool Channel::spin(int peer, Phase phase, int index) {
-  const Signal& theirs = signal(peer, phase, index);
-  if (arrived(peer, theirs)) return true;
-  const auto start = Clock::now();
+bool Channel::spin(int peer, const Signal& theirs, double start_us, double limit_us) const {
   while (true) {
     for (int i = 0; i < 32; ++i) {
       cpu_relax();
       if (arrived(peer, theirs)) return true;
     }
-    const double waited_us = seconds_since(start) * 1e6;
-    if (waited_us >= options_.spin_us) return false;
+    const double waited_us = now_us() - start_us;
+    if (waited_us >= limit_us) return false;
     // The peer may need this core.
     if (waited_us >= options_.yield_us) sched_yield();
   }
@@ -98,14 +95,18 @@ void Channel::wait(int peer, Phase phase, int index) {
   Signal& theirs = signal(peer, phase, index);
   if (peer == rank_ || arrived(peer, theirs)) return;
   const WaitReport report(on_wait_);
-  if (spin(peer, phase, index)) return;
-  const auto start = Clock::now();
-  while (true) {
+  const double start_us = now_us();
+  const double limit_us = patience_.begin(start_us);
+  bool here = spin(peer, theirs, start_us, limit_us);
+  while (!here) {
     sleep(theirs, std::min(kSlice, options_.timeout_s));
-    if (arrived(peer, theirs)) return;
-    check(peer, theirs, seconds_since(start));
+    here = arrived(peer, theirs);
+    if (here) break;
+    check(peer, theirs, (now_us() - start_us) / 1e6);
     if (poll_) poll_();
   }
+  const double waited_us = now_us() - start_us;
+  patience_.end(waited_us, std::min(waited_us, limit_us));
 }
 
 int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
@@ -114,24 +115,28 @@ int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
     delay();
     if (chaos_->skip_waits) return peers.front();
   }
-  const auto start = Clock::now();
+  const double start_us = now_us();
+  const double limit_us = patience_.begin(start_us);
   std::optional<WaitReport> report;
   double blind_s = kBlindSlice;
   while (true) {
     for (const int peer : peers) {
-      if (peer == rank_ || arrived(peer, signal(peer, phase, index))) return peer;
+      if (peer == rank_ || arrived(peer, signal(peer, phase, index))) {
+        if (report) patience_.end(now_us() - start_us, std::min(now_us() - start_us, limit_us));
+        return peer;
+      }
     }
     if (!report) report.emplace(on_wait_);
-    const double waited = seconds_since(start);
-    if (waited * 1e6 < options_.spin_us) {
-      waited * 1e6 < options_.yield_us ? cpu_relax() : static_cast<void>(sched_yield());
+    const double waited_us = now_us() - start_us;
+    if (waited_us < limit_us) {
+      waited_us < options_.yield_us ? cpu_relax() : static_cast<void>(sched_yield());
       continue;
     }
     sleep_any(peers, phase, index, peers.size() == 1 ? kSlice : blind_s);
     blind_s = std::min(2 * blind_s, kLongestBlindSlice);
     for (const int peer : peers) {
       const Signal& theirs = signal(peer, phase, index);
-      if (!arrived(peer, theirs)) check(peer, theirs, waited);
+      if (!arrived(peer, theirs)) check(peer, theirs, waited_us / 1e6);
     }
     if (poll_) poll_();
   }

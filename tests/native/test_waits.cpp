@@ -1,5 +1,6 @@
 // How ranks wait: in which order, what wakes them, when they give up, and what waiting costs.
 #include <atomic>
+#include <cmath>
 #include <ctime>
 #include <string>
 #include <vector>
@@ -124,6 +125,42 @@ TEST_CASE(wait_any_returns_peers_in_order_of_arrival, kThreads) {
 TEST_CASE(waiting_for_many_is_cheap, kThreads) {
   const double cost = cost_of_waiting(14);
   CHECK(cost < 0.02, std::to_string(cost) + " of a core");
+}
+
+// For how long a waiter would poll after waits of `waited_us`, `apart_us` of work apart.
+double patience_after(double waited_us, double apart_us, int waits = 100, double most_us = 2000) {
+  host::Patience patience(most_us);
+  double now = 1e6, limit = 0;
+  for (int i = 0; i < waits; ++i) {
+    limit = patience.begin(now);
+    patience.end(waited_us, std::min(waited_us, limit));
+    now += waited_us + apart_us;
+  }
+  return patience.begin(now);
+}
+
+TEST_CASE(waiters_poll_through_the_waits_that_are_usual, kThreads) {
+  CHECK(patience_after(10, 100) == 2000);
+  CHECK(patience_after(500, 5000) == 2000);
+  CHECK(patience_after(50e3, 1000) == 100, "polling would not help");
+  CHECK(patience_after(50e3, 1000, 3) == 2000, "some long waits make waiters give up");
+  CHECK(patience_after(100, 1000, 100, 0) == 0);
+}
+
+TEST_CASE(polling_never_takes_more_than_half_of_the_time, kThreads) {
+  for (const double waited_us : {20.0, 300.0, 1900.0, 5000.0}) {
+    host::Patience patience(2000);
+    double now = 1e6, polled = 0;
+    const double start = now;
+    while (now < start + 10e6) {  // nothing but waits
+      const double limit = patience.begin(now);
+      patience.end(waited_us, std::min(waited_us, limit));
+      polled += std::min(waited_us, limit);
+      now += waited_us;
+    }
+    const double share = polled / (now - start);
+    CHECK(share < 0.51, std::to_string(share) + " of the time");
+  }
 }
 
 TEST_CASE(a_sleeper_is_woken, kThreads) {

@@ -27,9 +27,9 @@ _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
 _FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
 # Of a GPU's first workspace; it grows when a call needs more.
 _FIRST_WORDS, _FIRST_BYTES = 1 << 10, 1 << 20
-# How long a waiter polls before it sleeps, and after how long it starts to yield its core between
-# polls: at once if ranks outnumber cores.
-_SPIN_US = 200.0
+# How long a waiter polls at most before it sleeps (csrc/host/patience.h), and after how long it
+# starts to yield its core between polls: at once if ranks outnumber cores.
+_SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
 _YIELD_US = 5.0
 
 
@@ -275,7 +275,7 @@ def _channel(link: MappedArena, participant: Participant, capacity: int) -> _C.h
         link.pidfds,
         link.pids,
         timeout=participant.timeout,
-        spin_us=_SPIN_US,
+        spin_us=_CROWDED_SPIN_US if crowded else _SPIN_US,
         yield_us=0.0 if crowded else _YIELD_US,
         capacity=capacity,
     )
