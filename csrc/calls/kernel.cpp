@@ -132,12 +132,13 @@ py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& pla
 py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   const Arguments& arguments = *kernel.arguments;
   const Slots slots = arguments.parse(args, kwargs);
-  thread_local std::string key;  // until something may call another op
+  thread_local std::string key;  // only until Python code runs, which may call another op
   Tensor x{};
   const bool has_key = arguments.key(slots, &key, &x);
   PyObject* const name = slots[static_cast<std::size_t>(arguments.group())];
   Turns* turns = has_key ? Turns::of(name) : nullptr;
   std::shared_ptr<Planned> planned = turns ? turns->find(key) : nullptr;
+  const std::string new_key = planned || !has_key ? std::string() : key;
   if (!kernel.functions.check.is_none() && !(has_key && is_contiguous(x))) {
     kernel.functions.check(py::handle(slots[0]));
   }
@@ -146,11 +147,10 @@ py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   }
   const py::object given = arguments.named(slots);
   if (!planned) {
-    const std::string own_key = key;
     const auto made = kernel.functions.plan(given).cast<std::pair<py::object, py::object>>();
     planned = std::make_shared<Planned>(Planned{made.first, nullptr});
     if (!made.second.is_none()) planned->bound = made.second.cast<std::shared_ptr<Bound>>();
-    if (has_key && (turns = Turns::of(name))) turns->remember(own_key, planned);
+    if (has_key && (turns = Turns::of(name))) turns->remember(new_key, planned);
   }
   return kernel.functions.run(planned->call, given);
 }

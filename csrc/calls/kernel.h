@@ -5,8 +5,8 @@
 //
 // They are not kernels of libtorch's stable C interface because that could not carry them: it hides
 // the type of a Python exception behind an error code, and gives an Autograd kernel no way to go on
-// below autograd. A Python callable costs 0.3 us more in the dispatcher than a C function (torch
-// 2.13, 2-core Xeon, 2026-11-21).
+// below autograd. What a Python callable costs is the conversion of its arguments: an empty op took
+// 1.2 us, registered as a C function 0.9 us (torch 2.13, 2-core Xeon, November 2026).
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -27,6 +27,12 @@ OPS = (
     "matmul_all_reduce",
     "matmul_reduce_scatter",
 )
+DIMS = {
+    "all_gather": "gather_dim",
+    "all_gather_matmul": "gather_dim",
+    "reduce_scatter": "scatter_dim",
+    "matmul_reduce_scatter": "scatter_dim",
+}
 MODES = {
     "grad": torch.enable_grad,
     "no_grad": torch.no_grad,
@@ -86,13 +92,16 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=numbers, dtype=torch.float64).to(dtype)
 
-    world, n = group.size(), 5
+    world, n = group.size(), 2 * group.size()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for shape in ((world, 4), (2 * world, 3, 4), (world * 40, 4)):
         x = random(*shape)
         given: dict[str, Any] = {"x": x, "group": group}
         if "matmul" not in op:
             yield given
+            if op in DIMS:  # the last dim
+                sizes = {"shard_sizes": [2, 0, 2]} if op == "reduce_scatter" else {}
+                yield given | {DIMS[op]: x.dim() - 1, **sizes}
             yield given | {"x": x.transpose(0, -1).contiguous().transpose(0, -1)}
             continue
         if op == "all_gather_matmul":
@@ -101,6 +110,7 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
             yield given | {"weights": w, "biases": random(n)}
             yield given | {"weights": [w, random(2, 4).t()]}
             yield given | {"weights": w, "return_gathered": True}
+            yield given | {"weights": random(4 * world, n), DIMS[op]: x.dim() - 1}
             yield given | {"weights": w, "out_dtype": wide}
             continue
         rows = shape[0] // world if "scatter" in op else shape[0]
@@ -111,6 +121,10 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
             yield given | {"w": w, "bias": random(n).to(wide), "residual": residual}
             yield given | {"w": w, "residual": residual.mT.contiguous().mT}
             yield given | {"w": w, "out_dtype": wide, "wire_dtype": wide}
+            if op in DIMS:
+                columns = given | {"w": w, DIMS[op]: x.dim() - 1}
+                yield columns | {"residual": random(*shape[:-1], n // world)}
+                yield columns | {"bias": random(n)}
 
 
 def flat(results: Any) -> list[torch.Tensor]:

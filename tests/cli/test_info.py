@@ -35,7 +35,7 @@ def test_info_json_is_one_object() -> None:
     facts = json.loads(invoke("info", "--json").stdout)
     assert facts["vector_unit"]["in_use"] in facts["vector_unit"]["available"]
     assert facts["devices"]["usable_cores"] == sorted(os.sched_getaffinity(0))
-    assert {"host.all_reduce", "cuda.Kernels"} <= set(facts["extension"]["holds"])
+    assert {"calls.Collective", "cuda.Kernels"} <= set(facts["extension"]["holds"])
     assert set(facts["local_matmul"].values()) <= {"native", "converted"}
     assert facts["cuda"]["kernels"].startswith(("embedded: sm_", "NVRTC ", "none: "))
     assert facts["cuda"]["driver"]

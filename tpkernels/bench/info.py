@@ -92,7 +92,7 @@ def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, 
 
 def _public_names() -> list[str]:
     """Public names of the extension, by submodule."""
-    parts = {"host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
+    parts = {"calls": _C.calls, "host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
     return [
         f"{part}.{name}"
         for part, module in parts.items()

@@ -23,7 +23,7 @@ from tpkernels.local.ranges import COPY, recorded
 
 def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
     """What runs calls of an op with these arguments in the extension; None: Python does, because
-    operands or results are converted, or a large result takes memory of its own kind.
+    operands or results are converted or split, or a large result takes memory of its own kind.
 
     Args:
         op: as in ``torch.ops.tpkernels``; ``call`` does not tell what is in place.
@@ -59,6 +59,8 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
         case "matmul_all_reduce":
             return calls.bind_matmul_all_reduce(call.collective, problem.shape)
         case "matmul_reduce_scatter":
+            if given.bias is not None and problem.dim == len(problem.shape) - 1:
+                return None  # each rank adds its part of the bias
             return calls.bind_matmul_reduce_scatter(call.collective, call.layout, shape)
     return None
 
