@@ -83,6 +83,7 @@ ADDED = Case(
 )
 
 
+@pytest.mark.thorough
 def test_what_comes_with_the_product(interpreting: RanksFixture) -> None:
     """Several weights, biases, residuals, dtypes of the result and on the wire, strides."""
     whole = replace(ADDED, op="matmul_all_reduce", sizes=None, wire_dtype=None, out_dtype=F32)

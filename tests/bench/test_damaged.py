@@ -150,6 +150,7 @@ def test_output_may_be_ascii(good: Path, report: Any) -> None:
     assert r" and Proze\xdfor" in ended.stdout
 
 
+@pytest.mark.thorough
 def test_texts_of_a_file_are_shown_as_they_are(good: Path, report: Any, nothing_runs: None) -> None:
     """Neither the terminal, nor rich, nor matplotlib interprets them."""
     report = copy.deepcopy(report)

@@ -67,6 +67,7 @@ def test_serialised_communication_hides_nothing(ranks: Callable[[int], Ranks]) -
     assert case["algorithms"]["auto"]["ect"] == pytest.approx(1e3 * TRAVEL, rel=0.3)
 
 
+@pytest.mark.thorough
 def test_free_communication_is_hidden_altogether(ranks: Callable[[int], Ranks]) -> None:
     case = measured(ranks, Sleeps(op=COMPUTE))
     hidden = case["algorithms"]["auto"]["e_overlap"]

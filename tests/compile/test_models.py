@@ -153,6 +153,7 @@ def replicated_job() -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 def test_a_block_with_sequence_parallelism(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(sequence_job, timeout=250) for f in rank)
 
@@ -183,6 +184,7 @@ def test_inductor(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(inductor_job, timeout=280) for f in rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not hasattr(custom_graph_pass, "get_custom_graph_passes"), reason="torch has room for one pass"
 )

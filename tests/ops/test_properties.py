@@ -179,6 +179,7 @@ def test_all_reduce(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
+@pytest.mark.thorough
 @each_example
 @given(all_gather_matmuls())
 def test_all_gather_matmul(ranks: RanksFixture, example: Example) -> None:
