@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,11 @@ def test_our_declarations_are_those_of_the_header(tmp_path: Path) -> None:
 def test_torch_has_the_interface() -> None:
     assert tpkernels._C.calls.open_exchange(torch.Tensor)
     assert not tpkernels._C.calls.open_exchange(int)
+
+
+def test_a_torch_without_it_is_refused() -> None:
+    code = "import torch; del torch.Tensor.__dlpack_c_exchange_api__; import tpkernels"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 1
+    assert "ImportError: torch" in result.stderr and "needs 2.11 or later" in result.stderr

@@ -36,6 +36,7 @@ def test_unfused(ranks: RanksFixture, world: int) -> None:
     report(failure for rank in told for failure in rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3))])
 def test_fused(interpreting: RanksFixture, world: int) -> None:
     """The second round needs more memory than there is."""

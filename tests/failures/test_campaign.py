@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import campaign
 from tests.support.campaign import KINDS, Trial
+from tests.support.tiers import sweep
 
 
 def trial_of(kind: str, seed: int = 0) -> Trial:
@@ -17,7 +18,7 @@ def trial_of(kind: str, seed: int = 0) -> Trial:
     return next(one for one in drawn if one.kind == kind and not one.in_set_up)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sweep(KINDS, 3))
 def test_a_fault_of_each_kind(kind: str) -> None:
     wrong, _ = campaign.run_trial(trial_of(kind))
     assert not wrong, wrong
@@ -31,7 +32,7 @@ def test_a_fault_in_the_set_up() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["kill", "exception", "mismatch"])
+@pytest.mark.parametrize("kind", sweep(["kill", "exception", "mismatch"]))
 def test_what_is_not_allowed_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "_allowed", lambda trial, victim: {""})
     wrong, _ = campaign.run_trial(trial_of(kind))

@@ -89,6 +89,7 @@ def test_nothing_to_gather(ranks: RanksFixture, world: int) -> None:
     run(ranks, world, *cases, Case(op=OP, shape=(3, 0, 5), dim=1, sizes=(0,) * world))
 
 
+@pytest.mark.thorough
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
     """Shards of several chunks (csrc/host/collectives.cpp), and a result that is streamed."""
     rows = 700 * world

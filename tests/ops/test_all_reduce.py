@@ -81,6 +81,7 @@ def test_nothing_to_reduce(ranks: RanksFixture, world: int, op: str) -> None:
     run(ranks, world, Case(op=op, shape=(0, 5)), Case(op=op, shape=(0,)), integers=(True,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", OPS)
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int, op: str) -> None:
     """Tensors of several chunks (csrc/host/collectives.cpp)."""

@@ -155,8 +155,8 @@ def made_and_dropped() -> list[str]:
         assert workspace is not None
         del second, row
         gc.collect()
-        if workspace._segments:
-            failures.append(f"{len(workspace._segments)} segments outlive their tensors")
+        if workspace.segments:
+            failures.append(f"{len(workspace.segments)} segments outlive their tensors")
     return failures
 
 

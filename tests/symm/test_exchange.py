@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.tiers import covering, sweep
+from tests.support.tiers import sweep
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.symm import exchange as exchange_module
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
@@ -84,7 +84,7 @@ def test_a_missing_rank_is_named(missing: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "group"), covering(product(STORES, ["new", "same"])), indirect=["store"]
+    ("store", "group"), sweep(product(STORES, ["new", "same"])), indirect=["store"]
 )
 def test_a_failed_exchange_leaves_nothing_that_counts(store: dist.Store, group: str) -> None:
     anew = group == "new"

@@ -87,7 +87,7 @@ def growth_job(nbytes: int) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("nbytes", sweep([16 * MIB, 1 << 16, 3 * MIB + 5]))
+@pytest.mark.parametrize("nbytes", sweep([1 << 16, 16 * MIB, 3 * MIB + 5]))
 def test_it_grows_up_to_workspace_bytes(ranks: RanksFixture, nbytes: int) -> None:
     report(f for rank in ranks(2).run(growth_job, nbytes, timeout=100) for f in rank)
 

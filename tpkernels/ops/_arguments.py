@@ -8,7 +8,10 @@ import torch
 
 from tpkernels import _C
 
-_C.calls.open_exchange(torch.Tensor)
+if not _C.calls.open_exchange(torch.Tensor):
+    raise ImportError(
+        f"torch {torch.__version__} has no DLPack exchange interface; tpkernels needs 2.11 or later"
+    )
 
 
 def arguments_of(schema: torch.FunctionSchema) -> _C.calls.Arguments:
