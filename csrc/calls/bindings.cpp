@@ -65,17 +65,7 @@ void bind_collective(py::module_& m) {
           py::arg("residual") = py::none());
 
   py::class_<Bound, std::shared_ptr<Bound>>(m, "Bound");
-  m.def("bind_all_reduce", &bind_all_reduce, py::arg("collective"), py::arg("shape"));
-  m.def("bind_all_reduce_in_place", &bind_all_reduce_in_place, py::arg("collective"));
-  m.def("bind_all_gather", &bind_all_gather, py::arg("collective"), py::arg("layout"),
-        py::arg("shape"));
-  m.def("bind_reduce_scatter", &bind_reduce_scatter, py::arg("collective"), py::arg("layout"),
-        py::arg("shape"));
-  m.def("bind_all_gather_matmul", &bind_all_gather_matmul, py::arg("collective"), py::arg("layout"),
-        py::arg("shape"), py::arg("result_shapes"), py::arg("return_gathered"));
-  m.def("bind_matmul_all_reduce", &bind_matmul_all_reduce, py::arg("collective"), py::arg("shape"));
-  m.def("bind_matmul_reduce_scatter", &bind_matmul_reduce_scatter, py::arg("collective"),
-        py::arg("layout"), py::arg("shape"));
+  bind_ops(m);
 }
 
 void bind_turns(py::module_& m) {

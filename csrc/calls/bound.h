@@ -17,7 +17,7 @@ class Bound {
 
   // Whether it can run a call with these arguments. It sees what the key of the call does not
   // tell, such as strides; the other calls go through Python.
-  virtual bool takes(const Slots& slots, const Tensor& x) const = 0;
+  virtual bool takes(const Slots&, const Tensor& x) const { return is_contiguous(x); }
 
   // Runs it, with the group's turn: the op's result. Throws what the collective throws, and
   // error_already_set.

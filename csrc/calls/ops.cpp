@@ -1,14 +1,20 @@
 #include "calls/ops.h"
 
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
+#include "calls/bound.h"
+#include "calls/collective.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
 namespace {
 
 namespace py = pybind11;
+
+using SharedCollective = std::shared_ptr<Collective>;
+using SharedLayout = std::shared_ptr<host::ShardLayout>;
 
 Tensor tensor(const py::handle& object) {
   Tensor read_as{};
@@ -32,8 +38,6 @@ class AllReduceInPlace final : public Bound {
  public:
   explicit AllReduceInPlace(SharedCollective collective) : collective_(std::move(collective)) {}
 
-  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
-
   py::object run(const Slots&, const Tensor& x) const override {
     collective_->all_reduce(x, x, {});
     return py::none();
@@ -47,8 +51,6 @@ class AllReduce final : public Bound {
  public:
   AllReduce(SharedCollective collective, py::tuple shape)
       : collective_(std::move(collective)), shape_(std::move(shape)) {}
-
-  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     py::object out = empty(shape_, slots[0]);
@@ -77,8 +79,6 @@ class AllGather final : public OfShards {
  public:
   using OfShards::OfShards;
 
-  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
-
   py::object run(const Slots& slots, const Tensor& x) const override {
     py::object out = empty(shape_, slots[0]);
     collective_->all_gather(x, tensor(out), *layout_);
@@ -89,8 +89,6 @@ class AllGather final : public OfShards {
 class ReduceScatter final : public OfShards {
  public:
   using OfShards::OfShards;
-
-  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     py::object out = empty(shape_, slots[0]);
@@ -205,15 +203,14 @@ class AllGatherMatmul final : public OfShards {
         result_shapes_(std::move(result_shapes)),
         return_gathered_(return_gathered) {}
 
-  bool takes(const Slots&, const Tensor& x) const override { return is_contiguous(x); }
-
   py::object run(const Slots& slots, const Tensor& x) const override {
     py::object whole = empty(shape_, slots[kX]);
     collective_->all_gather(x, tensor(whole), *layout_);
     const py::object rows = as_rows(whole, x);
     py::list results;
     for (std::size_t i = 0; i < result_shapes_.size(); ++i) {
-      py::object result = product(rows, PyList_GET_ITEM(slots[kW], static_cast<Py_ssize_t>(i)));
+      py::object result =
+          product(rows, PySequence_Fast_GET_ITEM(slots[kW], static_cast<Py_ssize_t>(i)));
       results.append(viewed(std::move(result), py::tuple(result_shapes_[i])));
     }
     if (!return_gathered_) whole = empty(py::make_tuple(0), slots[kX]);
@@ -227,41 +224,26 @@ class AllGatherMatmul final : public OfShards {
 
 }  // namespace
 
-std::shared_ptr<Bound> bind_all_reduce(SharedCollective collective, py::tuple shape) {
-  return std::make_shared<AllReduce>(std::move(collective), std::move(shape));
-}
-
-std::shared_ptr<Bound> bind_all_reduce_in_place(SharedCollective collective) {
-  return std::make_shared<AllReduceInPlace>(std::move(collective));
-}
-
-std::shared_ptr<Bound> bind_all_gather(SharedCollective collective, SharedLayout layout,
-                                       py::tuple shape) {
-  return std::make_shared<AllGather>(std::move(collective), std::move(layout), std::move(shape));
-}
-
-std::shared_ptr<Bound> bind_reduce_scatter(SharedCollective collective, SharedLayout layout,
-                                           py::tuple shape) {
-  return std::make_shared<ReduceScatter>(std::move(collective), std::move(layout),
-                                         std::move(shape));
-}
-
-std::shared_ptr<Bound> bind_all_gather_matmul(SharedCollective collective, SharedLayout layout,
-                                              py::tuple shape, py::list result_shapes,
-                                              bool return_gathered) {
-  return std::make_shared<AllGatherMatmul>(std::move(collective), std::move(layout),
-                                           std::move(shape), std::move(result_shapes),
-                                           return_gathered);
-}
-
-std::shared_ptr<Bound> bind_matmul_all_reduce(SharedCollective collective, py::tuple shape) {
-  return std::make_shared<MatmulAllReduce>(std::move(collective), std::move(shape));
-}
-
-std::shared_ptr<Bound> bind_matmul_reduce_scatter(SharedCollective collective, SharedLayout layout,
-                                                  py::tuple shape) {
-  return std::make_shared<MatmulReduceScatter>(std::move(collective), std::move(layout),
-                                               std::move(shape));
+void bind_ops(py::module_& m) {
+  const auto collective = py::arg("collective");
+  const auto layout = py::arg("layout");
+  const auto shape = py::arg("shape");
+  py::class_<AllReduceInPlace, Bound, std::shared_ptr<AllReduceInPlace>>(m, "AllReduceInPlace")
+      .def(py::init<SharedCollective>(), collective);
+  py::class_<AllReduce, Bound, std::shared_ptr<AllReduce>>(m, "AllReduce")
+      .def(py::init<SharedCollective, py::tuple>(), collective, shape);
+  py::class_<AllGather, Bound, std::shared_ptr<AllGather>>(m, "AllGather")
+      .def(py::init<SharedCollective, SharedLayout, py::tuple>(), collective, layout, shape);
+  py::class_<ReduceScatter, Bound, std::shared_ptr<ReduceScatter>>(m, "ReduceScatter")
+      .def(py::init<SharedCollective, SharedLayout, py::tuple>(), collective, layout, shape);
+  py::class_<AllGatherMatmul, Bound, std::shared_ptr<AllGatherMatmul>>(m, "AllGatherMatmul")
+      .def(py::init<SharedCollective, SharedLayout, py::tuple, py::list, bool>(), collective,
+           layout, shape, py::arg("result_shapes"), py::arg("return_gathered"));
+  py::class_<MatmulAllReduce, Bound, std::shared_ptr<MatmulAllReduce>>(m, "MatmulAllReduce")
+      .def(py::init<SharedCollective, py::tuple>(), collective, shape);
+  py::class_<MatmulReduceScatter, Bound, std::shared_ptr<MatmulReduceScatter>>(
+      m, "MatmulReduceScatter")
+      .def(py::init<SharedCollective, SharedLayout, py::tuple>(), collective, layout, shape);
 }
 
 }  // namespace tpkernels::calls

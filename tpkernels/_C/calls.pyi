@@ -28,23 +28,39 @@ class Collective:
 
 class Bound: ...
 
-def bind_all_reduce(collective: Collective, shape: Sequence[int]) -> Bound: ...
-def bind_all_reduce_in_place(collective: Collective) -> Bound: ...
-def bind_all_gather(collective: Collective, layout: ShardLayout, shape: Sequence[int]) -> Bound: ...
-def bind_reduce_scatter(
-    collective: Collective, layout: ShardLayout, shape: Sequence[int]
-) -> Bound: ...
-def bind_all_gather_matmul(
-    collective: Collective,
-    layout: ShardLayout,
-    shape: Sequence[int],
-    result_shapes: list[tuple[int, ...]],
-    return_gathered: bool,
-) -> Bound: ...
-def bind_matmul_all_reduce(collective: Collective, shape: Sequence[int]) -> Bound: ...
-def bind_matmul_reduce_scatter(
-    collective: Collective, layout: ShardLayout, shape: Sequence[int]
-) -> Bound: ...
+class AllReduceInPlace(Bound):
+    def __init__(self, collective: Collective) -> None: ...
+
+class AllReduce(Bound):
+    def __init__(self, collective: Collective, shape: Sequence[int]) -> None: ...
+
+class AllGather(Bound):
+    def __init__(
+        self, collective: Collective, layout: ShardLayout, shape: Sequence[int]
+    ) -> None: ...
+
+class ReduceScatter(Bound):
+    def __init__(
+        self, collective: Collective, layout: ShardLayout, shape: Sequence[int]
+    ) -> None: ...
+
+class AllGatherMatmul(Bound):
+    def __init__(
+        self,
+        collective: Collective,
+        layout: ShardLayout,
+        shape: Sequence[int],
+        result_shapes: list[tuple[int, ...]],
+        return_gathered: bool,
+    ) -> None: ...
+
+class MatmulAllReduce(Bound):
+    def __init__(self, collective: Collective, shape: Sequence[int]) -> None: ...
+
+class MatmulReduceScatter(Bound):
+    def __init__(
+        self, collective: Collective, layout: ShardLayout, shape: Sequence[int]
+    ) -> None: ...
 
 class Lock:
     def acquire(self, blocking: bool = True) -> bool: ...

@@ -43,25 +43,25 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
     shape = () if problem.dim is None else tuple(shard_shape(problem, call.group.rank))
     match op:
         case "all_reduce_":
-            return calls.bind_all_reduce_in_place(call.collective)
+            return calls.AllReduceInPlace(call.collective)
         case "all_reduce":
-            return calls.bind_all_reduce(call.collective, problem.shape)
+            return calls.AllReduce(call.collective, problem.shape)
         case "all_gather":
-            return calls.bind_all_gather(call.collective, call.layout, problem.shape)
+            return calls.AllGather(call.collective, call.layout, problem.shape)
         case "reduce_scatter":
-            return calls.bind_reduce_scatter(call.collective, call.layout, shape)
+            return calls.ReduceScatter(call.collective, call.layout, shape)
         case "all_gather_matmul":
             if given.biases:
                 return None
-            return calls.bind_all_gather_matmul(
+            return calls.AllGatherMatmul(
                 call.collective, call.layout, problem.shape, shapes[1:], given.return_gathered
             )
         case "matmul_all_reduce":
-            return calls.bind_matmul_all_reduce(call.collective, problem.shape)
+            return calls.MatmulAllReduce(call.collective, problem.shape)
         case "matmul_reduce_scatter":
             if given.bias is not None and problem.dim == len(problem.shape) - 1:
                 return None  # each rank adds its part of the bias
-            return calls.bind_matmul_reduce_scatter(call.collective, call.layout, shape)
+            return calls.MatmulReduceScatter(call.collective, call.layout, shape)
     return None
 
 
