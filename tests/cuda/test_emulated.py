@@ -14,6 +14,7 @@ from tests.support import emulated
 from tests.support.cases import RanksFixture
 from tests.support.tiers import sweep
 from tpkernels import _C, cuda
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.dtypes import CODES
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -38,13 +39,7 @@ def host_sum(
 ) -> torch.Tensor:
     """What csrc/host computes."""
     out = torch.empty(partials[0].shape, dtype=out_dtype)
-    epilogue = _C.host.Epilogue(
-        CODES[out_dtype],
-        0 if bias is None else bias.data_ptr(),
-        1 if bias is None else bias.numel(),
-        0 if residual is None else residual.data_ptr(),
-        0 if residual is None else CODES[residual.dtype],
-    )
+    epilogue = Reduction(out_dtype, bias, residual).epilogue()
     wire, addresses = CODES[partials[0].dtype], [p.data_ptr() for p in partials]
     _C.host.sum_partials(out.data_ptr(), addresses, wire, 0, out.numel(), epilogue)
     return out

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,17 @@ def _held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels")
 
 
+def _held_before_and_after(
+    count: int, use_one: Callable[[], None]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What is held after one use, and after ``count`` more."""
+    use_one()
+    first = _held()
+    for _ in range(count):
+        use_one()
+    return first, _held()
+
+
 def groups_job(count: int, finalize: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """What is held after one group, and after ``count`` more, each set up, used and destroyed."""
 
@@ -46,11 +58,7 @@ def groups_job(count: int, finalize: bool) -> tuple[tuple[int, int], tuple[int, 
             tpkernels.finalize()
         dist.destroy_process_group(group)
 
-    use_one()
-    first = _held()
-    for _ in range(count):
-        use_one()
-    return first, _held()
+    return _held_before_and_after(count, use_one)
 
 
 @pytest.mark.parametrize("finalize", sweep([True, False]), ids=["finalize", "destroy"])
@@ -79,11 +87,7 @@ def failed_groups_job(count: int, how: str) -> tuple[tuple[int, int], tuple[int,
         dist.barrier()
         dist.destroy_process_group(group)
 
-    use_one()
-    first = _held()
-    for _ in range(count):
-        use_one()
-    return first, _held()
+    return _held_before_and_after(count, use_one)
 
 
 @pytest.mark.parametrize("how", sweep(["timeout", "exception", "memory"], 2))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tpkernels import _C
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.dtypes import CODES
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -40,13 +41,7 @@ def total(
     count = partials[0].numel()
     around = torch.full((count + 40,), CANARY, dtype=out_dtype)
     inside = around[1 : 1 + count] if out is None else out  # at an odd element
-    epilogue = _C.host.Epilogue(
-        CODES[out_dtype],
-        0 if bias is None else bias.data_ptr(),
-        1 if bias is None else bias.numel(),
-        0 if residual is None else residual.data_ptr(),
-        0 if residual is None else CODES[residual.dtype],
-    )
+    epilogue = Reduction(out_dtype, bias, residual).epilogue()
     addresses = [partial.data_ptr() for partial in partials]
     wire = CODES[partials[0].dtype]
     _C.host.sum_partials(inside.data_ptr(), addresses, wire, begin, count, epilogue)

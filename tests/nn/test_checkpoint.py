@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, Model, Shape
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, messages_of, report
 from tpkernels import nn as tnn
 
 SHAPE = Shape(tied=True)
@@ -104,7 +104,6 @@ def test_layers_and_torchs_layers_have_the_same_state(ranks: RanksFixture) -> No
 
 
 def refusals_job() -> list[str]:
-    messages = []
     with fresh_group() as group:
         layer = tnn.ColumnParallelLinear(5, 6, group, bias=False, dtype=F64)
         uneven = tnn.ColumnParallelLinear(5, 6, group, bias=False, out_sizes=[5, 1], dtype=F64)
@@ -120,13 +119,7 @@ def refusals_job() -> list[str]:
             lambda: shard.copy_(uneven.state_dict()["weight"]),
             lambda: fully_shard(layer, mesh=mesh).state_dict(),
         ]
-        for do in attempts:
-            try:
-                do()
-                messages.append("nothing")
-            except Exception as error:
-                messages.append(f"{type(error).__name__}: {error}")
-    return messages
+        return messages_of(attempts)
 
 
 def test_refusals(ranks: RanksFixture) -> None:

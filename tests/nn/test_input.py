@@ -11,7 +11,7 @@ from torch import nn
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import Model, Shape, far, inputs
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, messages_of, report
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.ops._column_matmul import column_matmul
@@ -20,7 +20,6 @@ BF16, F64 = torch.bfloat16, torch.float64
 
 
 def refusals_job() -> list[str]:
-    messages = []
     with fresh_group() as group:
         quantised = nn.Linear(4, 4)
         quantised.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
@@ -56,13 +55,7 @@ def refusals_job() -> list[str]:
                 {"gate": nn.Linear(8, 6), "up": nn.Linear(7, 6)}, group
             ),
         ]
-        for do in attempts:
-            try:
-                do()
-                messages.append("nothing")
-            except Exception as error:
-                messages.append(f"{type(error).__name__}: {error}")
-    return messages
+        return messages_of(attempts)
 
 
 def test_refusals(ranks: RanksFixture) -> None:

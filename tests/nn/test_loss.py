@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, SWEEP, far
-from tests.support.ranked import fresh_group, recorded_calls, report
+from tests.support.ranked import fresh_group, messages_of, recorded_calls, report
 from tpkernels import nn as tnn
 from tpkernels.nn.split import Split
 
@@ -123,7 +123,6 @@ def test_16_bit_logits_never_gathered(ranks: RanksFixture) -> None:
 
 
 def refusals_job() -> list[str]:
-    messages = []
     with fresh_group() as group:
         logits, target = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
         total = 5 * group.size()
@@ -139,13 +138,7 @@ def refusals_job() -> list[str]:
                 loss(leaf, target, vocab_size=total), leaf, create_graph=True
             ),
         ]
-        for do in attempts:
-            try:
-                do()
-                messages.append("nothing")
-            except (ValueError, RuntimeError) as error:
-                messages.append(f"{type(error).__name__}: {error}")
-    return messages
+        return messages_of(attempts, (ValueError, RuntimeError))
 
 
 def test_refusals(ranks: RanksFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,27 +14,16 @@ from tests.support.cases import (
     QUICK_WORLDS,
     Case,
     RanksFixture,
-    each,
+    along_each_dim,
     uneven_splits,
 )
-from tests.support.ranked import SMALLEST_WORKSPACE, run_cases
+from tests.support.ranked import SMALLEST_WORKSPACE, run_each
 from tests.support.tiers import sweep
 
 OP = "all_gather"
 
 pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
-
-
-def run(
-    ranks: RanksFixture,
-    world: int,
-    *cases: Case,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
-    algorithms: tuple[str, ...] | None = None,
-    workspace_bytes: int = 1 << 20,
-) -> None:
-    every = each(*cases, dtypes=dtypes, algorithms=algorithms, integers=(False,))
-    run_cases(ranks, world, every, workspace_bytes)
+run = functools.partial(run_each, integers=(False,))
 
 
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
@@ -43,12 +33,7 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
 
 def test_any_dim_is_gathered(ranks: RanksFixture, world: int) -> None:
     shapes = [(12,), (12, 12), (12, 3, 12), (2, 12, 1, 12), (12, 12, 2, 3), (1, 12, 1, 1)]
-    cases = [
-        Case(op=OP, shape=shape, dim=dim)
-        for shape in shapes
-        for dim in range(len(shape))
-        if shape[dim] == 12
-    ]
+    cases = along_each_dim(Case(op=OP, shape=shapes[0]), shapes, 12)
     run(ranks, world, *cases)
 
 

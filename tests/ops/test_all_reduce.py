@@ -14,9 +14,8 @@ from tests.support.cases import (
     QUICK_WORLDS,
     Case,
     RanksFixture,
-    each,
 )
-from tests.support.ranked import SMALLEST_WORKSPACE, run_cases
+from tests.support.ranked import SMALLEST_WORKSPACE, run_each
 from tests.support.tiers import sweep
 
 OPS = ("all_reduce", "all_reduce_")
@@ -26,31 +25,18 @@ ONE_SHOT_BYTES = 16 << 10  # csrc/host/collectives.cpp: above, every rank sums a
 pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
 
-def run(
-    ranks: RanksFixture,
-    world: int,
-    *cases: Case,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
-    algorithms: tuple[str, ...] | None = None,
-    integers: tuple[bool, ...] = (True, False),
-    workspace_bytes: int = 1 << 20,
-) -> None:
-    every = each(*cases, dtypes=dtypes, algorithms=algorithms, integers=integers)
-    run_cases(ranks, world, every, workspace_bytes)
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
     shapes = [(60, 33), (200, 77), (1,), (3, 1, 2), ()]
     cases = [Case(op=op, shape=shape) for shape in shapes]
-    run(ranks, world, *cases, dtypes=(*DTYPES, F64), algorithms=COLLECTIVE_ALGORITHMS)
+    run_each(ranks, world, *cases, dtypes=(*DTYPES, F64), algorithms=COLLECTIVE_ALGORITHMS)
 
 
 def test_either_side_of_one_shot(ranks: RanksFixture, world: int) -> None:
     for dtype in (F32, BF16):
         most = ONE_SHOT_BYTES // dtype.itemsize
         cases = [Case(op="all_reduce", shape=(most + more,)) for more in (-1, 0, 1, 63, 65)]
-        run(ranks, world, *cases, dtypes=(dtype,))
+        run_each(ranks, world, *cases, dtypes=(dtype,))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +46,7 @@ def test_out_dtype(
     ranks: RanksFixture, world: int, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
     case = Case(op="all_reduce", shape=(24, 7), out_dtype=out_dtype)
-    run(ranks, world, case, replace(case, shape=(301, 77)), dtypes=(dtype,))
+    run_each(ranks, world, case, replace(case, shape=(301, 77)), dtypes=(dtype,))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -68,17 +54,17 @@ def test_out_dtype(
 def test_strided_inputs(ranks: RanksFixture, world: int, layout: str, op: str) -> None:
     shapes = [(13,), (24, 5), (130, 77), (3, 12, 7)]
     cases = [Case(op=op, shape=shape, layout=layout) for shape in shapes]
-    run(ranks, world, *cases, integers=(True,))
+    run_each(ranks, world, *cases, integers=(True,))
 
 
 @pytest.mark.parametrize("rows", sweep([1023, 1, 7]))
 def test_odd_shapes(ranks: RanksFixture, world: int, rows: int) -> None:
-    run(ranks, world, *(Case(op="all_reduce", shape=(rows, k)) for k in (1, 33)))
+    run_each(ranks, world, *(Case(op="all_reduce", shape=(rows, k)) for k in (1, 33)))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_to_reduce(ranks: RanksFixture, world: int, op: str) -> None:
-    run(ranks, world, Case(op=op, shape=(0, 5)), Case(op=op, shape=(0,)), integers=(True,))
+    run_each(ranks, world, Case(op=op, shape=(0, 5)), Case(op=op, shape=(0,)), integers=(True,))
 
 
 @pytest.mark.thorough
@@ -86,11 +72,13 @@ def test_nothing_to_reduce(ranks: RanksFixture, world: int, op: str) -> None:
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int, op: str) -> None:
     """Tensors of several chunks (csrc/host/collectives.cpp)."""
     case = Case(op=op, shape=(777, 801))
-    run(ranks, world, case, dtypes=(F32,), integers=(True,), workspace_bytes=SMALLEST_WORKSPACE)
+    run_each(
+        ranks, world, case, dtypes=(F32,), integers=(True,), workspace_bytes=SMALLEST_WORKSPACE
+    )
     if op == "all_reduce":
         wider, narrower = replace(case, out_dtype=F32), replace(case, out_dtype=BF16)
         for one, dtype in [(wider, BF16), (narrower, F32)]:
-            run(ranks, world, one, dtypes=(dtype,), workspace_bytes=SMALLEST_WORKSPACE)
+            run_each(ranks, world, one, dtypes=(dtype,), workspace_bytes=SMALLEST_WORKSPACE)
     if world == 2:  # a result that is streamed, and several steps of the unfused way
         large = Case(op=op, shape=(2200, 1001))
-        run(ranks, world, large, dtypes=(F32,), integers=(True,))
+        run_each(ranks, world, large, dtypes=(F32,), integers=(True,))

@@ -14,6 +14,7 @@ from tests.support.cases import (
     QUICK_WORLDS,
     Case,
     RanksFixture,
+    along_each_dim,
     each,
     exact,
     uneven_splits,
@@ -34,12 +35,7 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
 
 def test_any_dim_is_scattered(ranks: RanksFixture, world: int) -> None:
     shapes = [(12, 24), (5, 12), (2, 12, 7), (12, 3, 12), (1, 1, 12), (2, 3, 12, 5), (2, 12, 3, 5)]
-    cases = [
-        Case(op=OP, shape=shape, dim=dim, k=(24,))
-        for shape in shapes
-        for dim in range(len(shape))
-        if shape[dim] == 12
-    ]
+    cases = along_each_dim(Case(op=OP, shape=shapes[0], k=(24,)), shapes, 12)
     run_cases(ranks, world, exact(*cases))
 
 

@@ -19,6 +19,7 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT
+from tests.support.ranked import messages_of
 from tests.support.tiers import sweep
 from tpkernels.launch import Ranks
 
@@ -164,13 +165,7 @@ def refusals_job(base: str) -> list[str]:
         lambda: safetensors.save_model(model, str(folder / "file")),
         lambda: torch.save(model.state_dict(), folder / "file"),
     ]
-    messages = []
-    for do in attempts:
-        try:
-            do()
-            messages.append("nothing")
-        except Exception as error:
-            messages.append(f"{type(error).__name__}: {error}")
+    messages = messages_of(attempts)
     model.save_pretrained(folder / "after")
     return messages
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -95,6 +95,16 @@ def each(
         for dtype in dtypes
         for exact in integers
         for algorithm in algorithms or (MATMUL_WAYS if "matmul" in case.op else COLLECTIVE_WAYS)
+    ]
+
+
+def along_each_dim(case: Case, shapes: Iterable[tuple[int, ...]], size: int) -> list[Case]:
+    """The case with each of the shapes, along each dim of that size."""
+    return [
+        replace(case, shape=shape, dim=dim)
+        for shape in shapes
+        for dim in range(len(shape))
+        if shape[dim] == size
     ]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import reference
-from tests.support.cases import Case, RanksFixture
+from tests.support.cases import DTYPES, Case, RanksFixture, each
 from tests.support.reference import Expected
 from tpkernels import backends, groups
 from tpkernels.groups import GroupLike, registry
@@ -228,6 +228,33 @@ def run_cases(
     assert cases
     results = ranks(world).run(cases_job, list(cases), workspace_bytes, timeout=240)
     report(failure for rank in results for failure in rank)
+
+
+def messages_of(attempts: Iterable[Callable[[], Any]], kind: Any = Exception) -> list[str]:
+    """What each attempt raises, as "type: message"; "nothing" where it raises nothing. Errors that
+    are not of ``kind`` pass."""
+    messages = []
+    for attempt in attempts:
+        try:
+            attempt()
+            messages.append("nothing")
+        except kind as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def run_each(
+    ranks: RanksFixture,
+    world: int,
+    *cases: Case,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    algorithms: tuple[str, ...] | None = None,
+    integers: tuple[bool, ...] = (True, False),
+    workspace_bytes: int = 1 << 20,
+) -> None:
+    """Runs `each` of the cases."""
+    every = each(*cases, dtypes=dtypes, algorithms=algorithms, integers=integers)
+    run_cases(ranks, world, every, workspace_bytes)
 
 
 def report(failures: Iterator[str]) -> None:
