@@ -66,7 +66,7 @@ def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
 
 def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
     """What runs the calls of an op with these arguments in the extension, where something does."""
-    if call.problem.device == "cpu" and call.plan.algorithm == "direct":
+    if call.function is TABLES["cpu"][call.problem.op, "direct"]:
         return direct.bind(op, call, given)
     return None
 

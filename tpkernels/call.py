@@ -22,6 +22,7 @@ class Call:
     problem: Problem
     plan: Plan
     function: Callable[..., Any]
+    generation: int  #: of the group's plans when it was planned
 
     @property
     def workspace(self) -> HostWorkspace:

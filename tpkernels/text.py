@@ -1,8 +1,9 @@
-"""Text from files, made safe to show in a message or a terminal."""
+"""Text for messages; what comes from files is made safe to show in a terminal."""
 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 _MOST = 60  # characters of a value quoted in a message
@@ -39,6 +40,11 @@ def of_error(error: BaseException) -> str:
     """An exception's kind and text, which any encoding takes: a path in it may have none."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return text.encode(errors="backslashreplace").decode()
+
+
+def named_values(values: Mapping[str, object]) -> str:
+    """Options as a user gives them: "timeout=20.0, autotune=True"."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def shown(value: object) -> str:

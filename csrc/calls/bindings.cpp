@@ -81,6 +81,7 @@ void bind_turns(py::module_& m) {
       .def("retire", &Turns::retire)
       .def("forget_calls", &Turns::forget)
       .def("planned_calls", &Turns::planned)
+      .def_property_readonly("generation", &Turns::generation)
       .def_property_readonly("lock", &Turns::lock)
       .def("renew_lock", &Turns::renew_lock)
       .def_readwrite("in_call", &Turns::in_call)

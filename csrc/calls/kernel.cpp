@@ -114,11 +114,11 @@ class Turn {
 };
 
 // Runs a planned call in the extension. Null without a Python error: Python is to run it, because
-// the group cannot be used and Python says why.
+// the group cannot be used, and Python says why, or the call is to be planned anew.
 py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& planned,
                      const Slots& slots, const Tensor& x) {
   const Turn turn(turns);
-  if (!turn.taken) return {};
+  if (!turn.taken || planned.generation != turns.generation()) return {};
   try {
     return planned.bound->run(slots, x);
   } catch (...) {
@@ -148,7 +148,8 @@ py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   const py::object given = arguments.named(slots);
   if (!planned) {
     const auto made = kernel.functions.plan(given).cast<std::pair<py::object, py::object>>();
-    planned = std::make_shared<Planned>(Planned{made.first, nullptr});
+    const auto generation = made.first.attr("generation").cast<std::uint64_t>();
+    planned = std::make_shared<Planned>(Planned{made.first, nullptr, generation});
     if (!made.second.is_none()) planned->bound = made.second.cast<std::shared_ptr<Bound>>();
     if (has_key && (turns = Turns::of(name))) turns->remember(new_key, planned);
   }

@@ -70,7 +70,8 @@ std::shared_ptr<Planned> Turns::find(const std::string& key) const {
 }
 
 void Turns::remember(const std::string& key, std::shared_ptr<Planned> planned) {
-  if (planned_.size() >= kMostCalls) forget();
+  if (planned->generation != generation_) return;  // forgotten while it was planned
+  if (planned_.size() >= kMostCalls) planned_.clear();
   planned_[key] = std::move(planned);
 }
 

@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -17,6 +18,7 @@ namespace tpkernels::calls {
 struct Planned {
   pybind11::object call;
   std::shared_ptr<Bound> bound;
+  std::uint64_t generation;  // of the plans of the group
 };
 
 class Turns {
@@ -36,7 +38,13 @@ class Turns {
 
   std::shared_ptr<Planned> find(const std::string& key) const;
   void remember(const std::string& key, std::shared_ptr<Planned> planned);
-  void forget() { planned_.clear(); }
+  // All calls are to be planned anew, on all ranks from the same call on: also one that has been
+  // found already and waits for its turn, which compares generations.
+  void forget() {
+    planned_.clear();
+    ++generation_;
+  }
+  std::uint64_t generation() const { return generation_; }
   pybind11::list planned() const;
 
   // Who has it has the turn.
@@ -51,6 +59,7 @@ class Turns {
   pybind11::object group_;
   std::shared_ptr<Lock> lock_ = std::make_shared<Lock>();
   std::unordered_map<std::string, std::shared_ptr<Planned>> planned_;
+  std::uint64_t generation_ = 0;
 };
 
 }  // namespace tpkernels::calls

@@ -69,7 +69,7 @@ def warm_job() -> list[str]:
     failures = []
     for (mode, context), op in itertools.product(MODES.items(), OPS):
         overload = getattr(torch.ops.tpkernels, op).default
-        with fresh_group() as group, context():
+        with fresh_group(autotune=False) as group, context():
             first, second = arguments(op, group), arguments(op, group)
             with python_of_the_package() as cold:
                 overload(*first)
@@ -87,9 +87,10 @@ def test_a_warm_call_runs_no_python(ranks: RanksFixture) -> None:
 
 def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
     """Arguments of calls, of which some can be run in the extension and some cannot."""
-    numbers = torch.Generator().manual_seed(group.rank() + 7)
+    own = torch.Generator().manual_seed(group.rank() + 7)
+    common = torch.Generator().manual_seed(7)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape: int, numbers: torch.Generator = own) -> torch.Tensor:
         return torch.randn(*shape, generator=numbers, dtype=torch.float64).to(dtype)
 
     world, n = group.size(), 2 * group.size()
@@ -107,24 +108,24 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
         if op == "all_gather_matmul":
             w = random(4, n)
             yield given | {"weights": w}
-            yield given | {"weights": w, "biases": random(n)}
+            yield given | {"weights": w, "biases": random(n, numbers=common)}
             yield given | {"weights": [w, random(2, 4).t()]}
             yield given | {"weights": w, "return_gathered": True}
             yield given | {"weights": random(4 * world, n), DIMS[op]: x.dim() - 1}
             yield given | {"weights": w, "out_dtype": wide}
             continue
         rows = shape[0] // world if "scatter" in op else shape[0]
-        residual = random(rows, *shape[1:-1], n)
+        residual = random(rows, *shape[1:-1], n, numbers=common)
         for w in (random(4, n), random(n, 4).t()):
             yield given | {"w": w}
-            yield given | {"w": w, "bias": random(n)}
-            yield given | {"w": w, "bias": random(n).to(wide), "residual": residual}
+            yield given | {"w": w, "bias": random(n, numbers=common)}
+            yield given | {"w": w, "bias": random(n, numbers=common).to(wide), "residual": residual}
             yield given | {"w": w, "residual": residual.mT.contiguous().mT}
             yield given | {"w": w, "out_dtype": wide, "wire_dtype": wide}
             if op in DIMS:
                 columns = given | {"w": w, DIMS[op]: x.dim() - 1}
-                yield columns | {"residual": random(*shape[:-1], n // world)}
-                yield columns | {"bias": random(n)}
+                yield columns | {"residual": random(*shape[:-1], n // world, numbers=common)}
+                yield columns | {"bias": random(n, numbers=common)}
 
 
 def flat(results: Any) -> list[torch.Tensor]:

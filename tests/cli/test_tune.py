@@ -26,8 +26,9 @@ from tpkernels.bench.timing import Samples, Variant, measure
 from tpkernels.bench.tune import TuneReport, best_config, measurement, tune_case
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
-from tpkernels.planning.machine import this_machine
+from tpkernels.planning.machine import instructions, this_machine
 from tpkernels.planning.table import Config
+from tpkernels.planning.thresholds import pipeline_min_rows
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
@@ -44,8 +45,10 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert before.exit_code == 0, before.output
     assert before.output.count("not measured") == 4
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
-    assert "auto chooses direct: 4 rows a rank < 256" in before.output
+    fewest = pipeline_min_rows(torch.bfloat16, instructions())
+    assert f"auto chooses direct: 4 rows a rank < {fewest}" in before.output
     assert "Nothing was measured here with 2 ranks x 1 threads" in before.output
+    assert "In the first calls it tries unfused, direct, pipelined" in before.output
 
     tuned = invoke("tune", *SMALL, "--op", "all_reduce", "--bytes", "4K", "--repeat", "3")
     assert tuned.exit_code == 0, tuned.output
@@ -59,9 +62,10 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(session, "Ranks")  # from here on no rank can start
     after = invoke(*EXPLAIN, "--m", "9")
     assert "not measured" not in after.output
+    assert "In the first calls" not in after.output  # the choice is made
     times = written[0]["ms"]
     spec = Spec("all_gather_matmul", (9, 64, 32), torch.bfloat16)
-    table = NOTHING_TUNED.with_measurement(measurement(spec, 2, times))
+    table = NOTHING_TUNED.extended([measurement(spec, 2, times)])
     best = choose(spec.problem(2), Means(shared_memory=True), tuned=table).algorithm
     assert f"auto chooses {best}: tuned: {times[best]:.3g} ms, " in after.output
     assert "Measured here with 2 ranks x 1 threads: 3 cases" in after.output

@@ -26,17 +26,16 @@ from tpkernels.symm import host, rendezvous
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW = 1, 2, 4
+Held = tuple[int, int]  # descriptors, and mappings of workspaces
 
 
-def _held() -> tuple[int, int]:
+def _held() -> Held:
     """Open descriptors, and mappings of our shared memory."""
     maps = Path("/proc/self/maps").read_text()
     return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels")
 
 
-def _held_before_and_after(
-    count: int, use_one: Callable[[], None]
-) -> tuple[tuple[int, int], tuple[int, int]]:
+def _held_before_and_after(count: int, use_one: Callable[[], None]) -> tuple[Held, Held]:
     """What is held after one use, and after ``count`` more."""
     use_one()
     first = _held()
@@ -45,7 +44,7 @@ def _held_before_and_after(
     return first, _held()
 
 
-def groups_job(count: int, finalize: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+def groups_job(count: int, finalize: bool) -> tuple[Held, Held]:
     """What is held after one group, and after ``count`` more, each set up, used and destroyed."""
 
     def use_one() -> None:
@@ -69,7 +68,7 @@ def test_groups_leave_nothing_behind(finalize: bool) -> None:
             assert last[1] == 0
 
 
-def failed_groups_job(count: int, how: str) -> tuple[tuple[int, int], tuple[int, int]]:
+def failed_groups_job(count: int, how: str) -> tuple[Held, Held]:
     group_timeout = 0.1 if how == "timeout" else faults.PATIENCE
 
     def fail(*_: object) -> None:

@@ -12,16 +12,11 @@ import torch
 
 from tpkernels.backends import OPS, TABLES
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import (
-    PIPELINE_MIN_ROWS,
-    RING_MIN_BYTES,
-    Means,
-    Plan,
-    choose,
-    unsupported_algorithms,
-)
+from tpkernels.planning.choose import Means, Plan, choose, unsupported_algorithms
 from tpkernels.planning.problem import Problem
+from tpkernels.planning.thresholds import RING_MIN_BYTES, RING_MIN_ROWS, pipeline_min_rows
 
+PIPELINE_MIN_ROWS = pipeline_min_rows(torch.bfloat16, ())  # of a CPU that is not known
 LARGE = 4 * PIPELINE_MIN_ROWS
 
 
@@ -65,6 +60,25 @@ def test_few_rows_are_one_matmul(op: str) -> None:
     plan = choose(small(op), Means(shared_memory=True))
     assert plan.algorithm == "direct"
     assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "fewest"),
+    [
+        ({"avx2"}, torch.bfloat16, 256),
+        ({"avx2", "amx_bf16"}, torch.bfloat16, 1024),
+        ({"avx2", "amx_bf16"}, torch.float32, 256),
+        (set(), torch.bfloat16, 1024),
+    ],
+)
+def test_the_kind_of_cpu_decides_how_many_rows_are_many(
+    instructions: set[str], dtype: torch.dtype, fewest: int
+) -> None:
+    means = Means(shared_memory=True, instructions=frozenset(instructions))
+    for rows, algorithm in [(fewest, "pipelined"), (fewest - 1, "direct")]:
+        one = problem("all_gather_matmul", shape=(4 * rows, 512), sizes=(rows,) * 4, dtype=dtype)
+        plan = choose(one, means)
+        assert plan.algorithm == algorithm and str(fewest) in plan.reason
 
 
 def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> None:
@@ -134,10 +148,10 @@ def test_without_shared_memory_many_bytes_go_round_the_ring(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_without_shared_memory_few_rows_are_one_matmul(op: str) -> None:
-    plan = across_hosts(op, 4 * RING_MIN_BYTES, LARGE - 4)
+    plan = across_hosts(op, 4 * RING_MIN_BYTES, 4 * RING_MIN_ROWS - 4)
     assert plan.algorithm == ("unfused" if op in MATMULS else "ring")
     if op in MATMULS:
-        assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in plan.reason
+        assert f"{RING_MIN_ROWS - 1} rows a rank" in plan.reason
 
 
 @pytest.mark.parametrize("op", OPS)

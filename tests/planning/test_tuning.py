@@ -24,7 +24,8 @@ def measured(spec: Spec, **ms: float) -> Measurement:
 
 def plan(spec: Spec, *times: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
     problem = replace(spec.problem(2), **changes)
-    return choose(problem, Means(shared_memory=shared_memory), tuned=Table(times))
+    means = Means(shared_memory, instructions=frozenset({"avx2"}))
+    return choose(problem, means, tuned=Table(times))
 
 
 def test_the_fastest_is_taken_and_the_reason_says_so() -> None:
@@ -75,8 +76,16 @@ def test_between_two_extents_the_winner_of_both_is_taken() -> None:
     assert chosen.reason == "tuned: as fast as any at 16 and at 1024 rows"
     for m in (15, 1025):
         assert plan(spec(m), few, many) == plan(spec(m)), "beyond what was measured"
-    other = replace(many, ms={"unfused": 9.0, "direct": 4.0, "pipelined": 5.0})
-    assert plan(spec(100), replace(few, ms=dict(few.ms, direct=0.6)), other) == plan(spec(100))
+
+
+def test_between_two_extents_with_different_winners_the_nearer_one_counts() -> None:
+    few = measured(spec(400), unfused=1.0, direct=0.5, pipelined=0.6)
+    many = measured(spec(4000), unfused=9.0, direct=8.0, pipelined=5.0)
+    for m, end, winner in [(401, 400, "direct"), (800, 400, "direct"), (2000, 4000, "pipelined")]:
+        chosen = plan(spec(m), few, many)
+        assert (chosen.algorithm, chosen.reason) == (winner, f"tuned: as at {end} rows")
+    for m in (802, 1998):
+        assert plan(spec(m), few, many) == plan(spec(m)), "too far from both"
 
 
 def test_kernels_are_cut_as_was_measured_best() -> None:

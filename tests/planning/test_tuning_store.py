@@ -55,8 +55,8 @@ def test_a_table_comes_back(cache: Path) -> None:
         assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
     newer = measured(spec(64), unfused=0.5, direct=1.0)
-    assert len(TABLE.with_measurement(newer).measurements) == 2
-    assert plan(spec(64), *TABLE.with_measurement(newer).measurements).algorithm == "unfused"
+    assert len(TABLE.extended([newer]).measurements) == 2
+    assert plan(spec(64), *TABLE.extended([newer]).measurements).algorithm == "unfused"
 
 
 def test_each_machine_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

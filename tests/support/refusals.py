@@ -183,8 +183,15 @@ def options() -> Iterator[Refusal]:
     for nbytes in (0, -1, 65535):
         pattern = f"workspace_bytes must be at least 65536, not {nbytes}"
         yield no(ValueError, pattern, tpkernels.init, workspace_bytes=nbytes)
-    pattern = "is in use with timeout=20, workspace_bytes=1048576; it cannot change to 19, 1048576"
+    pattern = (
+        "is in use with timeout=20.0, workspace_bytes=1048576, autotune=True; it cannot change to "
+        "timeout=19.0, workspace_bytes=1048576, autotune=True"
+    )
     yield no(ValueError, pattern, tpkernels.init, timeout=19.0, workspace_bytes=1 << 20)
-    yield no(ValueError, "it cannot change to 30, 67108864", tpkernels.init)
+    pattern = "it cannot change to timeout=30.0, workspace_bytes=67108864"
+    yield no(ValueError, pattern, tpkernels.init)
+    pattern = "it cannot change to .*autotune=False"
+    same = {"timeout": 20.0, "workspace_bytes": 1 << 20}
+    yield no(ValueError, pattern, tpkernels.init, **same, autotune=False)
     pattern = r"\[3, -4\] has a negative size"
     yield Refusal(ValueError, pattern, lambda group: tpkernels.empty(3, -4, group=group))

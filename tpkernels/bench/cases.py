@@ -9,6 +9,7 @@ local_matmul   the local matmul that the algorithms use, no communication
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,9 +17,12 @@ import torch.distributed as dist
 
 import tpkernels
 from tpkernels import groups
+from tpkernels.bench.benchmark import slowest
 from tpkernels.bench.specs import Spec
 from tpkernels.local.matmul import local_matmul
+from tpkernels.ops._trial import Tried
 from tpkernels.planning.choose import Plan
+from tpkernels.planning.trials import MOST_CALLS
 from tpkernels.shards import shard_sizes
 
 Outputs = list[torch.Tensor]
@@ -105,6 +109,20 @@ def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
     (call,) = group.planned_calls()
     plan: Plan = call.plan
     return outputs, plan
+
+
+def settle(case: Case, seconds: float) -> None:
+    """Runs ``auto`` until it has tried the algorithms and keeps one, unless that might take longer
+    than ``seconds``. Collective."""
+    group = groups.get(_world())
+    group.forget_calls()
+    begin = time.perf_counter()
+    run_tpkernels(case.copy())
+    (each,) = slowest([time.perf_counter() - begin])
+    if each * MOST_CALLS > seconds:
+        return
+    while any(isinstance(call.function, Tried) for call in group.planned_calls()):
+        run_tpkernels(case.copy())
 
 
 def run_torch(case: Case) -> Outputs:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from tpkernels.bench.baselines import baselines
-from tpkernels.bench.cases import Case, planned, random_case, run_torch, run_tpkernels
+from tpkernels.bench.cases import Case, planned, random_case, run_torch, run_tpkernels, settle
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.roofline import Rates
 from tpkernels.bench.session import own_device, synchronizer
@@ -61,6 +61,8 @@ def run_case(
     names = list(dict.fromkeys([*algorithms, "unfused"]))
     seconds = math.inf if effort.seconds is None else effort.seconds
     expected = spec.cost(dist.get_world_size()).flops / rates.torch_flops
+    if "auto" in names:
+        settle(case, seconds)
     affordable = expected * _FEWEST <= seconds
     choices = _verified(case, names, with_torch=affordable and effort.baselines)
     inputs = Inputs(case, cold=effort.cold)

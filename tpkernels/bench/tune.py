@@ -36,8 +36,9 @@ from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.groups.group import Group
 from tpkernels.planning import store
 from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
-from tpkernels.planning.machine import Machine, this_machine
+from tpkernels.planning.machine import Machine, instructions, this_machine
 from tpkernels.planning.table import Config, Measurement, Table
+from tpkernels.planning.trials import ELIGIBLE, is_eligible
 
 _CONFIG_REPEAT = 5
 
@@ -73,7 +74,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     case = random_case(spec, own_device(device))
     assert dist.group.WORLD is not None  # cases only run on ranks
     group = groups.get(dist.group.WORLD.group_name).ready()
-    means = Means(shared_memory=group.shared_memory, workspace_bytes=group.workspace_bytes)
+    means = Means(group.shared_memory, group.workspace_bytes, instructions())
     problem = spec.problem(group.world, device)
     _, before = planned(case.copy(), "auto")
     verdicts = verify(case, None, _results(case, candidates(problem, means)))
@@ -195,7 +196,8 @@ def keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
     with writing(store.path_for(machine)):
         path, tuned = store.update(machine, new)
     problem = spec.problem(machine.ranks, machine.kind)
-    return path, choose(problem, Means(shared_memory=machine.shared_memory), tuned=tuned)
+    means = Means(machine.shared_memory, instructions=instructions())
+    return path, choose(problem, means, tuned=tuned)
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,7 @@ class Explanation:
         cases: the measurements of this very problem.
         machine: None if this machine does not have the device.
         table: everything measured for the machine.
+        tries: what ``auto`` tries in the first calls; empty: it keeps to the plan.
     """
 
     plan: Plan
@@ -215,13 +218,16 @@ class Explanation:
     cases: list[Measurement]
     machine: Machine | None
     table: Table
+    tries: list[str]
 
 
 def explain(spec: Spec, world: int, device: str, *, hosts: int, threads: int) -> Explanation:
     """Plans a case for ranks on this machine, without starting any."""
     shared_memory = hosts == 1
     problem = spec.problem(world, device)
-    means = Means(shared_memory=shared_memory, unsupported=unsupported_kernels(device))
+    means = Means(
+        shared_memory, instructions=instructions(), unsupported=unsupported_kernels(device)
+    )
     machine, table = None, Table()
     if device == "cpu" or torch.cuda.is_available():
         machine = this_machine(device, world, hosts, shared_memory, threads=threads)
@@ -233,4 +239,7 @@ def explain(spec: Spec, world: int, device: str, *, hosts: int, threads: int) ->
         cases=[] if key is None else table.at(*key),
         machine=machine,
         table=table,
+        tries=[name for name in candidates(problem, means) if name in ELIGIBLE]
+        if is_eligible(problem, shared_memory, table)
+        else [],
     )

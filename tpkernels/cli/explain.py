@@ -64,6 +64,12 @@ def _show(title: str, explanation: Explanation, out: Console) -> None:
     out.print(title)
     out.print(grid)
     out.print(f"auto chooses [bold]{plan.algorithm}[/]: {escape(plan.reason)}")
+    if explanation.tries:
+        out.print(
+            f"In the first calls it tries {', '.join(explanation.tries)}, and keeps the fastest "
+            "(tpkernels.init(autotune=False): it does not)",
+            markup=False,
+        )
     if machine is None:
         return
     count, where = len(explanation.table.measurements), f"{machine.ranks} ranks x {machine.threads}"

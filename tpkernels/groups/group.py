@@ -6,7 +6,7 @@ import contextlib
 import socket
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,11 @@ from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.table import Table
+from tpkernels.planning.trials import Trial
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 from tpkernels.symm.host import HostWorkspace
-from tpkernels.text import of_error
+from tpkernels.text import named_values, of_error
 
 
 class Group(Turns):
@@ -38,7 +39,9 @@ class Group(Turns):
         self.workspace: HostWorkspace | None = None
         self.why_not_shared: str | None = None  #: why the ranks share no memory
         self.hosts = 1
-        self._tuned: dict[str, Table] = {}  # rank 0's, by the kind of device
+        self.autotune = defaults.AUTOTUNE
+        self.trials: dict[Hashable, Trial] = {}  #: see ops/_trial.py
+        self._tuned: dict[str, Table] = {}  # rank 0's and of trials, by the kind of device
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` is to give
         self._ready = False
@@ -56,7 +59,7 @@ class Group(Turns):
     def ready(self) -> Group:
         """Makes the workspace at the first call; collective then."""
         if not self._ready:
-            self.init(defaults.TIMEOUT, defaults.WORKSPACE_BYTES)
+            self.init(defaults.TIMEOUT, defaults.WORKSPACE_BYTES, defaults.AUTOTUNE)
         return self
 
     @property
@@ -71,19 +74,20 @@ class Group(Turns):
         except RuntimeError:  # no backend has
             return False
 
-    def init(self, timeout: float, workspace_bytes: int) -> None:
+    def init(self, timeout: float, workspace_bytes: int, autotune: bool) -> None:
         """See ``tpkernels.init``."""
+        options = {"timeout": timeout, "workspace_bytes": workspace_bytes, "autotune": autotune}
         with self._together(ValueError, MemoryError):  # after these they may try again
             if self._ready:
-                if (timeout, workspace_bytes) == (self.timeout, self.workspace_bytes):
+                in_use = {name: getattr(self, name) for name in options}
+                if options == in_use:
                     return
                 raise ValueError(
-                    f"group '{self.name}' is in use with timeout={self.timeout:g}, "
-                    f"workspace_bytes={self.workspace_bytes}; it cannot change to {timeout:g}, "
-                    f"{workspace_bytes}"
+                    f"group '{self.name}' is in use with {named_values(in_use)}; it cannot change "
+                    f"to {named_values(options)}"
                 )
             participant = self.participant(timeout)
-            one_machine = self._agree_on_memory(participant, workspace_bytes)
+            one_machine = self._agree_on_memory(participant, options)
             if self.why_not_shared is None:
                 self.workspace = HostWorkspace(participant, workspace_bytes)
             elif one_machine and self.rank == 0 and self.world > 1:
@@ -91,20 +95,20 @@ class Group(Turns):
                     "the ranks are on one machine but share no memory, and so take the slower "
                     f"process group: {self.why_not_shared}"
                 )
-            self.timeout, self.workspace_bytes = timeout, workspace_bytes
+            self.timeout, self.workspace_bytes, self.autotune = timeout, workspace_bytes, autotune
             self._ready = True
 
-    def _agree_on_memory(self, participant: Participant, workspace_bytes: int) -> bool:
+    def _agree_on_memory(self, participant: Participant, options: dict[str, float]) -> bool:
         """Finds out with the other ranks whether all give the same options and can share memory
         (``why_not_shared``), and whether all run on one machine."""
-        options = {"timeout": participant.timeout, "workspace_bytes": workspace_bytes}
         say = {"options": options, "host": socket.gethostname()}
         self.why_not_shared, said = probe_colocation(participant, say)
         for rank, other in enumerate(said):
             if other["options"] != options:
                 raise ValueError(
-                    f"tpkernels.init of group '{self.name}': rank {self.rank} gives {options}, "
-                    f"rank {rank} gives {other['options']}; all ranks must give the same"
+                    f"tpkernels.init of group '{self.name}': rank {self.rank} gives "
+                    f"{named_values(options)}, rank {rank} gives {named_values(other['options'])}; "
+                    "all ranks must give the same"
                 )
         one_machine = len({other["boot_id"] for other in said} - {None}) <= 1
         if self.why_not_shared is not None:
@@ -121,7 +125,8 @@ class Group(Turns):
         return self._tuned.get(device, Table())
 
     def use_times(self, device: str, table: Table) -> None:
-        """Has calls be planned by other times from here on, on all ranks alike: for tuning."""
+        """Has calls be planned by other times from here on; all ranks use the same, from the same
+        call on."""
         with self.lock:
             self._tuned[device] = table
             self.forget_calls()

@@ -137,6 +137,7 @@ def init(
     group: GroupLike | None = None,
     timeout: float = defaults.TIMEOUT,
     workspace_bytes: int | None = None,
+    autotune: bool = defaults.AUTOTUNE,
 ) -> None:
     """Sets a group up for the ops. Optional: the first op does it with the defaults. Collective.
 
@@ -148,6 +149,10 @@ def init(
         workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
             64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
             several steps.
+        autotune: whether ``algorithm="auto"`` tries the algorithms in the first calls of a problem
+            and keeps the fastest. That happens on CPUs, between ranks that share memory, and for
+            ops with a matmul; all algorithms give the same bits. Without it, measured thresholds
+            and the times of `tpkernels tune` decide.
 
     Raises:
         ValueError: an argument is out of range, differs between ranks, or the group is in use with
@@ -167,7 +172,7 @@ def init(
         group = dist.group.WORLD
         assert group is not None  # for the type checker: initialised above
     made = get(name_of(group))
-    made.init(float(timeout), int(nbytes))
+    made.init(float(timeout), int(nbytes), bool(autotune))
     made.warn()
 
 

@@ -11,14 +11,24 @@ from tpkernels import cuda
 from tpkernels.backends import implementation, unsupported
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
+from tpkernels.ops._trial import tried
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
+from tpkernels.planning.machine import instructions
 from tpkernels.planning.problem import Problem
 
 
 def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
     """Plans a call whose arguments have been checked. A group's first call sets up its
     workspace."""
+    call = _plan_call(group, problem, algorithm, on)
+    if algorithm != "auto":
+        return call
+    return tried(call, lambda name: _plan_call(group, problem, name, on))
+
+
+def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
+    generation = group.generation
     if algorithm != "auto":
         check_algorithm(algorithm)
     if group.world > 1 or algorithm not in ("auto", "unfused"):
@@ -45,14 +55,15 @@ def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) 
             record = ALGORITHMS[plan.algorithm]
             group.make_room(record.workspace_bytes(problem, means.workspace_bytes), plan.text)
         if _means(group, missing) == means:
-            return Call(group, problem, plan, implementation(problem, plan))
+            return Call(group, problem, plan, implementation(problem, plan), generation)
 
 
 def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
     """What the group offers, as far as it is set up."""
     workspace = group.workspace
     usable = group.workspace_bytes if workspace is None else workspace.usable_bytes
-    return Means(workspace is not None or group.world == 1, usable, dict(unsupported or {}))
+    shared_memory = workspace is not None or group.world == 1
+    return Means(shared_memory, usable, instructions(), dict(unsupported or {}))
 
 
 def _unsupported_kernels(

@@ -19,6 +19,7 @@ from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.steps import step_bytes, step_rows
 from tpkernels.planning.table import Config, Series, Table
+from tpkernels.planning.thresholds import RING_MIN_BYTES, RING_MIN_ROWS, pipeline_min_rows
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,6 @@ class Plan:
     config: Config = ()  #: block sizes of the fused kernels; empty: those of the built-in table
 
 
-# Minimum rows per rank at which splitting the matmul pays off. With fewer rows the GEMM is bound by
-# streaming the weight, and a split streams it once per part. AMD EPYC Zen 3, 2 ranks x 1 thread,
-# 2026-11-21: `tpkernels bench` (benchmarks/results).
-PIPELINE_MIN_ROWS = 256
-
-# Minimum bytes of the communicated tensor at which `ring` beats `unfused` between ranks that share
-# no memory. Smaller tensors are bound by latency, and `ring` sends more messages. AMD EPYC Zen 3,
-# 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python -m benchmarks.hosts`
-# (benchmarks/results/cpu-2core-zen3-hosts.md).
-RING_MIN_BYTES = 8 << 20
-
-
 NOTHING_TUNED = Table()
 
 
@@ -54,11 +43,13 @@ class Means:
     Attributes:
         shared_memory: whether all ranks of the group can map each other's memory.
         workspace_bytes: the limit of each of a rank's two data buffers, if there are any.
+        instructions: which of `thresholds.INSTRUCTIONS` the CPU has.
         unsupported: algorithms whose kernels cannot run, each with the reason.
     """
 
     shared_memory: bool
     workspace_bytes: int = defaults.WORKSPACE_BYTES
+    instructions: frozenset[str] = frozenset()
     unsupported: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -110,14 +101,15 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if not problem.has_matmul:
         return "direct", "no matmul to overlap with"
     rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
+    fewest = pipeline_min_rows(problem.dtype, means.instructions)
     reason = _unsupported(problem, "pipelined", means)
     if reason is not None:
         return "direct", f"pipelined {reason}"
-    if rows < PIPELINE_MIN_ROWS:
-        return "direct", f"{rows} rows a rank < {PIPELINE_MIN_ROWS}: one matmul, not split"
-    if most < PIPELINE_MIN_ROWS:
-        return "direct", f"the workspace holds {most} rows a rank < {PIPELINE_MIN_ROWS}"
-    return "pipelined", f"{rows} rows a rank >= {PIPELINE_MIN_ROWS}"
+    if rows < fewest:
+        return "direct", f"{rows} rows a rank < {fewest}: one matmul, not split"
+    if most < fewest:
+        return "direct", f"the workspace holds {most} rows a rank < {fewest}"
+    return "pipelined", f"{rows} rows a rank >= {fewest}"
 
 
 def candidates(problem: Problem, means: Means) -> list[str]:
@@ -135,8 +127,8 @@ def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
         return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
     if problem.nbytes < RING_MIN_BYTES:
         return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
-    if problem.has_matmul and rows < PIPELINE_MIN_ROWS:
-        return "unfused", f"{reason}; {rows} rows a rank < {PIPELINE_MIN_ROWS}"
+    if problem.has_matmul and rows < RING_MIN_ROWS:
+        return "unfused", f"{reason}; {rows} rows a rank < {RING_MIN_ROWS}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
         return "unfused", f"{reason}; ring has measured no faster"
     if _unsupported(problem, "ring", means) is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tpkernels import _C
+from tpkernels.planning.thresholds import INSTRUCTIONS
 from tpkernels.version import VERSION
 
 
@@ -57,14 +58,22 @@ def this_machine(
     )
 
 
-@functools.cache
 def processor() -> str:
     """The processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, colon, value = line.partition(":")
-        if colon and key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
+    return _cpuinfo().get("model name", platform.machine())
+
+
+@functools.cache
+def instructions() -> frozenset[str]:
+    """Which of `thresholds.INSTRUCTIONS` the processor has."""
+    return INSTRUCTIONS & frozenset(_cpuinfo().get("flags", "").split())
+
+
+@functools.cache
+def _cpuinfo() -> dict[str, str]:
+    """What the kernel says about the first core."""
+    pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return {key.strip(): value.strip() for key, colon, value in reversed(list(pairs)) if colon}
 
 
 @functools.cache

@@ -10,15 +10,16 @@ fast, it stays: between equals, a single run would decide by chance. So `auto` i
 problem measured once; if several measurements disagree it is a compromise that is never slower than
 `unfused`.
 
-Between two measured extents (rows, or elements of a collective alone), an algorithm is chosen only
-if it is as fast as any at both ends. If times are affine in the extent, ``t_a <= c * t_b`` at both
-ends holds in between. Outside the measured range the table says nothing.
+Between two measured extents (rows, or elements of a collective alone), an algorithm is chosen that
+is as fast as any at both ends: if times are affine in the extent, ``t_a <= c * t_b`` at both ends
+holds in between. If there is none, the choice at the nearer end is taken, by the ratio of the
+extents, where that is at most `_NEAR`. Everywhere else the table says nothing.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -28,6 +29,8 @@ from typing import TypeAlias
 AS_FAST = 1.02
 # An algorithm beyond this ratio to `unfused` is slower than not fusing.
 NOT_SLOWER = 1 / 0.97
+# A choice applies to extents up to this ratio away, at most.
+_NEAR = 2.0
 
 
 Config: TypeAlias = tuple[tuple[str, int], ...]  # fields of kernels.configs.MatmulConfig
@@ -74,6 +77,7 @@ class Measurement:
     ms: Mapping[str, float]
     date: str
     config: Config = ()  #: of the `fused` kernels when measured; (): their table's default
+    tried: bool = False  #: in calls of ``auto`` (planning/trials.py), not by `tpkernels tune`
 
     def ratio(self, algorithm: str, among: Collection[str]) -> float:
         """Its time over the time of the fastest in ``among``."""
@@ -127,15 +131,21 @@ class Table:
             return None
         ends = known[above - 1], known[above]
         best = _steadiest([*extents[ends[0]], *extents[ends[1]]], possible, unless)
-        if best is None or best[1] > AS_FAST:
+        if best is not None and best[1] <= AS_FAST:
+            return best[0], f"tuned: as fast as any at {ends[0]} and at {ends[1]} {_unit(series)}"
+        nearest = min(ends, key=lambda end: max(end / extent, extent / end))
+        if max(nearest / extent, extent / nearest) > _NEAR:
             return None
-        return best[0], f"tuned: as fast as any at {ends[0]} and at {ends[1]} {_unit(series)}"
+        best = _steadiest(extents[nearest], possible, unless)
+        return best and (best[0], f"tuned: as at {nearest} {_unit(series)}")
 
-    def with_measurement(self, new: Measurement) -> Table:
-        """The table with ``new`` replacing any measurement of the same case."""
-        key = (new.series, new.extent, new.other)
-        kept = (one for one in self.measurements if (one.series, one.extent, one.other) != key)
-        return Table((*kept, new))
+    def extended(self, new: Iterable[Measurement]) -> Table:
+        """The table with ``new`` replacing any measurements of the same cases."""
+        added = {(one.series, one.extent, one.other): one for one in new}
+        kept = (
+            one for one in self.measurements if (one.series, one.extent, one.other) not in added
+        )
+        return Table((*kept, *added.values()))
 
 
 def _common(measurements: Sequence[Measurement], possible: Collection[str]) -> list[str]:
@@ -166,14 +176,15 @@ def _keeps_up(algorithm: str, measurements: Sequence[Measurement]) -> bool:
 
 def _reason(algorithm: str, measurements: Sequence[Measurement], possible: Collection[str]) -> str:
     last = max(one.date for one in measurements)
+    how = "tried" if all(one.tried for one in measurements) else "tuned"
     if len(measurements) > 1:
         names = _common(measurements, possible)
         worst = max(one.ratio(algorithm, names) for one in measurements)
-        return f"tuned: within {worst:.2f}x of the fastest in {len(measurements)} cases, {last}"
+        return f"{how}: within {worst:.2f}x of the fastest in {len(measurements)} cases, {last}"
     (one,) = measurements
     others = [name for name in _common(measurements, possible) if name != algorithm]
     other = "unfused" if "unfused" in others else min(others, key=one.ms.__getitem__)
-    return f"tuned: {one.ms[algorithm]:.3g} ms, {other} {one.ms[other]:.3g} ms, {last}"
+    return f"{how}: {one.ms[algorithm]:.3g} ms, {other} {one.ms[other]:.3g} ms, {last}"
 
 
 def _unit(series: Series) -> str:

@@ -1,0 +1,50 @@
+"""Where one algorithm becomes faster than another, as far as it is known before anything has been
+measured on the machine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+# Minimum bytes of the communicated tensor, and rows per rank of the matmul, at which `ring` beats
+# `unfused` between ranks that share no memory. Smaller tensors are bound by latency, and `ring`
+# sends more messages. AMD EPYC Zen 3, 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python
+# -m benchmarks.hosts` (benchmarks/results/cpu-2core-zen3-hosts.md).
+RING_MIN_BYTES = 8 << 20
+RING_MIN_ROWS = 256
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of CPU: an instruction set that multiplies these dtypes, and the minimum rows per rank
+    at which splitting the matmul pays off. With fewer rows the matmul is bound by streaming the
+    weight, and a split streams it once per part."""
+
+    instructions: str
+    dtypes: frozenset[torch.dtype]
+    pipeline_min_rows: int
+
+
+_ANY = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+# The first that fits counts.
+_KINDS = (
+    # Intel Xeon with AMX, 2 cores, 480 MB L3, 2 ranks x 1 thread, 2026-11: `tpkernels bench`,
+    # (M, 4096, 4096) bf16: with 256, 512, 1024 and 2048 rows a rank `pipelined` takes 1.14 to 1.18,
+    # 1.06 to 1.12, 1.0 and 0.88 of the time of `direct`.
+    _Kind("amx_bf16", frozenset({torch.bfloat16}), 1024),
+    # AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21: `tpkernels bench` (benchmarks/results).
+    _Kind("avx2", _ANY, 256),
+)
+_UNKNOWN_MIN_ROWS = 1024  # `direct` loses less where it is wrong
+INSTRUCTIONS = frozenset(kind.instructions for kind in _KINDS)
+
+
+def pipeline_min_rows(dtype: torch.dtype, instructions: Collection[str]) -> int:
+    """Minimum rows per rank for `pipelined`, on a CPU with these of the `INSTRUCTIONS`."""
+    for kind in _KINDS:
+        if kind.instructions in instructions and dtype in kind.dtypes:
+            return kind.pipeline_min_rows
+    return _UNKNOWN_MIN_ROWS
