@@ -44,7 +44,7 @@ ALLOWED = {
     "compile": {"dtypes", "groups", "compile"},
     "nn": LEAVES - {"_C"} | {"groups", "ops", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "ops", "nn", "parallel"},
-    "launch": {"_C", "launch"},
+    "launch": {"_C", "defaults", "launch"},
 }
 # From here on anything goes but `cli`: they use the package as its users do.
 USERS = {"", "__main__", "bench", "cli"}

@@ -1,5 +1,27 @@
-"""Defaults of ``tpkernels.init``."""
+"""Defaults of ``tpkernels.init``, and the options of a process."""
+
+import os
 
 TIMEOUT = 30.0  # s, for one wait
 WORKSPACE_BYTES = 64 << 20  # limit for each of the two data buffers of a rank
 AUTOTUNE = True
+
+RESULT_POOL_BYTES = 256 << 20  # limit for the memory that is kept for results
+_POOL_VARIABLE = "TPKERNELS_RESULT_POOL_BYTES"
+
+
+def result_pool_bytes() -> int:
+    """The limit from the environment, or its default; 0 turns the pool off.
+
+    Raises:
+        ValueError: the variable holds no number of bytes.
+    """
+    text = os.environ.get(_POOL_VARIABLE)
+    if text is None:
+        return RESULT_POOL_BYTES
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise ValueError(
+            f"{_POOL_VARIABLE} is {text!r}; set it to a number of bytes, such as "
+            f"{RESULT_POOL_BYTES}, or to 0 to turn the pool off"
+        )
+    return int(text)

@@ -13,9 +13,11 @@
 
 #include "calls/collective.h"
 #include "calls/kernel.h"
+#include "calls/memory.h"
 #include "calls/ops.h"
 #include "calls/tensor.h"
 #include "calls/turns.h"
+#include "host/pool.h"
 
 namespace py = pybind11;
 namespace tpkernels::calls {
@@ -66,6 +68,21 @@ void bind_collective(py::module_& m) {
 
   py::class_<Bound, std::shared_ptr<Bound>>(m, "Bound");
   bind_ops(m);
+}
+
+void bind_memory(py::module_& m) {
+  m.def("empty", &empty, py::arg("shape"), py::arg("dtype"));
+  m.def("result_pool", [] {
+    const host::Pool::Usage usage = host::result_pool().usage();
+    py::dict facts;
+    facts["limit"] = usage.limit;
+    facts["idle"] = usage.idle;
+    facts["in_use"] = usage.in_use;
+    return facts;
+  });
+  m.def(
+      "limit_result_pool", [](std::size_t bytes) { host::result_pool().set_limit(bytes); },
+      py::arg("nbytes"));
 }
 
 void bind_turns(py::module_& m) {
@@ -132,6 +149,7 @@ void bind_kernels(py::module_& m) {
 
 void bind(py::module_& m) {
   bind_collective(m);
+  bind_memory(m);
   bind_turns(m);
   bind_kernels(m);
 }

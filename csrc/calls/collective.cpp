@@ -29,9 +29,9 @@ host::Epilogue epilogue(const Tensor& out, const Addends& addends) {
 }  // namespace
 
 DType dtype_of(const Tensor& x) {
-  constexpr std::uint8_t kFloat = 2, kBFloat = 4;  // DLPack's codes
-  if (x.dtype.lanes == 1 && x.dtype.code == kBFloat && x.dtype.bits == 16) return DType::kBF16;
-  if (x.dtype.lanes == 1 && x.dtype.code == kFloat) {
+  if (x.dtype.lanes == 1 && x.dtype.code == dlpack::kBFloat && x.dtype.bits == 16)
+    return DType::kBF16;
+  if (x.dtype.lanes == 1 && x.dtype.code == dlpack::kFloat) {
     if (x.dtype.bits == 32) return DType::kF32;
     if (x.dtype.bits == 16) return DType::kF16;
     if (x.dtype.bits == 64) return DType::kF64;

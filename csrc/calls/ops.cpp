@@ -6,6 +6,7 @@
 
 #include "calls/bound.h"
 #include "calls/collective.h"
+#include "calls/memory.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
@@ -22,16 +23,10 @@ Tensor tensor(const py::handle& object) {
   return read_as;
 }
 
-// A new tensor of that shape, of x's dtype and on its device.
-py::object empty(const py::tuple& shape, PyObject* x) {
-  static const Global make("torch", "empty");
-  static PyObject* const names = py::make_tuple("dtype", "device").release().ptr();
+// A new tensor of that shape and of x's dtype.
+py::object empty_like(PyObject* x, const py::tuple& shape) {
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
-  static PyObject* const device_name = PyUnicode_InternFromString("device");
-  const py::object dtype = checked(PyObject_GetAttr(x, dtype_name));
-  const py::object device = checked(PyObject_GetAttr(x, device_name));
-  PyObject* const given[] = {shape.ptr(), dtype.ptr(), device.ptr()};
-  return checked(PyObject_Vectorcall(make.value(), given, 1, names));
+  return empty(shape, checked(PyObject_GetAttr(x, dtype_name)));
 }
 
 class AllReduceInPlace final : public Bound {
@@ -53,7 +48,7 @@ class AllReduce final : public Bound {
       : collective_(std::move(collective)), shape_(std::move(shape)) {}
 
   py::object run(const Slots& slots, const Tensor& x) const override {
-    py::object out = empty(shape_, slots[0]);
+    py::object out = empty_like(slots[0], shape_);
     collective_->all_reduce(x, tensor(out), {});
     return out;
   }
@@ -80,7 +75,7 @@ class AllGather final : public OfShards {
   using OfShards::OfShards;
 
   py::object run(const Slots& slots, const Tensor& x) const override {
-    py::object out = empty(shape_, slots[0]);
+    py::object out = empty_like(slots[0], shape_);
     collective_->all_gather(x, tensor(out), *layout_);
     return out;
   }
@@ -91,7 +86,7 @@ class ReduceScatter final : public OfShards {
   using OfShards::OfShards;
 
   py::object run(const Slots& slots, const Tensor& x) const override {
-    py::object out = empty(shape_, slots[0]);
+    py::object out = empty_like(slots[0], shape_);
     collective_->reduce_scatter(x, tensor(out), *layout_, {});
     return out;
   }
@@ -137,16 +132,9 @@ py::object as_rows(py::object object, const Tensor& x) {
   return x.ndim == 2 ? object : object.attr("flatten")(0, -2);
 }
 
-// x [rows, K] @ w [K, N].
-py::object product(const py::object& x, PyObject* w) {
-  static const Global mm("torch", "mm");
-  PyObject* const factors[] = {x.ptr(), w};
-  return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
-}
-
 // The partial of an op that multiplies and sums.
 py::object partial_of(const Slots& slots, const Tensor& x) {
-  return product(as_rows(py::reinterpret_borrow<py::object>(slots[kX]), x), slots[kW]);
+  return matmul(as_rows(py::reinterpret_borrow<py::object>(slots[kX]), x), slots[kW]);
 }
 
 py::object viewed(py::object out, const py::tuple& shape) {
@@ -188,7 +176,7 @@ class MatmulReduceScatter final : public OfShards {
   py::object run(const Slots& slots, const Tensor& x) const override {
     const Added added(slots, kAddedToShard);
     const py::object partial = partial_of(slots, x);
-    py::object out = empty(shape_, partial.ptr());
+    py::object out = empty_like(partial.ptr(), shape_);
     collective_->reduce_scatter(tensor(partial), tensor(out), *layout_, added.addends);
     return out;
   }
@@ -204,16 +192,16 @@ class AllGatherMatmul final : public OfShards {
         return_gathered_(return_gathered) {}
 
   py::object run(const Slots& slots, const Tensor& x) const override {
-    py::object whole = empty(shape_, slots[kX]);
+    py::object whole = empty_like(slots[kX], shape_);
     collective_->all_gather(x, tensor(whole), *layout_);
     const py::object rows = as_rows(whole, x);
     py::list results;
     for (std::size_t i = 0; i < result_shapes_.size(); ++i) {
       py::object result =
-          product(rows, PySequence_Fast_GET_ITEM(slots[kW], static_cast<Py_ssize_t>(i)));
+          matmul(rows, PySequence_Fast_GET_ITEM(slots[kW], static_cast<Py_ssize_t>(i)));
       results.append(viewed(std::move(result), py::tuple(result_shapes_[i])));
     }
-    if (!return_gathered_) whole = empty(py::make_tuple(0), slots[kX]);
+    if (!return_gathered_) whole = empty_like(slots[kX], py::make_tuple(0));
     return py::make_tuple(std::move(whole), std::move(results));
   }
 

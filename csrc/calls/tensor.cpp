@@ -1,5 +1,7 @@
 #include "calls/tensor.h"
 
+#include "calls/python.h"
+
 namespace tpkernels::calls {
 namespace {
 
@@ -15,7 +17,8 @@ bool open_exchange(const py::handle& tensor_class) {
   auto* api = static_cast<const dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   while (api && api->version.major > dlpack::kMajorVersion) api = api->previous;
-  if (!api || api->version.major != dlpack::kMajorVersion || !api->tensor_from_python) return false;
+  if (!api || api->version.major != dlpack::kMajorVersion) return false;
+  if (!api->tensor_from_python || !api->owned_to_python) return false;
   exchange = api;
   return true;
 }
@@ -25,6 +28,12 @@ bool read(PyObject* object, Tensor* out) {
   if (exchange->tensor_from_python(object, out) == 0) return true;
   PyErr_Clear();
   return false;
+}
+
+py::object make_tensor(dlpack::ManagedTensor* owned) {
+  void* made = nullptr;
+  if (exchange->owned_to_python(owned, &made) != 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(made));
 }
 
 std::size_t count_of(const Tensor& x) {

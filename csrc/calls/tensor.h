@@ -18,6 +18,10 @@ bool open_exchange(const pybind11::handle& tensor_class);
 // sparse one, or one of a dtype that DLPack does not know.
 bool read(PyObject* object, Tensor* out);
 
+// A torch tensor of memory that `owned.deleter` takes back, once, when the tensor's storage dies:
+// on any thread, without the GIL. Takes `owned` over, also when it throws error_already_set.
+pybind11::object make_tensor(dlpack::ManagedTensor* owned);
+
 std::size_t count_of(const Tensor& x);
 std::size_t bytes_of(const Tensor& x);
 bool is_contiguous(const Tensor& x);

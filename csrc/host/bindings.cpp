@@ -72,10 +72,6 @@ const char* class_of(FailureKind kind) {
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 void bind_memory(py::module_& m) {
-  m.def(
-      "advise_huge_pages",
-      [](std::uintptr_t address, std::size_t bytes) { advise_huge_pages(pointer(address), bytes); },
-      py::arg("address"), py::arg("nbytes"));
   m.def("open_memfd", &open_memfd, py::arg("name"));
   m.def("open_pidfd", &open_pidfd, py::arg("pid"));
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")

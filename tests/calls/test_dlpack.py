@@ -20,12 +20,21 @@ MEMBERS = {  # of a struct of the header: ours, and the names that ours has for 
     "DLTensor": ("Tensor", dict.fromkeys(("data", "device", "ndim", "dtype", "shape", "strides"))),
     "DLDataType": ("DataType", dict.fromkeys(("code", "bits", "lanes"))),
     "DLDevice": ("Device", {"device_type": "type", "device_id": "index"}),
+    "DLManagedTensorVersioned": (
+        "ManagedTensor",
+        {
+            **dict.fromkeys(("version", "deleter", "flags")),
+            "manager_ctx": "context",
+            "dl_tensor": "tensor",
+        },
+    ),
     "DLPackVersion": ("Version", dict.fromkeys(("major", "minor"))),
     "DLPackExchangeAPI": (
         "ExchangeApi",
         {
             "header.version": "version",
             "header.prev_api": "previous",
+            "managed_tensor_to_py_object_no_sync": "owned_to_python",
             "dltensor_from_py_object_no_sync": "tensor_from_python",
             "current_work_stream": "current_stream",
         },
@@ -40,6 +49,7 @@ def source() -> str:
         "#include <cstddef>",
         "namespace own = tpkernels::calls::dlpack;",
         "static_assert(own::kMajorVersion == DLPACK_MAJOR_VERSION && own::kCpu == kDLCPU);",
+        "static_assert(own::kFloat == kDLFloat && own::kBFloat == kDLBfloat);",
     ]
     for theirs, (ours, members) in MEMBERS.items():
         lines.append(f"static_assert(sizeof({theirs}) == sizeof(own::{ours}));")

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import _C
+from tpkernels.defaults import result_pool_bytes
 
 LEAVE = b""  # the message that ends a rank
 LEAVE_SECONDS = 3.0  # destroy_process_group may wait for peers that are gone
@@ -101,6 +102,7 @@ def die_with_parent() -> None:
 def join_group(rank: int, setup: Setup) -> None:
     os.environ.clear()
     os.environ.update(setup.environ)
+    _C.calls.limit_result_pool(result_pool_bytes())  # the fork server has imported the package
     torch.set_num_threads(setup.threads)
     if "nccl" in setup.backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -17,13 +17,13 @@ from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
 from tpkernels.local.matmul import converts, local_matmul
-from tpkernels.local.memory import HUGE_BYTES, empty
+from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, recorded
 
 
 def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
     """What runs calls of an op with these arguments in the extension; None: Python does, because
-    operands or results are converted or split, or a large result takes memory of its own kind.
+    operands or results are converted or split.
 
     Args:
         op: as in ``torch.ops.tpkernels``; ``call`` does not tell what is in place.
@@ -34,11 +34,6 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
     if len(dtypes) > 1 or prod(problem.shape) == 0:
         return None
     if problem.has_matmul and converts(x.dtype, prod(problem.shape[:-1])):
-        return None
-    shapes = [problem.shape] if op != "all_reduce_" else []  # of what is allocated
-    if op == "all_gather_matmul":
-        shapes += [(*problem.shape[:-1], w.shape[1]) for w in given.weights]
-    if any(prod(shape) * x.element_size() >= HUGE_BYTES for shape in shapes):
         return None
     shape = () if problem.dim is None else tuple(shard_shape(problem, call.group.rank))
     match op:
@@ -53,8 +48,9 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
         case "all_gather_matmul":
             if given.biases:
                 return None
+            shapes = [(*problem.shape[:-1], w.shape[1]) for w in given.weights]
             return calls.AllGatherMatmul(
-                call.collective, call.layout, problem.shape, shapes[1:], given.return_gathered
+                call.collective, call.layout, problem.shape, shapes, given.return_gathered
             )
         case "matmul_all_reduce":
             return calls.MatmulAllReduce(call.collective, problem.shape)

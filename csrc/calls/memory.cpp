@@ -1,0 +1,143 @@
+#include "calls/memory.h"
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "calls/python.h"
+#include "calls/tensor.h"
+#include "host/arena.h"
+#include "host/pool.h"
+
+namespace tpkernels::calls {
+namespace {
+
+namespace py = pybind11;
+
+// From this size on, fresh memory comes straight from the kernel, page by page. For a 32 MiB fp32
+// all_reduce on a 2-core AMD EPYC (Zen 4), 2026-11-22, that nearly doubles the time:
+// benchmarks/results/cpu-2core-results.md.
+constexpr std::size_t kLargeBytes = std::size_t{4} << 20;
+
+// What DLPack calls a dtype that results may have; null: another.
+const dlpack::DataType* described(const py::handle& dtype) {
+  struct Known {
+    PyObject* dtype;
+    dlpack::DataType described;
+  };
+  static const Known all[] = {
+      {lasting("torch", "float32"), {dlpack::kFloat, 32, 1}},
+      {lasting("torch", "bfloat16"), {dlpack::kBFloat, 16, 1}},
+      {lasting("torch", "float16"), {dlpack::kFloat, 16, 1}},
+      {lasting("torch", "float64"), {dlpack::kFloat, 64, 1}},
+  };
+  for (const Known& known : all) {
+    if (dtype.ptr() == known.dtype) return &known.described;
+  }
+  return nullptr;
+}
+
+// False for a shape that torch is to judge.
+bool large(const py::tuple& shape, const dlpack::DataType& dtype) {
+  std::size_t bytes = dtype.bits / 8;
+  for (const py::handle& extent : shape) {
+    const Py_ssize_t size = PyLong_AsSsize_t(extent.ptr());
+    if (size < 0 || __builtin_mul_overflow(bytes, static_cast<std::size_t>(size), &bytes)) {
+      PyErr_Clear();
+      return false;
+    }
+  }
+  return bytes >= kLargeBytes;
+}
+
+// What a tensor made of a block keeps alive.
+struct Loan {
+  dlpack::ManagedTensor managed{};
+  host::Pool::Block block;
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> strides;
+};
+
+void end_loan(dlpack::ManagedTensor* managed) {
+  const std::unique_ptr<Loan> loan(static_cast<Loan*>(managed->context));
+  host::result_pool().give_back(loan->block);
+}
+
+// A tensor in memory from the pool; null without a Python error: the pool has none.
+py::object pooled(const py::tuple& shape, const dlpack::DataType& dtype) {
+  auto loan = std::make_unique<Loan>();
+  const std::size_t dims = shape.size();
+  loan->shape.resize(dims);
+  loan->strides.resize(dims);
+  std::int64_t count = 1;
+  for (std::size_t i = dims; i-- > 0;) {
+    loan->shape[i] = shape[i].cast<std::int64_t>();
+    loan->strides[i] = count;
+    count *= loan->shape[i];
+  }
+  const auto block = host::result_pool().take(static_cast<std::size_t>(count) * dtype.bits / 8);
+  if (!block) return {};
+  loan->block = *block;
+  dlpack::ManagedTensor& managed = loan->managed;
+  managed.version.major = dlpack::kMajorVersion;
+  managed.context = loan.get();
+  managed.deleter = &end_loan;
+  managed.tensor.data = (*block)->data();
+  managed.tensor.device.type = dlpack::kCpu;
+  managed.tensor.ndim = static_cast<std::int32_t>(dims);
+  managed.tensor.dtype = dtype;
+  managed.tensor.shape = loan->shape.data();
+  managed.tensor.strides = loan->strides.data();
+  return make_tensor(&loan.release()->managed);
+}
+
+// Whether torch.empty fills what it returns.
+bool fills() {
+  static PyObject* const on = lasting("torch._C", "_get_deterministic_algorithms");
+  static PyObject* const fill = lasting("torch._C", "_get_deterministic_fill_uninitialized_memory");
+  return checked(PyObject_CallNoArgs(on)).is(py::bool_(true)) &&
+         checked(PyObject_CallNoArgs(fill)).is(py::bool_(true));
+}
+
+py::object empty_of_torch(const py::tuple& shape, const py::handle& dtype) {
+  static const Global make("torch", "empty");
+  static PyObject* const names = py::make_tuple("dtype", "device").release().ptr();
+  static PyObject* const cpu = py::module_::import("torch").attr("device")("cpu").release().ptr();
+  PyObject* const given[] = {shape.ptr(), dtype.ptr(), cpu};
+  return checked(PyObject_Vectorcall(make.value(), given, 1, names));
+}
+
+}  // namespace
+
+py::object empty(const py::tuple& shape, const py::handle& dtype) {
+  const dlpack::DataType* const type = described(dtype);
+  if (!type || !large(shape, *type)) return empty_of_torch(shape, dtype);
+  if (py::object out = pooled(shape, *type)) {
+    if (fills()) out.attr("fill_")(std::nan(""));
+    return out;
+  }
+  py::object out = empty_of_torch(shape, dtype);
+  Tensor x{};
+  if (read(out.ptr(), &x)) host::advise_huge_pages(data_of(x), bytes_of(x));
+  return out;
+}
+
+py::object matmul(const py::object& x, const py::handle& w) {
+  static const Global mm("torch", "mm");
+  static PyObject* const by_name = py::make_tuple("out").release().ptr();
+  static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
+  Tensor a{}, b{};
+  if (!read(x.ptr(), &a) || !read(w.ptr(), &b)) throw std::invalid_argument("not a dense tensor");
+  PyObject* factors[] = {x.ptr(), w.ptr(), nullptr};
+  const auto bytes = static_cast<std::size_t>(a.shape[0] * b.shape[1]) * a.dtype.bits / 8;
+  if (bytes < kLargeBytes) return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
+  const auto dtype = checked(PyObject_GetAttr(x.ptr(), dtype_name));
+  const py::object out = empty(py::make_tuple(a.shape[0], b.shape[1]), dtype);
+  factors[2] = out.ptr();
+  return checked(PyObject_Vectorcall(mm.value(), factors, 2, by_name));
+}
+
+}  // namespace tpkernels::calls
