@@ -1,0 +1,192 @@
+// The pool: no block has two owners, idle blocks stay within the limit, and forks can go on.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "check.h"
+#include "host/pool.h"
+
+namespace tpkernels::test {
+namespace {
+
+using host::Pool;
+using host::size_class;
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+
+bool filled_with(const Pool::Block& block, int value) {
+  const auto expected = static_cast<std::byte>(value);
+  for (std::size_t i = 0; i < block->bytes(); i += 64) {
+    if (block->data()[i] != expected) return false;
+  }
+  return block->data()[block->bytes() - 1] == expected;
+}
+
+void check_usage(const Pool& pool, std::size_t in_use, std::size_t idle) {
+  const Pool::Usage usage = pool.usage();
+  CHECK(usage.in_use == in_use && usage.idle == idle,
+        std::to_string(usage.in_use) + " in use, " + std::to_string(usage.idle) + " idle");
+}
+
+// Blocks that one thread fills and another one checks and gives back.
+class Handover {
+ public:
+  void add(Pool::Block block, int value) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.emplace_back(block, value);
+  }
+  bool take(std::pair<Pool::Block, int>* out) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.empty()) return false;
+    *out = queue_.front();
+    queue_.pop_front();
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<std::pair<Pool::Block, int>> queue_;
+};
+
+}  // namespace
+
+TEST_CASE(size_classes_waste_less_than_an_eighth, kThreads) {
+  std::size_t classes = 0, last = 0;
+  for (std::size_t bytes = 4 * kMiB; bytes <= 64 * kMiB; bytes += 4096 + 64) {
+    const std::size_t size = size_class(bytes);
+    CHECK(size >= bytes && (size - bytes) * 8 < bytes, std::to_string(bytes));
+    CHECK(size >= last && size % 4096 == 0 && size_class(size) == size, std::to_string(size));
+    classes += size != last;
+    last = size;
+  }
+  CHECK(classes == 4 * 8 + 1, std::to_string(classes));
+}
+
+TEST_CASE(a_block_returns_to_its_size_class, kThreads) {
+  Pool pool;
+  CHECK(!pool.take(1));  // off
+  pool.set_limit(64 * kMiB);
+  const auto first = *pool.take(4 * kMiB), second = *pool.take(4 * kMiB - 5000);
+  CHECK(first->data() != second->data() && first->bytes() == second->bytes());
+  CHECK(reinterpret_cast<std::uintptr_t>(first->data()) % (2 * kMiB) == 0);
+  std::memset(first->data(), 1, first->bytes());
+  std::memset(second->data(), 2, second->bytes());
+  CHECK(filled_with(first, 1) && filled_with(second, 2));
+  check_usage(pool, 8 * kMiB, 0);
+  std::byte* const newest = second->data();
+  pool.give_back(first);
+  pool.give_back(second);
+  check_usage(pool, 0, 8 * kMiB);
+  const auto other = *pool.take(5 * kMiB);
+  const auto again = *pool.take(4 * kMiB);
+  CHECK(again->data() == newest && other->data() != newest);
+  check_usage(pool, 9 * kMiB, 4 * kMiB);
+  pool.give_back(again);
+  pool.give_back(other);
+}
+
+TEST_CASE(idle_blocks_stay_within_the_limit, kThreads) {
+  Pool pool;
+  pool.set_limit(10 * kMiB);
+  CHECK(!pool.take(10 * kMiB + 1) && pool.take(10 * kMiB));
+  std::vector<Pool::Block> blocks;
+  for (int i = 0; i < 4; ++i) blocks.push_back(*pool.take(4 * kMiB));
+  std::byte* const kept[] = {blocks[2]->data(), blocks[3]->data()};
+  check_usage(pool, 26 * kMiB, 0);
+  for (const auto& block : blocks) pool.give_back(block);
+  check_usage(pool, 10 * kMiB, 8 * kMiB);  // the oldest are gone
+  CHECK(pool.take(4 * kMiB).value()->data() == kept[1]);
+  const auto last = *pool.take(4 * kMiB);
+  CHECK(last->data() == kept[0]);
+  pool.give_back(last);
+  pool.set_limit(3 * kMiB);
+  check_usage(pool, 14 * kMiB, 0);
+  const auto small = *pool.take(3 * kMiB);
+  pool.give_back(small);
+  pool.set_limit(0);
+  check_usage(pool, 14 * kMiB, 0);
+}
+
+TEST_CASE(no_memory_is_no_block, kThreads) {
+  Pool pool;
+  pool.set_limit(std::size_t{1} << 62);
+  pool.give_back(*pool.take(4 * kMiB));
+  check_usage(pool, 0, 4 * kMiB);
+  CHECK(!pool.take(std::size_t{1} << 60));
+  check_usage(pool, 0, 0);  // the kernel got the idle block back
+}
+
+TEST_CASE(threads_share_a_pool, kThreads) {
+  constexpr int kThreadCount = 4;
+  Pool pool;
+  pool.set_limit(2 * kMiB);
+  Handover handover;
+  std::atomic<int> failures{0};
+  const auto check_and_return = [&](const std::pair<Pool::Block, int>& owned) {
+    if (!filled_with(owned.first, owned.second)) ++failures;
+    pool.give_back(owned.first);
+    const Pool::Usage usage = pool.usage();
+    if (usage.idle > usage.limit) ++failures;
+  };
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreadCount; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::pair<Pool::Block, int> owned;
+      for (int call = 0; call < options().calls; ++call) {
+        const int value = (thread * 61 + call) % 251 + 1;
+        const auto block =
+            *pool.take((std::size_t{256} << 10) * static_cast<unsigned>(1 + call % 5));
+        std::memset(block->data(), value, block->bytes());
+        handover.add(block, value);
+        if (call % 3 != 0 && handover.take(&owned)) check_and_return(owned);
+      }
+      while (handover.take(&owned)) check_and_return(owned);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(failures == 0, std::to_string(failures));
+  CHECK(pool.usage().in_use == 0);
+}
+
+// Forks at any moment find the lock free and the lists whole.
+TEST_CASE(a_fork_can_use_the_pool, kFork) {
+  Pool& pool = host::result_pool();
+  pool.set_limit(16 * kMiB);
+  const auto ours = *pool.take(4 * kMiB);
+  std::memset(ours->data(), 1, ours->bytes());
+  std::atomic<bool> done{false};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 2; ++thread) {
+    threads.emplace_back([&] {
+      while (!done) pool.give_back(*pool.take(1 * kMiB));
+    });
+  }
+  std::string failure;
+  for (int i = 0; i < 50 && failure.empty(); ++i) {
+    const int pid = static_cast<int>(fork());
+    if (pid == 0) {
+      alarm(20);  // ends a child that waits for a lock
+      if (pool.usage().idle != 0 || !filled_with(ours, 1)) _exit(1);
+      std::memset(ours->data(), 2, ours->bytes());
+      pool.give_back(ours);
+      const auto again = pool.take(4 * kMiB);
+      _exit(again && filled_with(*again, 2) ? 0 : 2);
+    }
+    int status = -1;
+    if (waitpid(pid, &status, 0) != pid || status != 0) failure = std::to_string(status);
+  }
+  done = true;
+  for (std::thread& thread : threads) thread.join();
+  CHECK(failure.empty(), "a child ended with wait status " + failure);
+  CHECK(filled_with(ours, 1));
+  pool.give_back(ours);
+  pool.set_limit(0);
+}
+
+}  // namespace tpkernels::test

@@ -1,0 +1,71 @@
+"""The pool's limit, from the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+from tpkernels import _C, defaults
+from tpkernels.launch import Ranks
+
+
+def run_python(code: str, limit: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TPKERNELS_RESULT_POOL_BYTES": limit},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+def test_the_limit_is_read_from_the_environment() -> None:
+    code = (
+        "import torch, tpkernels; from tpkernels.local.memory import empty;"
+        "x = empty([4 << 20], torch.float32, torch.device('cpu'));"
+        "print(tpkernels._C.calls.result_pool(), x.untyped_storage().resizable())"
+    )
+    for limit, shown in (
+        ("0", "{'limit': 0, 'idle': 0, 'in_use': 0} True"),
+        ("20000000", "{'limit': 20000000, 'idle': 0, 'in_use': 16777216} False"),
+    ):
+        ended = run_python(code, limit)
+        assert ended.stdout.strip() == shown, ended.stderr
+
+
+@pytest.mark.parametrize("limit", ["", "-1", "1.5", "256M", "1_000", "9" * 19, "\u0663"])
+def test_a_malformed_limit_is_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setenv("TPKERNELS_RESULT_POOL_BYTES", limit)
+    with pytest.raises(
+        ValueError, match=r"TPKERNELS_RESULT_POOL_BYTES is '.*'; set it to a number"
+    ):
+        defaults.result_pool_bytes()
+
+
+def test_a_malformed_limit_is_reported_by_the_import() -> None:
+    ended = run_python("import tpkernels", "many")
+    assert ended.returncode == 1
+    assert "ValueError: TPKERNELS_RESULT_POOL_BYTES is 'many'" in ended.stderr
+
+
+def limit_job() -> int:
+    return _C.calls.result_pool()["limit"]
+
+
+def test_ranks_have_the_limit_of_their_environment() -> None:
+    with Ranks(1, env={"TPKERNELS_RESULT_POOL_BYTES": "12345"}) as ranks:
+        assert ranks.run(limit_job) == [12345]
+
+
+def test_tensors_may_outlive_the_interpreter() -> None:
+    code = (
+        "import torch, tpkernels; from tpkernels.local.memory import empty;"
+        "torch.kept = empty([4 << 20], torch.float32, torch.device('cpu'))"
+    )
+    ended = run_python(code, "100000000")
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
