@@ -106,7 +106,7 @@ def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: st
             assert lost.peer == POOR and "MemoryError: simulated" in lost.text, lost
     else:
         pytest.fail("more than 40 allocations")
-    assert at > 1 or (op, algorithm) == ("all_gather", "unfused"), "nothing was allocated"
+    assert at > 1, "nothing was allocated"
 
 
 def little_address_space(room: int) -> tuple[int, int]:

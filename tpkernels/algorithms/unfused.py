@@ -53,13 +53,14 @@ def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     announce_done(call)
     if dim == 0 and all(size == largest for size in sizes):
         return stacked.flatten(0, 1)
-    return torch.cat([stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
+    shards = [stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)]
+    return torch.cat(shards, dim, out=empty(problem.shape, x.dtype, x.device))
 
 
 def _all_gather(call: Call, own: torch.Tensor) -> torch.Tensor:
     """own [N] of all ranks [world * N]."""
     sent = own.cpu() if call.problem.device == "cuda" and call.group.by_gloo("cuda") else own
-    received = sent.new_empty(call.group.world * sent.numel())
+    received = empty([call.group.world * sent.numel()], sent.dtype, sent.device)
     options = _options(AllgatherOptions, call)
     finish(call, call.group.pg._allgather_base(received, sent, options))
     return received.to(own.device)
@@ -83,8 +84,9 @@ def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     enter(call).wait()
-    gathered = _gather(call, x)
-    return gathered.clone() if call.group.world == 1 else gathered
+    if call.group.world == 1:
+        return empty(x.shape, x.dtype, x.device).copy_(x)
+    return _gather(call, x)
 
 
 def all_gather_matmul(

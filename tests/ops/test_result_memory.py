@@ -1,0 +1,123 @@
+"""Large results of every op come from the pool, with the bits of results in torch's memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import faults
+from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS, RanksFixture
+from tests.support.ranked import fresh_group, planned_in_python, report
+from tests.support.tiers import covering
+from tpkernels import _C, defaults
+
+WORLD, CALLS, COLUMNS, K = 2, 6, 1024, 24
+ROWS = {  # of x, for results of [2048, COLUMNS]: 4 MiB in bf16
+    "all_reduce": 2048,
+    "all_gather": 1024,
+    "reduce_scatter": 4096,
+    "all_gather_matmul": 1024,
+    "matmul_all_reduce": 2048,
+    "matmul_reduce_scatter": 4096,
+}
+WAYS = [
+    (op, algorithm, dtype)
+    for op in ROWS
+    for algorithm in (MATMUL_ALGORITHMS if "matmul" in op else COLLECTIVE_ALGORITHMS)
+    for dtype in (torch.bfloat16, torch.float32)
+]
+
+
+def call(
+    op: str, algorithm: str, dtype: torch.dtype, group: dist.ProcessGroup
+) -> Callable[[], list[torch.Tensor]]:
+    """Runs the op; its results."""
+    numbers = torch.Generator().manual_seed(group.rank())
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=numbers).to(dtype)
+
+    x = random(ROWS[op], K if "matmul" in op else COLUMNS)
+    weights = [random(K, COLUMNS), random(K, COLUMNS)]
+    function = getattr(tpkernels, op)
+
+    def run() -> list[torch.Tensor]:
+        if op == "all_gather_matmul":
+            return list(function(x, weights, group, algorithm=algorithm))
+        given = (x, weights[0]) if "matmul" in op else (x,)
+        return [function(*given, group, algorithm=algorithm)]
+
+    return run
+
+
+def pool_job(op: str, algorithm: str, dtype: torch.dtype) -> list[str]:
+    failures = []
+    with fresh_group() as group:
+        run = call(op, algorithm, dtype, group)
+        _C.calls.limit_result_pool(0)
+        with planned_in_python():
+            expected = run()
+        _C.calls.limit_result_pool(defaults.RESULT_POOL_BYTES)
+        before = _C.calls.result_pool()["in_use"]
+        kept = run()
+        addresses: list[int] = []
+        for _ in range(CALLS):
+            results = run()
+            addresses += [result.data_ptr() for result in results]
+            if any(result.untyped_storage().resizable() for result in results):
+                failures.append("a result in torch's memory")
+            if not all(map(torch.equal, results, expected)):
+                failures.append("other bits")
+            del results
+        if set(addresses) & {result.data_ptr() for result in kept}:
+            failures.append("the memory of a result that is kept")
+        if len(set(addresses)) == len(addresses):
+            failures.append(f"no memory came back: {addresses}")
+        if not all(map(torch.equal, kept, expected)):
+            failures.append("a result that was kept has changed")
+        del kept
+        deadline = time.monotonic() + faults.PROMPT
+        while _C.calls.result_pool()["in_use"] != before:  # gloo lets go of tensors later
+            if time.monotonic() > deadline:
+                failures.append(f"{_C.calls.result_pool()} after the calls, {before} before")
+                break
+    return failures
+
+
+@pytest.mark.parametrize(("op", "algorithm", "dtype"), covering(WAYS))
+def test_results_come_from_the_pool(
+    ranks: RanksFixture, op: str, algorithm: str, dtype: torch.dtype
+) -> None:
+    report(itertools.chain(*ranks(WORLD).run(pool_job, op, algorithm, dtype)))
+
+
+def gradient_job() -> list[str]:
+    """Large gradients are in the pool too, and what a graph has saved is not handed out."""
+    group = dist.group.WORLD
+    assert group is not None
+    failures = []
+    x = torch.full((1024, 1024), 0.5, requires_grad=True)
+    w = torch.full((1024, 1024), 2.0**-10, requires_grad=True)
+    y = tpkernels.all_gather_matmul(x, w, group, save_gathered=True)  # all 0.5
+    z = y.square().sum()  # saves y
+    del y
+    for _ in range(3):
+        tpkernels.all_reduce(torch.full((2048, 1024), 7.0), group)
+    z.backward()
+    assert x.grad is not None and w.grad is not None
+    for name, grad, value in (("x", x.grad, 1.0 * WORLD), ("w", w.grad, 1024.0)):
+        if not (grad == value).all():
+            failures.append(f"the gradient of {name} is {grad.unique()}, not {value}")
+        if grad.untyped_storage().resizable():
+            failures.append(f"the gradient of {name} is in torch's memory")
+    return failures
+
+
+def test_gradients_come_from_the_pool(ranks: RanksFixture) -> None:
+    report(itertools.chain(*ranks(WORLD).run(gradient_job)))
