@@ -7,7 +7,7 @@ WORKSPACE_BYTES = 64 << 20  # limit for each of the two data buffers of a rank
 AUTOTUNE = True
 
 RESULT_POOL_BYTES = 256 << 20  # limit for the memory that is kept for results
-_POOL_VARIABLE = "TPKERNELS_RESULT_POOL_BYTES"
+POOL_VARIABLE = "TPKERNELS_RESULT_POOL_BYTES"
 
 
 def result_pool_bytes() -> int:
@@ -16,12 +16,12 @@ def result_pool_bytes() -> int:
     Raises:
         ValueError: the variable holds no number of bytes.
     """
-    text = os.environ.get(_POOL_VARIABLE)
+    text = os.environ.get(POOL_VARIABLE)
     if text is None:
         return RESULT_POOL_BYTES
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise ValueError(
-            f"{_POOL_VARIABLE} is {text!r}; set it to a number of bytes, such as "
+            f"{POOL_VARIABLE} is {text!r}; set it to a number of bytes, such as "
             f"{RESULT_POOL_BYTES}, or to 0 to turn the pool off"
         )
     return int(text)

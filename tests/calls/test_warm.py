@@ -40,8 +40,9 @@ MODES = {
 }
 
 
-def arguments(op: str, group: dist.ProcessGroup) -> list[Any]:
-    x = torch.randn(2 * group.size(), 8, generator=torch.Generator().manual_seed(group.rank()))
+def arguments(op: str, group: dist.ProcessGroup, rows: int = 2) -> list[Any]:
+    """The op's, with ``rows`` of x for each rank."""
+    x = torch.ones(rows * group.size(), 8)
     name = group.group_name
     if op == "all_gather_matmul":
         return [x, [torch.full((8, 6), 0.5)], name]
@@ -81,8 +82,28 @@ def warm_job() -> list[str]:
     return failures
 
 
+def large_job(op: str) -> list[str]:
+    """Results of more than 4 MiB."""
+    overload = getattr(torch.ops.tpkernels, op).default
+    with fresh_group() as group:
+        first, second = arguments(op, group, 3 << 16), arguments(op, group, 3 << 16)
+        overload(*first, algorithm="direct")
+        with python_of_the_package() as warm:
+            result = overload(*second, algorithm="direct")
+    results = flat(result) if op != "all_reduce_" else []
+    failures = [f"{op}: {name}" for name in warm]
+    if any(x.nbytes and x.untyped_storage().resizable() for x in results):
+        failures.append(f"{op}: a result in torch's memory")
+    return failures
+
+
 def test_a_warm_call_runs_no_python(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(WORLD).run(warm_job) for failure in rank)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nor_does_one_with_a_large_result(ranks: RanksFixture, op: str) -> None:
+    report(failure for rank in ranks(WORLD).run(large_job, op) for failure in rank)
 
 
 def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,7 @@ def facts() -> dict[str, Any]:
             dtypes.name(dtype): "native" if native(dtype) else "converted"
             for dtype in DTYPES.values()
         },
+        "result_pool": _C.calls.result_pool(),
         "devices": devices(),
         "shared_memory": colocation.unsupported(),
         "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},

@@ -14,6 +14,7 @@ from tpkernels import kernels
 from tpkernels.backends import TABLES
 from tpkernels.bench.info import facts
 from tpkernels.bench.output import byte_size, console, table
+from tpkernels.defaults import POOL_VARIABLE
 from tpkernels.planning.algorithms import ALGORITHMS
 
 _NATIVE = "native: torch multiplies it at full speed"
@@ -50,6 +51,7 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "memory": f"{byte_size(devices['memory_bytes'])}, "
         f"{byte_size(devices['available_bytes'])} available",
         "shared memory": _shared_memory_text(facts["shared_memory"]),
+        "result pool": _result_pool_text(facts["result_pool"]),
         "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
@@ -72,6 +74,13 @@ def _shared_memory_text(reason: str | None) -> str:
     if reason is None:
         return "between ranks of one user, on one machine and in one network namespace"
     return f"none: this process {reason}"
+
+
+def _result_pool_text(pool: dict[str, int]) -> str:
+    if pool["limit"] == 0:
+        return f"off: {POOL_VARIABLE} is 0"
+    idle, in_use = byte_size(pool["idle"]), byte_size(pool["in_use"])
+    return f"keeps at most {byte_size(pool['limit'])}; {idle} idle, {in_use} in use"
 
 
 def _nccl_text(nccl: dict[str, Any]) -> str:
