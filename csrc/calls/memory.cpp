@@ -19,7 +19,7 @@ namespace py = pybind11;
 
 // From this size on, fresh memory comes straight from the kernel, page by page. For a 32 MiB fp32
 // all_reduce on a 2-core AMD EPYC (Zen 4), 2026-11-22, that nearly doubles the time:
-// benchmarks/results/cpu-2core-results.md.
+// benchmarks/results/cpu-2core-functional.md.
 constexpr std::size_t kLargeBytes = std::size_t{4} << 20;
 
 // What DLPack calls a dtype that results may have; null: another.

@@ -1,5 +1,5 @@
-// Memory of large results that earlier results have left. Fresh memory costs a page fault per page,
-// and the kernel clears each page: more than a large collective takes to fill it.
+// Memory that earlier results have left, for large results. Fresh memory costs a page fault per
+// page, and the kernel clears each page: that takes as long as a large collective itself.
 //
 // Invariant: a block is in exactly one of two lists. It is in use from `take` to `give_back`, which
 // is called once nothing refers to its memory any more, and idle otherwise. Only idle blocks are
