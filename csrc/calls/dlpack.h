@@ -1,7 +1,7 @@
 // What is used of DLPack's C exchange interface, by which a framework gives an extension a tensor's
 // address, shape and strides without making Python objects, and makes tensors of foreign memory.
 // torch 2.10 and later have it as `torch.Tensor.__dlpack_c_exchange_api__`. Layouts:
-// https://dmlc.github.io/dlpack (version 1.3); tests/native/test_dlpack.py compares them with the
+// https://dmlc.github.io/dlpack (version 1.3); tests/calls/test_dlpack.py compares them with the
 // header that torch ships.
 #pragma once
 
