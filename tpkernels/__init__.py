@@ -14,6 +14,7 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.groups import empty, finalize, init
+from tpkernels.local.packed import pack
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.parallel import parallelize
 from tpkernels.shards import shard_sizes
@@ -35,6 +36,7 @@ __all__ = [
     "nccl",
     "nn",
     "numerics",
+    "pack",
     "parallelize",
     "shard_sizes",
 ]

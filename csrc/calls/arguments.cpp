@@ -27,11 +27,38 @@ void append(std::string* key, const Tensor& x) {
               static_cast<std::size_t>(x.ndim) * sizeof *x.shape);
 }
 
-// Each value starts with a letter for its kind, and says how long it is.
-bool append(std::string* key, PyObject* value, Tensor* x) {
+// Whether a tensor is packed. It is asked first: torch raises for one, and collects the stack of
+// the caller, which takes 0.7 ms (2-core Zen 4, torch 2.13, November 2026).
+bool is_packed(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_mkldnn");
+  return checked(PyObject_GetAttr(tensor, name)).is(py::bool_(true));
+}
+
+// A packed weight [N, K]. It is on the CPU.
+bool append_packed(std::string* key, PyObject* w) {
+  static PyObject* const shape_name = PyUnicode_InternFromString("shape");
+  static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
+  const py::object shape = checked(PyObject_GetAttr(w, shape_name));
+  const py::object dtype = checked(PyObject_GetAttr(w, dtype_name));
+  if (!PyTuple_Check(shape.ptr())) return false;
+  key->push_back('p');
+  append(key, dtype.ptr());
+  append(key, PyTuple_GET_SIZE(shape.ptr()));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.ptr()); ++i) {
+    const long long size = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), i));
+    if (size < 0) return PyErr_Clear(), false;
+    append(key, size);
+  }
+  return true;
+}
+
+// Each value starts with a letter for its kind, and says how long it is. `weight`: it may be
+// packed.
+bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
   if (value == Py_None) {
     key->push_back('n');
   } else if (is_tensor(value)) {
+    if (weight && is_packed(value)) return append_packed(key, value);
     if (!read(value, x)) return false;
     key->push_back('t');
     append(key, *x);
@@ -57,7 +84,7 @@ bool append(std::string* key, PyObject* value, Tensor* x) {
     append(key, count);
     Tensor other;
     for (Py_ssize_t i = 0; i < count; ++i) {
-      if (!append(key, PySequence_Fast_GET_ITEM(value, i), &other)) return false;
+      if (!append(key, PySequence_Fast_GET_ITEM(value, i), &other, weight)) return false;
     }
   } else {
     return false;
@@ -76,7 +103,9 @@ Arguments::Arguments(std::string op, std::vector<Argument> arguments, py::object
     : op_(std::move(op)), arguments_(std::move(arguments)), cls_(std::move(cls)) {
   for (std::size_t i = 0; i < arguments_.size(); ++i) {
     if (!arguments_[i].by_keyword) ++positional_;
-    if (std::string(arguments_[i].name) == "group") group_ = static_cast<int>(i);
+    const std::string name = arguments_[i].name;
+    if (name == "group") group_ = static_cast<int>(i);
+    arguments_[i].weight = name == "w" || name == "weights";
   }
 }
 
@@ -123,7 +152,7 @@ bool Arguments::key(const Slots& slots, std::string* key, Tensor* x) const {
   Tensor other;
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (static_cast<int>(i) == group_) continue;
-    if (!append(key, slots[i], i == 0 ? x : &other)) return false;
+    if (!append(key, slots[i], i == 0 ? x : &other, arguments_[i].weight)) return false;
   }
   return true;
 }

@@ -116,6 +116,8 @@ def placed(case: Case, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[to
 
 
 def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "packed":
+        return tpkernels.pack(w)
     return place(w, "transposed" if layout == "linear" else layout)
 
 

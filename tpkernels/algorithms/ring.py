@@ -38,6 +38,7 @@ from tpkernels.call import Call
 from tpkernels.integers import ceil_div
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of
 from tpkernels.local.ranges import TRANSFER, recorded
 from tpkernels.transport.point_to_point import PeerLinks, enter
 from tpkernels.transport.waits import announce_done
@@ -241,7 +242,7 @@ def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
     problem, rows, world = call.problem, as_rows(x), call.group.world
-    columns, part = w.shape[1], ceil_div(problem.rows, world)
+    columns, part = columns_of(w), ceil_div(problem.rows, world)
     edges = [min(problem.rows, r * part) for r in range(world + 1)]
     out = empty(problem.shape, reduction.out_dtype, x.device)
 

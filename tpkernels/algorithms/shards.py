@@ -10,6 +10,7 @@ import torch
 from tpkernels.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of
 from tpkernels.planning.problem import Problem
 
 
@@ -22,7 +23,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 def matmul_partial(call: Call, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N] -> [..., N]."""
-    partial = empty((*x.shape[:-1], w.shape[1]), call.problem.dtype, x.device)
+    partial = empty((*x.shape[:-1], columns_of(w)), call.problem.dtype, x.device)
     local_matmul(as_rows(x), w, as_rows(partial))
     return partial
 

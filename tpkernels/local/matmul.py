@@ -9,11 +9,11 @@ and round once.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from tpkernels.local.memory import empty
+from tpkernels.local.native import native
+from tpkernels.local.packed import columns_of, is_packed, packed_product
 from tpkernels.local.ranges import MATMUL, profiling, recorded
 
 # Columns of a converted panel, and the fewest rows for which conversion pays off.
@@ -22,21 +22,6 @@ from tpkernels.local.ranges import MATMUL, profiling, recorded
 # 6.2 ms.
 _PANEL_COLUMNS = 256
 _MIN_ROWS = 4
-
-
-@functools.cache
-def native(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies ``dtype`` at full speed on this processor."""
-    if dtype in (torch.float32, torch.float64):
-        return True
-    probe = {
-        torch.bfloat16: "_is_mkldnn_bf16_supported",
-        torch.float16: "_is_mkldnn_fp16_supported",
-    }[dtype]
-    try:
-        return bool(getattr(torch.ops.mkldnn, probe)())
-    except (AttributeError, RuntimeError):  # torch built without oneDNN
-        return False
 
 
 def converts(dtype: torch.dtype, rows: int) -> bool:
@@ -51,8 +36,8 @@ def local_matmul(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
-    strides, ``out`` with unit column stride."""
-    if x.shape[0] == 0 or w.shape[1] == 0:
+    strides, ``out`` with unit column stride. With a packed ``w``, ``out`` has x's dtype."""
+    if x.shape[0] == 0 or columns_of(w) == 0:
         return out
     if not profiling():  # takes 0.1 us; a null range would take 0.4
         return _local_matmul(x, w, out, bias)
@@ -63,6 +48,8 @@ def local_matmul(
 def _local_matmul(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
+    if is_packed(w):
+        return out.copy_(packed_product(x, w, bias))
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
     if same and (x.is_cuda or not converts(x.dtype, x.shape[0])):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)

@@ -13,6 +13,7 @@ from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
 from tpkernels.ops._library import bias_list, define, define_autocast, define_backward
@@ -35,6 +36,8 @@ def _problem(group: Group, given: Any) -> Problem:
         raise ValueError("weights is empty; pass at least one weight")
     _check.weights(given.weights, given.biases, x, shape[-1])
     out_dtype = _check.out_dtype(given.out_dtype, x)
+    for i, w in enumerate(given.weights):
+        _check.whole(w, x, out_dtype, given.algorithm, f"weights[{i}]")
     options = [] if out_dtype == x.dtype else [f"out {dtypes.name(out_dtype)}"]
     if given.return_gathered:
         options.append("return_gathered")
@@ -53,7 +56,7 @@ def _problem(group: Group, given: Any) -> Problem:
 def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     x, weights, biases = given.x, given.weights, given.biases
     lead, out_dtype = call.problem.shape[:-1], given.out_dtype or x.dtype
-    outs = [empty((*lead, w.shape[1]), out_dtype, x.device) for w in weights]
+    outs = [empty((*lead, columns_of(w)), out_dtype, x.device) for w in weights]
     gathered = empty(call.problem.shape, x.dtype, x.device) if given.return_gathered else None
     each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
     call.function(call, x, weights, each_bias, outs, gathered)
@@ -63,7 +66,10 @@ def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 def _fake(group: Group, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     x = given.x
     shape = _check.gathered_shape(x.shape, given.gather_dim, given.shard_sizes, group)
-    outs = [x.new_empty((*shape[:-1], w.shape[1]), dtype=given.out_dtype) for w in given.weights]
+    outs = [
+        x.new_empty((*shape[:-1], fake_columns_of(w, shape[-1])), dtype=given.out_dtype)
+        for w in given.weights
+    ]
     return x.new_empty(shape if given.return_gathered else [0]), outs
 
 

@@ -9,6 +9,7 @@ import torch
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
+from tpkernels.local.packed import fake_columns_of
 from tpkernels.ops._autograd import bias_grad, matmul
 from tpkernels.ops._library import define, define_autocast, define_backward
 from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
@@ -34,8 +35,9 @@ def _execute(call: Call, given: Any) -> Any:
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
-    shape = (*given.x.shape[:-1], given.w.shape[1])
-    return given.x.new_empty(shape, dtype=given.out_dtype)
+    x = given.x
+    shape = (*x.shape[:-1], fake_columns_of(given.w, x.shape[-1]))
+    return x.new_empty(shape, dtype=given.out_dtype)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
+from tpkernels.local.packed import fake_columns_of
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import algorithm_like, bias_grad
 from tpkernels.ops._library import define, define_autocast, define_backward
@@ -39,9 +40,10 @@ def _execute(call: Call, given: Any) -> Any:
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
-    whole = [*given.x.shape[:-1], given.w.shape[1]]
+    x = given.x
+    whole = [*x.shape[:-1], fake_columns_of(given.w, x.shape[-1])]
     shape = _check.scattered_shape(whole, given.scatter_dim, given.shard_sizes, group)
-    return given.x.new_empty(shape, dtype=given.out_dtype)
+    return x.new_empty(shape, dtype=given.out_dtype)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
 from tpkernels.local.matmul import converts, local_matmul
 from tpkernels.local.memory import HUGE_BYTES, empty
+from tpkernels.local.packed import columns_of, is_packed
 from tpkernels.local.ranges import COPY, recorded
 
 
@@ -37,7 +38,7 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
         return None
     shapes = [problem.shape] if op != "all_reduce_" else []  # of what is allocated
     if op == "all_gather_matmul":
-        shapes += [(*problem.shape[:-1], w.shape[1]) for w in given.weights]
+        shapes += [(*problem.shape[:-1], columns_of(w)) for w in given.weights]
     if any(prod(shape) * x.element_size() >= HUGE_BYTES for shape in shapes):
         return None
     shape = () if problem.dim is None else tuple(shard_shape(problem, call.group.rank))
@@ -53,15 +54,22 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
         case "all_gather_matmul":
             if given.biases:
                 return None
+            packed = [is_packed(w) for w in given.weights]
             return calls.AllGatherMatmul(
-                call.collective, call.layout, problem.shape, shapes[1:], given.return_gathered
+                call.collective,
+                call.layout,
+                problem.shape,
+                shapes[1:],
+                packed,
+                given.return_gathered,
             )
         case "matmul_all_reduce":
-            return calls.MatmulAllReduce(call.collective, problem.shape)
+            return calls.MatmulAllReduce(call.collective, problem.shape, is_packed(given.w))
         case "matmul_reduce_scatter":
             if given.bias is not None and problem.dim == len(problem.shape) - 1:
                 return None  # each rank adds its part of the bias
-            return calls.MatmulReduceScatter(call.collective, call.layout, shape)
+            packed = is_packed(given.w)
+            return calls.MatmulReduceScatter(call.collective, call.layout, shape, packed)
     return None
 
 

@@ -31,6 +31,7 @@ from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 from tpkernels.planning.steps import LINE_BYTES, step_rows
 
@@ -100,7 +101,7 @@ def matmul_reduce_scatter(
     if by_columns:
         rows, columns = [problem.rows for _ in world], list(problem.sizes)
     else:
-        rows, columns = [shard_rows(problem, r) for r in world], [w.shape[1] for _ in world]
+        rows, columns = [shard_rows(problem, r) for r in world], [columns_of(w) for _ in world]
     out = empty(shard_shape(problem, rank), reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, max(rows))
@@ -126,7 +127,7 @@ def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
     problem, workspace, rank = call.problem, call.workspace, call.group.rank
-    flat, wire, columns = as_rows(x), problem.dtype, w.shape[1]
+    flat, wire, columns = as_rows(x), problem.dtype, columns_of(w)
     out = empty(problem.shape, reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, problem.rows, per_rank=problem.world)
