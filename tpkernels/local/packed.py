@@ -13,10 +13,10 @@ import torch
 from tpkernels import dtypes
 from tpkernels.local.native import native
 
-# The rows that oneDNN lays the weight out for. A weight packed for 1 row took 569 us for 4 rows of
-# K=1024, N=2816 in float32, and packed for 4 to 512 rows 234 to 248 us; the other row counts, from 1
-# to 512, took the same within the noise for every hint from 4 on. In bfloat16 the hint changes
-# nothing. AMD EPYC Zen 4, 1 thread, torch 2.13, 2026-11-22.
+# The rows that oneDNN lays the weight out for; products of any rows work. In float32, 4 rows of
+# K=1024, N=2816 took 569 us with a weight laid out for 1 row, and 234 to 248 us with one for 4 to
+# 512 rows. For 1 to 512 rows, hints from 4 on differ by no more than the noise. In bfloat16 the
+# hint changes nothing. AMD EPYC Zen 4, 1 thread, torch 2.13, 2026-11-22.
 _ROWS = 16
 
 _PLAIN = "pass the plain weight"

@@ -88,8 +88,8 @@ def whole(
         return
     if algorithm == "fused":
         raise NotImplementedError(
-            f"{what} is packed, and the kernels of 'fused' cannot read it; pass the plain weight or "
-            "another algorithm"
+            f"{what} is packed, and the kernels of 'fused' cannot read it; pass the plain weight, "
+            "or another algorithm"
         )
     if by_columns:
         raise NotImplementedError(

@@ -174,8 +174,8 @@ def _forbid_packed(op: str, args: Iterable[Any]) -> None:
     tensors = [x for x in _tensors(args) if x.requires_grad or is_packed(x)]
     if any(x.requires_grad for x in tensors) and any(is_packed(x) for x in tensors):
         raise NotImplementedError(
-            f"tpkernels.{op} has no gradient with a packed weight; call it under torch.no_grad() or "
-            "torch.inference_mode(), or pass the plain weight"
+            f"tpkernels.{op} has no gradient with a packed weight; call it under torch.no_grad(), "
+            "or pass the plain weight"
         )
 
 

@@ -68,8 +68,9 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
         case "matmul_reduce_scatter":
             if given.bias is not None and problem.dim == len(problem.shape) - 1:
                 return None  # each rank adds its part of the bias
-            packed = is_packed(given.w)
-            return calls.MatmulReduceScatter(call.collective, call.layout, shape, packed)
+            return calls.MatmulReduceScatter(
+                call.collective, call.layout, shape, is_packed(given.w)
+            )
     return None
 
 
