@@ -19,7 +19,7 @@ from tpkernels.local.native import native
 # hint changes nothing. AMD EPYC Zen 4, 1 thread, torch 2.13, 2026-11-22.
 _ROWS = 16
 
-_PLAIN = "pass the plain weight"
+_PLAIN = "use the plain weight"
 
 
 def pack(w: torch.Tensor) -> torch.Tensor:
@@ -43,26 +43,31 @@ def pack(w: torch.Tensor) -> torch.Tensor:
         NotImplementedError: ``w`` is not on a CPU, the processor has no instructions for its dtype,
             or torch was built without oneDNN.
     """
+    check_packable(w, "w")
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(w.detach().t(), _ROWS)
+    return packed
+
+
+def check_packable(w: torch.Tensor, what: str) -> None:
+    """Raises what `pack` raises for a weight, which the message calls ``what``."""
     if is_packed(w):
-        raise ValueError(f"w of shape {list(w.shape)} is packed already")
+        raise ValueError(f"{what} of shape {list(w.shape)} is packed already")
     if w.dim() != 2 or 0 in w.shape:
-        raise ValueError(f"w has shape {list(w.shape)}; only a matrix [K, N] can be packed")
+        raise ValueError(f"{what} has shape {list(w.shape)}; only a matrix [K, N] can be packed")
     if w.device.type != "cpu" or w.layout != torch.strided:
         raise NotImplementedError(
-            f"w is a {w.layout} tensor on {w.device}; only dense CPU weights can be packed"
+            f"{what} is a {w.layout} tensor on {w.device}; only dense CPU weights can be packed"
         )
-    dtypes.check_supported(w.dtype, "w")
+    dtypes.check_supported(w.dtype, what)
     if w.dtype == torch.float64:
-        raise NotImplementedError(f"w is float64, which oneDNN does not multiply; {_PLAIN}")
+        raise NotImplementedError(f"{what} is float64, which oneDNN does not multiply; {_PLAIN}")
     if not torch.backends.mkldnn.is_available():
         raise NotImplementedError(f"torch was built without oneDNN; {_PLAIN}")
     if not native(w.dtype):
         raise NotImplementedError(
-            f"w is {dtypes.name(w.dtype)}, for which this processor has no instructions; {_PLAIN}, "
-            "or pack it in float32"
+            f"{what} is {dtypes.name(w.dtype)}, for which this processor has no instructions; "
+            f"{_PLAIN}, or pack it in float32"
         )
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(w.detach().t(), _ROWS)
-    return packed
 
 
 def is_packed(w: torch.Tensor) -> bool:
