@@ -116,7 +116,7 @@ def placed(case: Case, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[to
 
 
 def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor:
-    if layout == "packed":
+    if layout == "packed" or (layout == "packed_on_even_ranks" and dist.get_rank() % 2 == 0):
         return tpkernels.pack(w)
     return place(w, "transposed" if layout == "linear" else layout)
 
