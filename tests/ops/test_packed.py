@@ -87,16 +87,21 @@ def modes_job(backend: str) -> list[str]:
         name = group.group_name
         torch.manual_seed(group.rank())
         calls: dict[str, Callable[..., torch.Tensor]] = {
-            GATHER: lambda x, w: ops.all_gather_matmul(x * 2, [w, w], name)[1][1] + 1,
-            SCATTER: lambda x, w: ops.matmul_reduce_scatter(x * 2, w, name) + 1,
-            REDUCE: lambda x, w: ops.matmul_all_reduce(x * 2, w, name) + 1,
-            "_column_matmul": lambda x, w: ops._column_matmul(x * 2, [w], name)[0] + 1,
+            GATHER: lambda x, w: ops.all_gather_matmul(x * 2, [w, w], name)[1][1],
+            SCATTER: lambda x, w: ops.matmul_reduce_scatter(x * 2, w, name),
+            REDUCE: lambda x, w: ops.matmul_all_reduce(x * 2, w, name),
+            "_column_matmul": lambda x, w: ops._column_matmul(x * 2, [w], name)[0],
         }
         for (op, call), columns in [(one, n) for one in calls.items() for n in (32, 48)]:
             torch._dynamo.reset()
             x, w = torch.randn(4, 48), torch.randn(48, columns)
-            got = torch.compile(call, backend=backend, fullgraph=True)(x, tpkernels.pack(w))
-            if not torch.allclose(got, call(x, w), rtol=1e-4, atol=1e-4):
+
+            def shifted(x: torch.Tensor, w: torch.Tensor, call: Any = call) -> torch.Tensor:
+                y = call(x, w)
+                return y + torch.arange(y.shape[-1])
+
+            got = torch.compile(shifted, backend=backend, fullgraph=True)(x, tpkernels.pack(w))
+            if not torch.allclose(got, shifted(x, w), rtol=1e-4, atol=1e-4):
                 failures.append(f"{op} with {columns} columns")
     return failures
 
