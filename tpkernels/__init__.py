@@ -15,6 +15,7 @@ from tpkernels.errors import (
 )
 from tpkernels.groups import empty, finalize, init
 from tpkernels.local.packed import pack
+from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.parallel import parallelize
 from tpkernels.shards import shard_sizes
@@ -26,6 +27,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "GroupBrokenError",
+    "LocalProduct",
     "PeerLostError",
     "TpkernelsError",
     "benchmark",

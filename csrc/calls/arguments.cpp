@@ -34,14 +34,17 @@ bool is_packed(PyObject* tensor) {
   return checked(PyObject_GetAttr(tensor, name)).is(py::bool_(true));
 }
 
-// A packed weight [N, K]. It is on the CPU.
-bool append_packed(std::string* key, PyObject* w) {
+// A weight that is no dense tensor, by what Python says of it: packed ('p', on the CPU), or known
+// to a LocalProduct ('c'), of which only shape and dtype matter.
+bool append_opaque(std::string* key, char kind, PyObject* w) {
   static PyObject* const shape_name = PyUnicode_InternFromString("shape");
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
-  const py::object shape = checked(PyObject_GetAttr(w, shape_name));
-  const py::object dtype = checked(PyObject_GetAttr(w, dtype_name));
-  if (!PyTuple_Check(shape.ptr())) return false;
-  key->push_back('p');
+  const auto shape = py::reinterpret_steal<py::object>(PyObject_GetAttr(w, shape_name));
+  if (!shape) return PyErr_Clear(), false;
+  const auto dtype = py::reinterpret_steal<py::object>(PyObject_GetAttr(w, dtype_name));
+  if (!dtype) return PyErr_Clear(), false;
+  if (!PyTuple_Check(shape.ptr()) || !is_dtype(dtype.ptr())) return false;
+  key->push_back(kind);
   append(key, dtype.ptr());
   append(key, PyTuple_GET_SIZE(shape.ptr()));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.ptr()); ++i) {
@@ -52,13 +55,13 @@ bool append_packed(std::string* key, PyObject* w) {
   return true;
 }
 
-// Each value starts with a letter for its kind, and says how long it is. `weight`: it may be
-// packed.
+// Each value starts with a letter for its kind, and says how long it is. `weight`: it may be no
+// dense tensor.
 bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
   if (value == Py_None) {
     key->push_back('n');
   } else if (is_tensor(value)) {
-    if (weight && is_packed(value)) return append_packed(key, value);
+    if (weight && is_packed(value)) return append_opaque(key, 'p', value);
     if (!read(value, x)) return false;
     key->push_back('t');
     append(key, *x);
@@ -87,7 +90,7 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
       if (!append(key, PySequence_Fast_GET_ITEM(value, i), &other, weight)) return false;
     }
   } else {
-    return false;
+    return weight && append_opaque(key, 'c', value);
   }
   return true;
 }

@@ -12,6 +12,7 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.local.native import native
+from tpkernels.local.product import Weight
 
 # The rows that oneDNN lays the weight out for; products of any rows work. In float32, 4 rows of
 # K=1024, N=2816 took 569 us with a weight laid out for 1 row, and 234 to 248 us with one for 4 to
@@ -70,13 +71,13 @@ def check_packable(w: torch.Tensor, what: str) -> None:
         )
 
 
-def is_packed(w: torch.Tensor) -> bool:
+def is_packed(w: Weight) -> bool:
     """Whether a weight is packed."""
-    return w.is_mkldnn
+    return isinstance(w, torch.Tensor) and w.is_mkldnn
 
 
-def columns_of(w: torch.Tensor) -> int:
-    """N of a weight, packed or not."""
+def columns_of(w: Weight) -> int:
+    """N of a weight."""
     return w.shape[0] if is_packed(w) else w.shape[1]
 
 

@@ -15,6 +15,7 @@ from tpkernels import _C, backends, groups
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
+from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops._arguments import arguments_of
 from tpkernels.ops._planning import plan_call
 from tpkernels.planning.problem import Problem
@@ -224,6 +225,35 @@ def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype |
     if value.dtype in (torch.float64, kept.get(name)) or is_packed(value):
         return value
     return value.to(dtype)
+
+
+def overload_for(op: str, weights: Sequence[Weight]) -> Callable[..., Any]:
+    """What runs an op with these weights: its overload, or, as the dispatcher takes no functions,
+    its kernel where one of them is a `LocalProduct`."""
+    for w in weights:
+        if isinstance(w, LocalProduct):
+            return functools.partial(_run_products, op)
+    overload: Callable[..., Any] = getattr(torch.ops.tpkernels, op).default
+    return overload
+
+
+def _run_products(op: str, *args: Any, **options: Any) -> Any:
+    for x in _tensors([*args, *options.values()]):
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"tpkernels.{op} with a LocalProduct takes plain tensors, not {type(x).__name__}"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"tpkernels.{op} has no gradient with a LocalProduct; call it under torch.no_grad()"
+            )
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, [x])
+    return _KERNELS[op](*args, **options)
+
+
+# A function of the caller cannot be part of a compiled graph.
+_run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def bias_list(

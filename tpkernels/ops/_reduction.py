@@ -47,7 +47,8 @@ def matmul_problem(
         dim=dim,
         sizes=sizes,
         dtype=wire_dtype,
-        options=describe(x.dtype, out_dtype, given.bias, given.residual),
+        options=describe(x.dtype, out_dtype, given.bias, given.residual)
+        + _check.product_options([w], x),
     )
 
 

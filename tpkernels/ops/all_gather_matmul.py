@@ -14,9 +14,16 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, fake_columns_of
+from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
-from tpkernels.ops._library import bias_list, define, define_autocast, define_backward
+from tpkernels.ops._library import (
+    bias_list,
+    define,
+    define_autocast,
+    define_backward,
+    overload_for,
+)
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -49,7 +56,7 @@ def _problem(group: Group, given: Any) -> Problem:
         dim=dim,
         sizes=sizes,
         dtype=x.dtype,
-        options=tuple(options),
+        options=(*options, *_check.product_options(given.weights, x)),
     )
 
 
@@ -80,19 +87,19 @@ define_autocast("all_gather_matmul")
 
 @overload
 def all_gather_matmul(
-    x: torch.Tensor, weights: torch.Tensor, group: GroupLike, gather_dim: int = 0, **options: Any
+    x: torch.Tensor, weights: Weight, group: GroupLike, gather_dim: int = 0, **options: Any
 ) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
     x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    weights: Sequence[Weight],
     group: GroupLike,
     gather_dim: int = 0,
     **options: Any,
 ) -> list[torch.Tensor]: ...
 def all_gather_matmul(  # type: ignore[misc]
     x: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
+    weights: Weight | Sequence[Weight],
     group: GroupLike,
     gather_dim: int = 0,
     *,
@@ -108,7 +115,8 @@ def all_gather_matmul(  # type: ignore[misc]
     Args:
         x: [..., K], this rank's shard along ``gather_dim``; any strides.
         weights: [K, N] or several [K, N_i] that share the gather; any strides
-            (``linear.weight.t()`` is the fast layout). N may differ by rank.
+            (``linear.weight.t()`` is the fast layout), packed (`pack`), or a `LocalProduct`. N may
+            differ by rank.
         group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         gather_dim: the dim of ``x`` that is split over the ranks.
         biases: [N] for each weight, or None.
@@ -138,11 +146,12 @@ def all_gather_matmul(  # type: ignore[misc]
     first result is ``gathered``, empty unless requested. The arguments mean what they mean in
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
-    single = isinstance(weights, torch.Tensor)
-    each = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    single = isinstance(weights, (torch.Tensor, LocalProduct))
+    each = [weights] if isinstance(weights, (torch.Tensor, LocalProduct)) else list(weights)
     each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
-    keep = save_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in each)
-    gathered, outs = torch.ops.tpkernels.all_gather_matmul.default(
+    keep = save_gathered and torch.is_grad_enabled()
+    keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
+    gathered, outs = overload_for("all_gather_matmul", each)(
         x,
         each,
         name_of(group),

@@ -32,6 +32,7 @@ from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
+from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 from tpkernels.planning.steps import LINE_BYTES, step_rows
 
@@ -47,7 +48,7 @@ def _steps(call: Call, rows: int, per_rank: int = 1) -> tuple[int, Iterator[int]
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: list[Weight],
     biases: list[torch.Tensor | None],
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
@@ -91,7 +92,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     problem, workspace, rank = call.problem, call.workspace, call.group.rank
     assert problem.dim is not None  # a reduce-scatter has one
@@ -123,9 +124,7 @@ def matmul_reduce_scatter(
     return out
 
 
-def matmul_all_reduce(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     problem, workspace, rank = call.problem, call.workspace, call.group.rank
     flat, wire, columns = as_rows(x), problem.dtype, columns_of(w)
     out = empty(problem.shape, reduction.out_dtype, x.device)
