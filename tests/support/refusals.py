@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 import tpkernels
 from tpkernels.local.native import native
@@ -72,6 +73,29 @@ def packed_weights() -> Iterator[Refusal]:
         pattern = "w is packed, and its product has x's dtype bfloat16, not float32"
         for op in (SCATTER, REDUCE):
             yield no(NotImplementedError, pattern, op, x, w, wire_dtype=F32)
+
+
+def local_products() -> Iterator[Refusal]:
+    x, w = ones(4, 6), tpkernels.LocalProduct(lambda x: x @ ones(6, 8), (6, 8), F32)
+    for op in (GATHER, SCATTER, REDUCE):
+        yield no(ValueError, r"has shape \[6, 8\], but .* needs \[7, N\]", op, ones(4, 7), w)
+        yield no(TypeError, "is float32 but x is bfloat16", op, x.bfloat16(), w)
+        pattern = "is a LocalProduct, and the kernels of 'fused' cannot read it"
+        yield no(NotImplementedError, pattern, op, x, w, algorithm="fused")
+        pattern = "has no gradient with a LocalProduct; call it under torch.no_grad"
+        yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), w)
+        fake = FakeTensorMode().from_tensor(x)
+        yield no(TypeError, "takes plain tensors, not FakeTensor", op, fake, w)
+    pattern = r"weights\[0\] is a LocalProduct, and its product has x's dtype float32, not bfloat16"
+    yield no(NotImplementedError, pattern, GATHER, x, w, out_dtype=BF16)
+    pattern = r"weights\[0\] is a LocalProduct with a bias; add the bias in its function"
+    yield no(NotImplementedError, pattern, GATHER, x, w, biases=ones(8))
+    pattern = "w is a LocalProduct, and its columns cannot be split along the last dim"
+    yield no(NotImplementedError, pattern, SCATTER, x, w, scatter_dim=1)
+    x, w = x.bfloat16(), tpkernels.LocalProduct(lambda x: x, (6, 6), BF16)
+    pattern = "w is a LocalProduct, and its product has x's dtype bfloat16, not float32"
+    for op in (SCATTER, REDUCE):
+        yield no(NotImplementedError, pattern, op, x, w, wire_dtype=F32)
 
 
 def matmul_operands() -> Iterator[Refusal]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -238,6 +239,17 @@ def overload_for(op: str, weights: Sequence[Weight]) -> Callable[..., Any]:
 
 
 def _run_products(op: str, *args: Any, **options: Any) -> Any:
+    """Breaks compiled graphs, which cannot have a function of the caller as a part."""
+    run = _products
+    if "torch._dynamo" in sys.modules:  # otherwise this imports it, which takes a second
+        run = torch.compiler.disable(_products)
+    return run(op, *args, **options)
+
+
+_run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _products(op: str, *args: Any, **options: Any) -> Any:
     for x in _tensors([*args, *options.values()]):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
@@ -250,10 +262,6 @@ def _run_products(op: str, *args: Any, **options: Any) -> Any:
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, [x])
     return _KERNELS[op](*args, **options)
-
-
-# A function of the caller cannot be part of a compiled graph.
-_run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def bias_list(
