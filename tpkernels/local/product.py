@@ -54,6 +54,10 @@ class LocalProduct:
         """``out = function(x)``, checked. x [M, K], out [M, N]."""
         with torch.no_grad():
             product = self.function(x)
+            self._check(product, x, out)
+            return out.copy_(product)
+
+    def _check(self, product: object, x: torch.Tensor, out: torch.Tensor) -> None:
         if not isinstance(product, torch.Tensor):
             raise TypeError(f"{self} returned a {type(product).__name__} for {_text(x)}")
         same = product.shape == out.shape and product.dtype == out.dtype
@@ -61,7 +65,6 @@ class LocalProduct:
             raise ValueError(
                 f"{self} returned {_text(product)} for {_text(x)}; it must return {_text(out)}"
             )
-        return out.copy_(product.detach())
 
 
 Weight: TypeAlias = torch.Tensor | LocalProduct
