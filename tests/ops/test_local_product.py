@@ -95,12 +95,15 @@ def layers_job() -> list[str]:
                     failures.append("another result")
         planned = groups.get(group.group_name).planned_calls
         before = len(planned())
-        for linear in linears:  # without a gradient of their weights
+        for linear in linears:  # whose weights need a gradient
             got = tpkernels.matmul_all_reduce(x, LocalProduct(linear, (6, 4), F32), group)
-            if got.requires_grad or not torch.allclose(got, linear(x) * group.size(), atol=1e-5):
-                failures.append("another sum, or one with a gradient")
-        if len(planned()) != before + 1:
-            failures.append(f"planned {len(planned()) - before} times, not once")
+            gathered = tpkernels.all_gather_matmul(x, LocalProduct(linear, (6, 4), F32), group)
+            if gathered.requires_grad or got.requires_grad:
+                failures.append("a gradient")
+            if not torch.allclose(got, linear(x) * group.size(), atol=1e-5):
+                failures.append("another sum")
+        if len(planned()) != before + 2:
+            failures.append(f"planned {len(planned()) - before} times, not twice")
     return failures
 
 
