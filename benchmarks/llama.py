@@ -92,7 +92,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     with Ranks(1, threads=args.nproc) as whole, Ranks(args.nproc, threads=1) as ranks:
-        setups = {"threads": whole, "ranks": ranks, }
+        setups = {
+            "threads": whole,
+            "ranks": ranks,
+        }
         for how, processes in setups.items():
             processes.run(make, how, args.compile, timeout=600)
         found: dict[str, list[dict[str, float]]] = {how: [] for how in setups}

@@ -42,7 +42,7 @@ ALLOWED = {
     "nccl": LEAVES | {"symm", "groups", "nccl"},
     "numerics": {"dtypes", "shards", "numerics"},
     "compile": {"dtypes", "groups", "compile"},
-    "nn": LEAVES - {"_C"} | {"groups", "ops", "nn"},
+    "nn": LEAVES - {"_C"} | {"groups", "ops", "local", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "ops", "nn", "parallel"},
     "launch": {"_C", "defaults", "launch"},
 }

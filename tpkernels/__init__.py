@@ -14,6 +14,8 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.groups import empty, finalize, init
+from tpkernels.local.packed import pack
+from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.parallel import parallelize
 from tpkernels.shards import shard_sizes
@@ -25,6 +27,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "GroupBrokenError",
+    "LocalProduct",
     "PeerLostError",
     "TpkernelsError",
     "benchmark",
@@ -35,6 +38,7 @@ __all__ = [
     "nccl",
     "nn",
     "numerics",
+    "pack",
     "parallelize",
     "shard_sizes",
 ]

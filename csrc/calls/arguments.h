@@ -20,6 +20,7 @@ struct Argument {
   pybind11::str name;
   pybind11::object standard;  // its default; null: it has none
   bool by_keyword;            // only
+  bool weight = false;        // one or several weights, which may be no dense tensors
 };
 
 class Arguments {
@@ -34,8 +35,9 @@ class Arguments {
   Slots parse(PyObject* args, PyObject* kwargs) const;
   pybind11::object named(const Slots& slots) const;
 
-  // The op, the shape, dtype and device of each tensor, and all other values but the group's, which
-  // has its own table. False where a value has no such description. `x` is filled as well.
+  // The op, the shape, dtype and device of each tensor, what kind of weight it is, and all other
+  // values but the group's, which has its own table. False where a value has no such description.
+  // `x` is filled as well.
   bool key(const Slots& slots, std::string* key, Tensor* x) const;
 
  private:

@@ -137,11 +137,12 @@ void bind_kernels(py::module_& m) {
       py::arg("check") = py::none());
   m.def(
       "make_above",
-      [](py::object kernel, py::object otherwise, std::uint64_t below, std::uint64_t cpu,
-         std::uint64_t cuda, bool overwrites) {
-        return make_above(std::move(kernel), std::move(otherwise), {below, cpu, cuda}, overwrites);
+      [](py::object kernel, py::object otherwise, std::uint64_t below,
+         std::vector<std::uint64_t> plain, bool overwrites) {
+        return make_above(std::move(kernel), std::move(otherwise), {below, std::move(plain)},
+                          overwrites);
       },
-      py::arg("kernel"), py::arg("otherwise"), py::arg("below"), py::arg("cpu"), py::arg("cuda"),
+      py::arg("kernel"), py::arg("otherwise"), py::arg("below"), py::arg("plain"),
       py::arg("overwrites"));
 }
 

@@ -1,5 +1,6 @@
 #include "calls/kernel.h"
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <string>
@@ -161,7 +162,8 @@ bool is_plain(const AboveState& above, PyObject* args) {
   static PyObject* const raw = PyUnicode_InternFromString("raw_repr");
   const auto bits = checked(PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(args, 0), raw));
   const std::uint64_t rest = PyLong_AsUnsignedLongLongMask(bits.ptr()) & above.keys.below;
-  if (rest != above.keys.cpu && rest != above.keys.cuda) return false;
+  const auto& plain = above.keys.plain;
+  if (std::find(plain.begin(), plain.end(), rest) == plain.end()) return false;
   if (!grad_enabled()) return true;
   for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(args); ++i) {
     if (requires_grad(PyTuple_GET_ITEM(args, i))) return false;
@@ -197,7 +199,7 @@ py::object make_above(py::object kernel, py::object otherwise, PlainKeys keys, b
   return Callable<AboveState>::make(
       "tpkernels._C.calls.Above", &call_above,
       std::make_unique<AboveState>(
-          AboveState{std::move(kernel), std::move(otherwise), keys, overwrites}));
+          AboveState{std::move(kernel), std::move(otherwise), std::move(keys), overwrites}));
 }
 
 }  // namespace tpkernels::calls

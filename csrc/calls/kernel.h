@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "calls/arguments.h"
 
@@ -29,11 +30,10 @@ struct KernelFunctions {
 // A kernel, callable with the op's arguments.
 pybind11::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctions functions);
 
-// What of a dispatch key set, of `below`, is left where nothing else is to be done.
+// What of a dispatch key set, of `below`, is left where nothing else is to be done: one of `plain`.
 struct PlainKeys {
   std::uint64_t below;
-  std::uint64_t cpu;
-  std::uint64_t cuda;
+  std::vector<std::uint64_t> plain;
 };
 
 // A kernel for the Autograd keys, callable with a key set and the op's arguments: `kernel` where

@@ -17,11 +17,6 @@ namespace {
 
 namespace py = pybind11;
 
-// From this size on, fresh memory comes straight from the kernel, page by page. For a 32 MiB fp32
-// all_reduce on a 2-core AMD EPYC (Zen 4), 2026-11-22, that nearly doubles the time:
-// benchmarks/results/cpu-2core-functional.md.
-constexpr std::size_t kLargeBytes = std::size_t{4} << 20;
-
 // What DLPack calls a dtype that results may have; null: another.
 const dlpack::DataType* described(const py::handle& dtype) {
   struct Known {
@@ -123,21 +118,6 @@ py::object empty(const py::tuple& shape, const py::handle& dtype) {
   Tensor x{};
   if (read(out.ptr(), &x)) host::advise_huge_pages(data_of(x), bytes_of(x));
   return out;
-}
-
-py::object matmul(const py::object& x, const py::handle& w) {
-  static const Global mm("torch", "mm");
-  static PyObject* const by_name = py::make_tuple("out").release().ptr();
-  static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
-  Tensor a{}, b{};
-  if (!read(x.ptr(), &a) || !read(w.ptr(), &b)) throw std::invalid_argument("not a dense tensor");
-  PyObject* factors[] = {x.ptr(), w.ptr(), nullptr};
-  const auto bytes = static_cast<std::size_t>(a.shape[0] * b.shape[1]) * a.dtype.bits / 8;
-  if (bytes < kLargeBytes) return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
-  const auto dtype = checked(PyObject_GetAttr(x.ptr(), dtype_name));
-  const py::object out = empty(py::make_tuple(a.shape[0], b.shape[1]), dtype);
-  factors[2] = out.ptr();
-  return checked(PyObject_Vectorcall(mm.value(), factors, 2, by_name));
 }
 
 }  // namespace tpkernels::calls

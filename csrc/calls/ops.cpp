@@ -1,11 +1,15 @@
 #include "calls/ops.h"
 
+#include <pybind11/stl.h>
+
 #include <memory>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "calls/bound.h"
 #include "calls/collective.h"
+#include "calls/matmul.h"
 #include "calls/memory.h"
 #include "calls/python.h"
 
@@ -133,8 +137,8 @@ py::object as_rows(py::object object, const Tensor& x) {
 }
 
 // The partial of an op that multiplies and sums.
-py::object partial_of(const Slots& slots, const Tensor& x) {
-  return matmul(as_rows(py::reinterpret_borrow<py::object>(slots[kX]), x), slots[kW]);
+py::object partial_of(const Slots& slots, const Tensor& x, bool packed) {
+  return matmul(as_rows(py::reinterpret_borrow<py::object>(slots[kX]), x), slots[kW], packed);
 }
 
 py::object viewed(py::object out, const py::tuple& shape) {
@@ -145,8 +149,8 @@ py::object viewed(py::object out, const py::tuple& shape) {
 
 class MatmulAllReduce final : public Bound {
  public:
-  MatmulAllReduce(SharedCollective collective, py::tuple shape)
-      : collective_(std::move(collective)), shape_(std::move(shape)) {}
+  MatmulAllReduce(SharedCollective collective, py::tuple shape, bool packed)
+      : collective_(std::move(collective)), shape_(std::move(shape)), packed_(packed) {}
 
   bool takes(const Slots& slots, const Tensor& x) const override {
     return takes_operands(slots, x, kAddedToAll);
@@ -154,7 +158,7 @@ class MatmulAllReduce final : public Bound {
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     const Added added(slots, kAddedToAll);
-    py::object out = partial_of(slots, x);  // and then the sum
+    py::object out = partial_of(slots, x, packed_);  // and then the sum
     const Tensor partial = tensor(out);
     collective_->all_reduce(partial, partial, added.addends);
     return viewed(std::move(out), shape_);
@@ -163,11 +167,14 @@ class MatmulAllReduce final : public Bound {
  private:
   SharedCollective collective_;
   py::tuple shape_;
+  bool packed_;  // the weight, which the key of the call tells
 };
 
 class MatmulReduceScatter final : public OfShards {
  public:
-  using OfShards::OfShards;
+  MatmulReduceScatter(SharedCollective collective, SharedLayout layout, py::tuple shape,
+                      bool packed)
+      : OfShards(std::move(collective), std::move(layout), std::move(shape)), packed_(packed) {}
 
   bool takes(const Slots& slots, const Tensor& x) const override {
     return takes_operands(slots, x, kAddedToShard);
@@ -175,20 +182,24 @@ class MatmulReduceScatter final : public OfShards {
 
   py::object run(const Slots& slots, const Tensor& x) const override {
     const Added added(slots, kAddedToShard);
-    const py::object partial = partial_of(slots, x);
+    const py::object partial = partial_of(slots, x, packed_);
     py::object out = empty_like(partial.ptr(), shape_);
     collective_->reduce_scatter(tensor(partial), tensor(out), *layout_, added.addends);
     return out;
   }
+
+ private:
+  bool packed_;
 };
 
 // x gathered, then multiplied by each weight; without biases.
 class AllGatherMatmul final : public OfShards {
  public:
   AllGatherMatmul(SharedCollective collective, SharedLayout layout, py::tuple shape,
-                  py::list result_shapes, bool return_gathered)
+                  py::list result_shapes, std::vector<bool> packed, bool return_gathered)
       : OfShards(std::move(collective), std::move(layout), std::move(shape)),
         result_shapes_(std::move(result_shapes)),
+        packed_(std::move(packed)),
         return_gathered_(return_gathered) {}
 
   py::object run(const Slots& slots, const Tensor& x) const override {
@@ -197,8 +208,8 @@ class AllGatherMatmul final : public OfShards {
     const py::object rows = as_rows(whole, x);
     py::list results;
     for (std::size_t i = 0; i < result_shapes_.size(); ++i) {
-      py::object result =
-          matmul(rows, PySequence_Fast_GET_ITEM(slots[kW], static_cast<Py_ssize_t>(i)));
+      PyObject* const w = PySequence_Fast_GET_ITEM(slots[kW], static_cast<Py_ssize_t>(i));
+      py::object result = matmul(rows, w, packed_[i]);
       results.append(viewed(std::move(result), py::tuple(result_shapes_[i])));
     }
     if (!return_gathered_) whole = empty_like(slots[kX], py::make_tuple(0));
@@ -207,6 +218,7 @@ class AllGatherMatmul final : public OfShards {
 
  private:
   py::list result_shapes_;  // of this rank's results
+  std::vector<bool> packed_;
   bool return_gathered_;
 };
 
@@ -216,6 +228,7 @@ void bind_ops(py::module_& m) {
   const auto collective = py::arg("collective");
   const auto layout = py::arg("layout");
   const auto shape = py::arg("shape");
+  const auto packed = py::arg("packed");
   py::class_<AllReduceInPlace, Bound, std::shared_ptr<AllReduceInPlace>>(m, "AllReduceInPlace")
       .def(py::init<SharedCollective>(), collective);
   py::class_<AllReduce, Bound, std::shared_ptr<AllReduce>>(m, "AllReduce")
@@ -225,13 +238,14 @@ void bind_ops(py::module_& m) {
   py::class_<ReduceScatter, Bound, std::shared_ptr<ReduceScatter>>(m, "ReduceScatter")
       .def(py::init<SharedCollective, SharedLayout, py::tuple>(), collective, layout, shape);
   py::class_<AllGatherMatmul, Bound, std::shared_ptr<AllGatherMatmul>>(m, "AllGatherMatmul")
-      .def(py::init<SharedCollective, SharedLayout, py::tuple, py::list, bool>(), collective,
-           layout, shape, py::arg("result_shapes"), py::arg("return_gathered"));
+      .def(py::init<SharedCollective, SharedLayout, py::tuple, py::list, std::vector<bool>, bool>(),
+           collective, layout, shape, py::arg("result_shapes"), packed, py::arg("return_gathered"));
   py::class_<MatmulAllReduce, Bound, std::shared_ptr<MatmulAllReduce>>(m, "MatmulAllReduce")
-      .def(py::init<SharedCollective, py::tuple>(), collective, shape);
+      .def(py::init<SharedCollective, py::tuple, bool>(), collective, shape, packed);
   py::class_<MatmulReduceScatter, Bound, std::shared_ptr<MatmulReduceScatter>>(
       m, "MatmulReduceScatter")
-      .def(py::init<SharedCollective, SharedLayout, py::tuple>(), collective, layout, shape);
+      .def(py::init<SharedCollective, SharedLayout, py::tuple, bool>(), collective, layout, shape,
+           packed);
 }
 
 }  // namespace tpkernels::calls

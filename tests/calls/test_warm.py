@@ -16,6 +16,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, planned_in_python, report
+from tests.support.refusals import packable
 
 WORLD = 3
 OPS = (
@@ -40,13 +41,15 @@ MODES = {
 }
 
 
-def arguments(op: str, group: dist.ProcessGroup, rows: int = 2) -> list[Any]:
+def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) -> list[Any]:
     """The op's, with ``rows`` of x for each rank."""
     x = torch.ones(rows * group.size(), 8)
-    name = group.group_name
+    name, w = group.group_name, torch.full((8, 6), 0.5)
+    if packed:
+        w = tpkernels.pack(w)
     if op == "all_gather_matmul":
-        return [x, [torch.full((8, 6), 0.5)], name]
-    return [x, torch.full((8, 6), 0.5), name] if "matmul" in op else [x, name]
+        return [x, [w], name]
+    return [x, w, name] if "matmul" in op else [x, name]
 
 
 @contextmanager
@@ -68,17 +71,18 @@ def python_of_the_package() -> Iterator[list[str]]:
 
 def warm_job() -> list[str]:
     failures = []
-    for (mode, context), op in itertools.product(MODES.items(), OPS):
+    ops = [(op, False) for op in OPS] + [(op, True) for op in OPS if "matmul" in op]
+    for (mode, context), (op, packed) in itertools.product(MODES.items(), ops):
         overload = getattr(torch.ops.tpkernels, op).default
         with fresh_group(autotune=False) as group, context():
-            first, second = arguments(op, group), arguments(op, group)
+            first, second = arguments(op, packed, group), arguments(op, packed, group)
             with python_of_the_package() as cold:
                 overload(*first)
             with python_of_the_package() as warm:
                 overload(*second)
         if not cold:
-            failures.append(f"{op}, {mode}: nothing was seen of the first call")
-        failures += [f"{op}, {mode}: {name}" for name in warm]
+            failures.append(f"{op}, {packed=}, {mode}: nothing was seen of the first call")
+        failures += [f"{op}, {packed=}, {mode}: {name}" for name in warm]
     return failures
 
 
@@ -86,7 +90,7 @@ def large_job(op: str) -> list[str]:
     """Results of more than 4 MiB."""
     overload = getattr(torch.ops.tpkernels, op).default
     with fresh_group() as group:
-        first, second = arguments(op, group, 3 << 16), arguments(op, group, 3 << 16)
+        first, second = (arguments(op, False, group, 3 << 16) for _ in range(2))
         overload(*first, algorithm="direct")
         with python_of_the_package() as warm:
             result = overload(*second, algorithm="direct")
@@ -134,6 +138,11 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
             yield given | {"weights": w, "return_gathered": True}
             yield given | {"weights": random(4 * world, n), DIMS[op]: x.dim() - 1}
             yield given | {"weights": w, "out_dtype": wide}
+            if dtype in packable():
+                factor = tpkernels.pack(w)
+                yield given | {"weights": [w, factor]}
+                yield given | {"weights": [factor, w]}
+                yield given | {"weights": factor, "biases": random(n)}
             continue
         rows = shape[0] // world if "scatter" in op else shape[0]
         residual = random(rows, *shape[1:-1], n, numbers=common)
@@ -147,6 +156,10 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
                 columns = given | {"w": w, DIMS[op]: x.dim() - 1}
                 yield columns | {"residual": random(*shape[:-1], n // world, numbers=common)}
                 yield columns | {"bias": random(n, numbers=common)}
+        if dtype in packable():
+            factor, bias = tpkernels.pack(random(4, n)), random(n, numbers=common)
+            yield given | {"w": factor}
+            yield given | {"w": factor, "bias": bias, "residual": residual}
 
 
 def flat(results: Any) -> list[torch.Tensor]:
@@ -185,6 +198,28 @@ def bits_job(op: str) -> list[str]:
 @pytest.mark.parametrize("op", OPS)
 def test_the_bits_are_those_of_python(ranks: RanksFixture, op: str) -> None:
     report(failure for rank in ranks(WORLD).run(bits_job, op) for failure in rank)
+
+
+def square_job() -> list[str]:
+    """A square weight, plain and packed, of one shape: not one call."""
+    failures = []
+    with fresh_group() as group:
+        x, w = torch.randn(4, 6), torch.randn(6, 6)
+        other, factor = torch.randn(6, 6), tpkernels.pack(w)
+        for attempt in range(3):
+            for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
+                function: Callable[..., Any] = getattr(tpkernels, op)
+                want, got = function(x, w, group), function(x, factor, group)
+                if not torch.allclose(got, want, atol=1e-5):
+                    failures.append(f"{op}, {attempt}: packed, {got} not {want}")
+                pairs = function(x, other, group), function(x, tpkernels.pack(other), group)
+                if not torch.allclose(*pairs, atol=1e-5):
+                    failures.append(f"{op}, {attempt}: another weight, {pairs}")
+    return failures
+
+
+def test_plain_and_packed_are_two_calls(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(square_job) for failure in rank)
 
 
 def gone_job() -> list[str]:

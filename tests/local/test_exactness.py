@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tpkernels.local import exactness
-from tpkernels.local.exactness import rows_are_exact
+from tpkernels.local.exactness import Layout, layout_of, rows_are_exact
+from tpkernels.local.packed import is_packed, pack
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -34,12 +35,12 @@ def summing_in_halves(rows_from: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_another_order_is_seen(dtype: torch.dtype, transposed: bool) -> None:
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_another_order_is_seen(dtype: torch.dtype, layout: Layout) -> None:
     for rows_from, exact in [(0, True), (99, True), (20, False)]:
         rows_are_exact.cache_clear()
         with mock.patch.object(exactness, "local_matmul", summing_in_halves(rows_from)):
-            found = rows_are_exact((16,), (32, 129, 70), transposed, dtype, dtype)
+            found = rows_are_exact((16,), (32, 129, 70), layout, dtype, dtype)
         assert found is exact, rows_from
 
 
@@ -51,8 +52,8 @@ def test_the_operands_have_the_asked_shape_and_layout() -> None:
         return out.zero_()
 
     with mock.patch.object(exactness, "local_matmul", product), torch.device("meta"):
-        assert rows_are_exact((7, 100), (200, 33, 130), True, BF16, F32)
-        assert rows_are_exact((1,), (2, 1, 1), False, F32, F32)
+        assert rows_are_exact((7, 100), (200, 33, 130), "columns", BF16, F32)
+        assert rows_are_exact((1,), (2, 1, 1), "rows", F32, F32)
     assert seen[:3] == [((rows, 33), (33, 130), (1, 33), BF16, F32) for rows in (200, 7, 100)]
     assert seen[3:] == [((rows, 1), (1, 1), (1, 1), F32, F32) for rows in (2, 1)]
 
@@ -63,10 +64,24 @@ def test_it_agrees_with_products_of_random_numbers(k: int) -> None:
     numbers = torch.Generator().manual_seed(k)
     for rows, part in [(4, 2), (32, 16), (128, 64)]:
         for dtype in (F32, BF16):
-            if not rows_are_exact((part,), (rows, k, 96), True, dtype, dtype):
+            if not rows_are_exact((part,), (rows, k, 96), "columns", dtype, dtype):
                 continue
             x = torch.randn(rows, k, generator=numbers).to(dtype)
             w = torch.randn(96, k, generator=numbers).to(dtype).t()
             whole = exactness.local_matmul(x, w, torch.empty(rows, 96, dtype=dtype))
             some = exactness.local_matmul(x[:part], w, torch.empty(part, 96, dtype=dtype))
             assert torch.equal(some, whole[:part]), (rows, part, dtype)
+
+
+def test_packed_weights_are_tried_packed() -> None:
+    seen: list[bool] = []
+
+    def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        seen.append(is_packed(w))
+        return out.zero_()
+
+    w = torch.ones(5, 3)
+    assert [layout_of(each) for each in (w, w.t(), pack(w))] == ["rows", "columns", "packed"]
+    with mock.patch.object(exactness, "local_matmul", product):
+        rows_are_exact((1,), (2, 5, 3), "packed", F32, F32)
+    assert seen == [True, True]

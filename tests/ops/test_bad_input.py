@@ -61,6 +61,8 @@ def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
     "table",
     [
         refusals.matmul_operands,
+        refusals.packed_weights,
+        refusals.local_products,
         refusals.epilogues,
         refusals.shards,
         refusals.collectives,

@@ -100,6 +100,8 @@ def refusals_job() -> list[str]:
         (mlp, mesh, {"plan": {"blocks.*.up": style, "blocks.1.down": fused}}),
         (wide, mesh, {}),
         (down, mesh, {"plan": {"model.layers.*.mlp.down_proj": RowwiseParallel()}}),
+        (mlp, mesh, {"plan": {"blocks.*.up": style}, "pack": True}),
+        (hf_models.make("llama").double(), mesh, {"pack": True}),
     ]
     for model, on, options in attempts:
         _attempt(messages, model, lambda m=model, o=on, k=options: tpkernels.parallelize(m, o, **k))
@@ -125,6 +127,8 @@ def test_refusals_name_the_module(ranks: RanksFixture) -> None:
         "TypeError: blocks.1.down: FusedColwiseParallel of Linear(",
         "ValueError: model.layers.1.self_attn.v_proj has 16 features, expected ",
         f"NotImplementedError: {quantised}",
+        "NotImplementedError: pack=True packs the layers of tpkernels.nn, and a plan makes none",
+        "NotImplementedError: model.layers.0.self_attn.q_proj.weight is float64, which oneDNN does",
     ]
     messages, _ = ranks(2).run(refusals_job)
     for message, start in zip(messages, expected, strict=True):

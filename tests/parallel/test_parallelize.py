@@ -61,12 +61,15 @@ def generate_job(model_type: str) -> list[str]:
     single = hf_models.make(model_type).eval()
     want = single.generate(**prompt, max_new_tokens=5, do_sample=False)
     failures = []
-    for sequence in (True, False):
+    for sequence, pack in ((True, False), (False, False), (True, True), (False, True)):
         parallel = copy.deepcopy(single)
-        tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
+        mesh = hf_models.mesh_of_all()
+        tpkernels.parallelize(parallel, mesh, sequence_parallel=sequence, pack=pack)
         got = parallel.generate(**prompt, max_new_tokens=5, do_sample=False)
         if not torch.equal(want, got):
-            failures.append(f"{model_type}, {sequence=}: {got}, expected {want}")
+            failures.append(f"{model_type}, {sequence=}, {pack=}: {got}, expected {want}")
+        if pack and parallel.model.layers[1].mlp.down_proj._packed is None:
+            failures.append(f"{model_type}, {sequence=}: not packed")
     return failures
 
 

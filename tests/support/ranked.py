@@ -17,7 +17,7 @@ import tpkernels
 from tests.support import reference
 from tests.support.cases import DTYPES, Case, RanksFixture, each
 from tests.support.reference import Expected
-from tpkernels import backends, groups
+from tpkernels import LocalProduct, backends, groups
 from tpkernels.groups import GroupLike, registry
 from tpkernels.symm import colocation
 
@@ -117,7 +117,11 @@ def placed(case: Case, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[to
     yield place(x, "plain") if case.layout == "mixed" and group.rank() % 2 == 0 else inside
 
 
-def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor:
+def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor | LocalProduct:
+    if layout == "packed" or (layout == "packed_on_even_ranks" and dist.get_rank() % 2 == 0):
+        return tpkernels.pack(w)
+    if layout == "caller's":
+        return LocalProduct(lambda x: x @ w, w.shape, w.dtype)
     return place(w, "transposed" if layout == "linear" else layout)
 
 

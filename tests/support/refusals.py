@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 import tpkernels
+from tpkernels.local.native import native
 
 F32, F16, BF16, F64, INT = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64
 GATHER = tpkernels.all_gather_matmul
@@ -36,6 +38,64 @@ def no(
 
 def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
+
+
+def packable() -> tuple[torch.dtype, ...]:
+    """The dtypes whose weights can be packed on this processor."""
+    return tuple(dtype for dtype in (F32, BF16, F16) if native(dtype))
+
+
+def packed_weights() -> Iterator[Refusal]:
+    x, w = ones(4, 6), tpkernels.pack(ones(6, 8))
+    for op in (GATHER, SCATTER, REDUCE):
+        pattern = r"packed shape \[5, 8\], but .* needs \[6, N\]"
+        yield no(ValueError, pattern, op, x, tpkernels.pack(ones(5, 8)))
+        pattern = "is float32 but x is float64; they must be equal: pack it in x's dtype"
+        yield no(TypeError, pattern, op, x.double(), w)
+        pattern = r"is packed, and the kernels of 'fused' cannot read it"
+        yield no(NotImplementedError, pattern, op, x, w, algorithm="fused")
+        pattern = "x has layout torch._mkldnn; the ops take dense tensors, and packed ones"
+        yield no(NotImplementedError, pattern, op, x.to_mkldnn(), w)
+    pattern = r"weights\[1\] has packed shape \[8, 6\], but .* needs \[6, N\]"
+    yield no(ValueError, pattern, GATHER, x, [w, tpkernels.pack(ones(8, 6))])
+    pattern = "w is packed, and its columns cannot be split along the last dim"
+    yield no(NotImplementedError, pattern, SCATTER, x, w, scatter_dim=1)
+    for op in (SCATTER, REDUCE):
+        pattern = "bias has layout torch._mkldnn"
+        yield no(NotImplementedError, pattern, op, x, w, bias=ones(8).to_mkldnn())
+        pattern = "residual has layout torch._mkldnn"
+        residual = ones(2 if op is SCATTER else 4, 8).to_mkldnn()
+        yield no(NotImplementedError, pattern, op, x, w, residual=residual)
+    pattern = r"weights\[0\] is packed, and its product has x's dtype float32, not bfloat16"
+    yield no(NotImplementedError, pattern, GATHER, x, w, out_dtype=BF16)
+    if native(BF16):
+        x, w = x.bfloat16(), tpkernels.pack(ones(6, 8, dtype=BF16))
+        pattern = "w is packed, and its product has x's dtype bfloat16, not float32"
+        for op in (SCATTER, REDUCE):
+            yield no(NotImplementedError, pattern, op, x, w, wire_dtype=F32)
+
+
+def local_products() -> Iterator[Refusal]:
+    x, w = ones(4, 6), tpkernels.LocalProduct(lambda x: x @ ones(6, 8), (6, 8), F32)
+    for op in (GATHER, SCATTER, REDUCE):
+        yield no(ValueError, r"has shape \[6, 8\], but .* needs \[7, N\]", op, ones(4, 7), w)
+        yield no(TypeError, "is float32 but x is bfloat16", op, x.bfloat16(), w)
+        pattern = "is a LocalProduct, and the kernels of 'fused' cannot read it"
+        yield no(NotImplementedError, pattern, op, x, w, algorithm="fused")
+        pattern = "has no gradient with a LocalProduct; call it under torch.no_grad"
+        yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), w)
+        fake = FakeTensorMode().from_tensor(x)
+        yield no(TypeError, "takes plain tensors, not FakeTensor", op, fake, w)
+    pattern = r"weights\[0\] is a LocalProduct, and its product has x's dtype float32, not bfloat16"
+    yield no(NotImplementedError, pattern, GATHER, x, w, out_dtype=BF16)
+    pattern = r"weights\[0\] is a LocalProduct with a bias; add the bias in its function"
+    yield no(NotImplementedError, pattern, GATHER, x, w, biases=ones(8))
+    pattern = "w is a LocalProduct, and its columns cannot be split along the last dim"
+    yield no(NotImplementedError, pattern, SCATTER, x, w, scatter_dim=1)
+    x, w = x.bfloat16(), tpkernels.LocalProduct(lambda x: x, (6, 6), BF16)
+    pattern = "w is a LocalProduct, and its product has x's dtype bfloat16, not float32"
+    for op in (SCATTER, REDUCE):
+        yield no(NotImplementedError, pattern, op, x, w, wire_dtype=F32)
 
 
 def matmul_operands() -> Iterator[Refusal]:

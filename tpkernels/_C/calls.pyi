@@ -51,15 +51,16 @@ class AllGatherMatmul(Bound):
         layout: ShardLayout,
         shape: Sequence[int],
         result_shapes: list[tuple[int, ...]],
+        packed: Sequence[bool],
         return_gathered: bool,
     ) -> None: ...
 
 class MatmulAllReduce(Bound):
-    def __init__(self, collective: Collective, shape: Sequence[int]) -> None: ...
+    def __init__(self, collective: Collective, shape: Sequence[int], packed: bool) -> None: ...
 
 class MatmulReduceScatter(Bound):
     def __init__(
-        self, collective: Collective, layout: ShardLayout, shape: Sequence[int]
+        self, collective: Collective, layout: ShardLayout, shape: Sequence[int], packed: bool
     ) -> None: ...
 
 class Lock:
@@ -102,7 +103,6 @@ def make_above(
     kernel: Callable[..., Any],
     otherwise: Callable[..., Any],
     below: int,
-    cpu: int,
-    cuda: int,
+    plain: Sequence[int],
     overwrites: bool,
 ) -> Callable[..., Any]: ...

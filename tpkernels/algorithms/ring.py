@@ -38,6 +38,8 @@ from tpkernels.call import Call
 from tpkernels.integers import ceil_div
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of
+from tpkernels.local.product import Weight
 from tpkernels.local.ranges import TRANSFER, recorded
 from tpkernels.transport.point_to_point import PeerLinks, enter
 from tpkernels.transport.waits import announce_done
@@ -155,7 +157,7 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: list[Weight],
     biases: list[torch.Tensor | None],
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
@@ -195,7 +197,7 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
 
 
 def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     problem, rows = call.problem, as_rows(x)
 
@@ -237,11 +239,9 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
     _all_reduce(call, out.view(-1), edges, part_of, reduction)
 
 
-def matmul_all_reduce(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     problem, rows, world = call.problem, as_rows(x), call.group.world
-    columns, part = w.shape[1], ceil_div(problem.rows, world)
+    columns, part = columns_of(w), ceil_div(problem.rows, world)
     edges = [min(problem.rows, r * part) for r in range(world + 1)]
     out = empty(problem.shape, reduction.out_dtype, x.device)
 

@@ -10,6 +10,8 @@ import torch
 from tpkernels.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of
+from tpkernels.local.product import Weight
 from tpkernels.planning.problem import Problem
 
 
@@ -20,9 +22,9 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
-def matmul_partial(call: Call, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def matmul_partial(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
     """``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N] -> [..., N]."""
-    partial = empty((*x.shape[:-1], w.shape[1]), call.problem.dtype, x.device)
+    partial = empty((*x.shape[:-1], columns_of(w)), call.problem.dtype, x.device)
     local_matmul(as_rows(x), w, as_rows(partial))
     return partial
 
@@ -56,7 +58,7 @@ def multiply_shard(
     owner: int,
     begin: int,
     shard: torch.Tensor,
-    factors: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
+    factors: Sequence[tuple[Weight, torch.Tensor | None, torch.Tensor]],
     gathered: torch.Tensor | None = None,
 ) -> None:
     """One part of an all-gather and matmul: multiplies ``shard`` [rows, K], the rows of ``owner``'s
@@ -71,11 +73,12 @@ def multiply_shard(
 
 
 def partial_of_shard(
-    problem: Problem, owner: int, begin: int, x: torch.Tensor, w: torch.Tensor, to: torch.Tensor
+    problem: Problem, owner: int, begin: int, x: torch.Tensor, w: Weight, to: torch.Tensor
 ) -> None:
     """One part of a matmul and reduce-scatter: fills ``to`` with the rows of ``owner``'s shard of
     ``x @ w`` from ``begin`` on. x [rows, K], w [K, N]."""
     if problem.dim == len(problem.shape) - 1:
+        assert isinstance(w, torch.Tensor)  # ops/_check.py: only those can be sliced
         first = sum(problem.sizes[:owner])
         columns = w[:, first : first + problem.sizes[owner]]
         local_matmul(x[begin : begin + to.shape[0]], columns, to)

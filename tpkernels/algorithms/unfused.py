@@ -23,6 +23,7 @@ from tpkernels.call import Call
 from tpkernels.integers import ceil_div
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
 from tpkernels.transport.point_to_point import enter
 from tpkernels.transport.waits import announce_done, finish
 
@@ -92,7 +93,7 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: list[Weight],
     biases: list[torch.Tensor | None],
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
@@ -135,7 +136,7 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
 
 
 def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     link = enter(call)
     partial = matmul_partial(call, x, w)
@@ -169,9 +170,7 @@ def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduc
     announce_done(call)
 
 
-def matmul_all_reduce(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     link = enter(call)
     partial = matmul_partial(call, x, w)
     if call.group.world == 1:

@@ -23,7 +23,7 @@ from tpkernels.bench.cases import Case, run_local_matmul, run_matmul, run_torch
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.session import gather_objects
 from tpkernels.errors import TpkernelsError
-from tpkernels.local.matmul import native
+from tpkernels.local.native import native
 
 BASELINES = ("unfused", "torch", "matmul", "local_matmul", "nccl", "symm_mem")
 LOCAL = ("matmul", "local_matmul")  # without communication

@@ -14,7 +14,7 @@ from tpkernels.backends import OPS, TABLES
 from tpkernels.bench.options import DTYPES
 from tpkernels.bench.session import unsupported_kernels
 from tpkernels.bench.specs import Spec
-from tpkernels.local.matmul import native
+from tpkernels.local.native import native
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.planning.machine import processor

@@ -16,7 +16,7 @@ from tpkernels.bench.session import open_session, world_size
 from tpkernels.bench.timing import summary
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.local.matmul import native
+from tpkernels.local.native import native
 
 
 def demo(

@@ -8,19 +8,30 @@ differs in most elements, bf16 in none.
 from __future__ import annotations
 
 import functools
+from typing import Literal, TypeAlias
 
 import torch
 
 from tpkernels.local.matmul import local_matmul
+from tpkernels.local.packed import is_packed, pack
+
+Layout: TypeAlias = Literal["rows", "columns", "packed"]
 
 _DISTINCT = 64  # rows of x and columns of w; more of them are repetitions
+
+
+def layout_of(w: torch.Tensor) -> Layout:
+    """Of a weight, as `rows_are_exact` distinguishes them."""
+    if is_packed(w):
+        return "packed"
+    return "columns" if w.stride(0) < w.stride(1) else "rows"
 
 
 @functools.lru_cache(maxsize=1024)
 def rows_are_exact(
     parts: tuple[int, ...],
     shape: tuple[int, int, int],
-    transposed: bool,
+    layout: Layout,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> bool:
@@ -28,7 +39,7 @@ def rows_are_exact(
 
     Args:
         shape: M, K, N of the whole product.
-        transposed: w [K, N] is a transposed view, as ``linear.weight.t()`` is.
+        layout: of w [K, N]; "columns" is that of ``linear.weight.t()``.
 
     The sums of the numbers it takes cancel, so that the results are rounding errors, and show any
     other order of summation.
@@ -43,7 +54,8 @@ def rows_are_exact(
         right = torch.cat([right, -right])[order]
         x = left.to(dtype).repeat(-(-m // _DISTINCT), 1)[:m]
         w = right.to(dtype).repeat(1, -(-n // _DISTINCT))[:, :n]
-        w = w.t().contiguous().t() if transposed else w.contiguous()
+        w = w.contiguous() if layout == "rows" else w.t().contiguous().t()
+        w = pack(w) if layout == "packed" else w
         whole = local_matmul(x, w, torch.empty(m, n, dtype=out_dtype))
         return all(
             torch.equal(

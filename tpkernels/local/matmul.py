@@ -9,11 +9,12 @@ and round once.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from tpkernels.local.memory import empty
+from tpkernels.local.native import native
+from tpkernels.local.packed import columns_of, is_packed, packed_product
+from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.local.ranges import MATMUL, profiling, recorded
 
 # Columns of a converted panel, and the fewest rows for which conversion pays off.
@@ -24,21 +25,6 @@ _PANEL_COLUMNS = 256
 _MIN_ROWS = 4
 
 
-@functools.cache
-def native(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies ``dtype`` at full speed on this processor."""
-    if dtype in (torch.float32, torch.float64):
-        return True
-    probe = {
-        torch.bfloat16: "_is_mkldnn_bf16_supported",
-        torch.float16: "_is_mkldnn_fp16_supported",
-    }[dtype]
-    try:
-        return bool(getattr(torch.ops.mkldnn, probe)())
-    except (AttributeError, RuntimeError):  # torch built without oneDNN
-        return False
-
-
 def converts(dtype: torch.dtype, rows: int) -> bool:
     """Whether a product of ``rows`` rows is computed in fp32 on this processor."""
     return not native(dtype) and rows >= _MIN_ROWS
@@ -46,13 +32,14 @@ def converts(dtype: torch.dtype, rows: int) -> bool:
 
 def local_matmul(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: Weight,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
-    strides, ``out`` with unit column stride."""
-    if x.shape[0] == 0 or w.shape[1] == 0:
+    strides, ``out`` with unit column stride. With a packed ``w`` or a caller's product,
+    ``out`` has x's dtype; the latter has no bias."""
+    if x.shape[0] == 0 or columns_of(w) == 0:
         return out
     if not profiling():  # takes 0.1 us; a null range would take 0.4
         return _local_matmul(x, w, out, bias)
@@ -61,8 +48,13 @@ def local_matmul(
 
 
 def _local_matmul(
-    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, w: Weight, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
+    if isinstance(w, LocalProduct):
+        assert bias is None  # ops/_check.py
+        return w.multiply(x, out)
+    if is_packed(w):
+        return out.copy_(packed_product(x, w, bias))
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
     if same and (x.is_cuda or not converts(x.dtype, x.shape[0])):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)

@@ -9,6 +9,7 @@ from tpkernels.nn.checkpoint import ShardTensor, full_state_dict
 from tpkernels.nn.clipping import clip_grad_norm_
 from tpkernels.nn.column import ColumnParallelLinear, column_parallel
 from tpkernels.nn.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpkernels.nn.linear import pack_
 from tpkernels.nn.loss import vocab_parallel_cross_entropy
 from tpkernels.nn.merged import MergedColumnParallelLinear, QKVParallelLinear
 from tpkernels.nn.norm import RMSNorm
@@ -31,6 +32,7 @@ __all__ = [
     "copy_to_ranks",
     "full_state_dict",
     "gather_from_ranks",
+    "pack_",
     "split_over_ranks",
     "vocab_parallel_cross_entropy",
 ]

@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from tpkernels import dtypes
+from tpkernels.local.packed import check_packable
 
 
 def plain_parameter(value: torch.Tensor | None, what: str) -> None:
@@ -50,6 +51,17 @@ def linears(modules: Mapping[str, nn.Module]) -> None:
     """`linear` of each of several modules."""
     for name, module in modules.items():
         linear(module, name)
+
+
+def packable(model: nn.Module) -> None:
+    """Checks that the weights of a model's linear layers can be packed.
+
+    Raises:
+        NotImplementedError: they cannot, because of their device or dtype.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            check_packable(module.weight, f"{name}.weight")
 
 
 def embedding(module: nn.Module, name: str) -> nn.Embedding:

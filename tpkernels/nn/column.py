@@ -153,8 +153,13 @@ def column_parallel(
             or layer.sequence_dim != first.sequence_dim
         ):
             raise ValueError(f"layers of one input differ: {first!r} and {layer!r}")
+        w = layer._packed
         weight, bias = layer._zeros() if layer.empty else (layer.weight, layer.bias)
-        weights.append(weight.t())
+        if w is None:
+            w = weight.t()
+        elif torch.is_grad_enabled():
+            layer._refuse_gradient(x)
+        weights.append(w)
         biases.append(bias)
         biased = biased or bias is not None
         finished = finished and not (layer.empty or layer.gather_output)

@@ -13,10 +13,11 @@ from tpkernels.groups import GroupLike
 from tpkernels.nn import check
 from tpkernels.nn.column import ColumnParallelLinear, column_parallel
 from tpkernels.nn.heads import QKV, Heads
+from tpkernels.nn.linear import pack_
 from tpkernels.nn.sharding import LayerOptions, SequenceOptions
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 Merged = TypeVar("Merged", bound=nn.Module)
 
@@ -86,6 +87,10 @@ class MergedColumnParallelLinear(nn.Module):
             **options,
         )
         return _adopt(layer, linears)
+
+    def pack_(self, *, drop: bool = False) -> Self:
+        """Packs each layer's weight; see `ColumnParallelLinear.pack_`."""
+        return pack_(self, drop=drop)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
@@ -200,6 +205,10 @@ class QKVParallelLinear(nn.Module):
             **options,
         )
         return _adopt(layer, linears)
+
+    def pack_(self, *, drop: bool = False) -> Self:
+        """Packs each projection's weight; see `ColumnParallelLinear.pack_`."""
+        return pack_(self, drop=drop)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None

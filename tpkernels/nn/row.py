@@ -86,22 +86,26 @@ class RowParallelLinear(ParallelLinear):
             residual: of the output's shape, added after the bias; the output gets its dtype.
             shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
         """
-        weight: torch.Tensor = self.weight
+        w = self._packed
+        if w is None:
+            w = self.weight.t()
+        elif torch.is_grad_enabled():
+            self._refuse_gradient(x)
         if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear._zeros.
             x = x if x.shape[-1] else F.pad(x, (0, 1))
-            weight = F.pad(weight, (0, x.shape[-1]))
+            w = F.pad(self.weight, (0, x.shape[-1])).t()
         # Under autocast an fp32 residual stream stays fp32. The ops are called directly, for the
         # reason given in `column_parallel`.
         out_dtype = None if residual is None else residual.dtype
         y: torch.Tensor
         if not self.sequence_parallel:
             y = torch.ops.tpkernels.matmul_all_reduce.default(
-                x, weight.t(), self.group, self.bias, residual, out_dtype=out_dtype
+                x, w, self.group, self.bias, residual, out_dtype=out_dtype
             )
             return y
         y = torch.ops.tpkernels.matmul_reduce_scatter.default(
             x,
-            weight.t(),
+            w,
             self.group,
             self.sequence_dim,
             self.bias,

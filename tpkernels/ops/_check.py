@@ -8,6 +8,8 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.groups.group import Group
+from tpkernels.local.packed import columns_of, is_packed
+from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.shards import check_sizes
 
 _OVERLAPS = 1  # torch's answer; 0 is no, 2 is too hard to tell
@@ -38,26 +40,80 @@ def written_once(x: torch.Tensor) -> None:
 
 def matrix_input(x: torch.Tensor) -> None:
     """x [..., K] of a supported dtype."""
+    _strided(x, "x")
     dtypes.check_supported(x.dtype, "x")
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dims [..., K], not shape {list(x.shape)}")
 
 
-def weight(w: torch.Tensor, x: torch.Tensor, k: int, what: str) -> None:
+def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
     """w [k, N] of x's dtype and device, where ``k`` is the columns of the (gathered) x."""
     if k < 1:
         raise ValueError(f"x has shape {list(x.shape)}: K must be at least 1")
-    if w.dim() != 2 or w.shape[0] != k:
+    shape, form = list(w.shape), "shape"
+    if is_packed(w):
+        shape, form = shape[::-1], "packed shape"
+    elif isinstance(w, torch.Tensor):
+        _strided(w, what)
+    if len(shape) != 2 or shape[0] != k:
         raise ValueError(
-            f"{what} has shape {list(w.shape)}, but x of shape {list(x.shape)} needs [{k}, N]"
+            f"{what} has {form} {shape}, but x of shape {list(x.shape)} needs [{k}, N]"
         )
-    if w.shape[1] < 1:
-        raise ValueError(f"{what} has shape {list(w.shape)}: N must be at least 1")
+    if shape[1] < 1:
+        raise ValueError(f"{what} has shape {shape}: N must be at least 1")
     if w.dtype != x.dtype:
+        packed = ": pack it in x's dtype" if is_packed(w) else ""
         raise TypeError(
             f"{what} is {dtypes.name(w.dtype)} but x is {dtypes.name(x.dtype)}; they must be equal"
+            f"{packed}"
         )
-    same_device(w, x, what)
+    if isinstance(w, torch.Tensor):
+        same_device(w, x, what)
+
+
+def whole(
+    w: Weight,
+    x: torch.Tensor,
+    result: torch.dtype,
+    algorithm: str,
+    what: str,
+    by_columns: bool = False,
+) -> None:
+    """Checks the use of a weight that is packed, or known to a `LocalProduct` alone: all of its
+    columns are multiplied at once and give results of x's dtype.
+
+    Args:
+        result: the dtype of the product before it travels, or is returned.
+        by_columns: the op splits the columns over the ranks.
+    """
+    if isinstance(w, LocalProduct):
+        kind = "a LocalProduct"
+    elif is_packed(w):
+        kind = "packed"
+    else:
+        return
+    if algorithm == "fused":
+        raise NotImplementedError(
+            f"{what} is {kind}, and the kernels of 'fused' cannot read it; pass the plain weight, "
+            "or another algorithm"
+        )
+    if by_columns:
+        raise NotImplementedError(
+            f"{what} is {kind}, and its columns cannot be split along the last dim of the result; "
+            "pass the plain weight"
+        )
+    if result != x.dtype:
+        raise NotImplementedError(
+            f"{what} is {kind}, and its product has x's dtype {dtypes.name(x.dtype)}, not "
+            f"{dtypes.name(result)}; pass the plain weight, or leave the dtype at its default"
+        )
+
+
+def product_options(weights: Sequence[Weight], x: torch.Tensor) -> tuple[str, ...]:
+    """What all ranks must know of a `LocalProduct`, as an option of the problem. On a GPU it keeps
+    ``auto`` from taking ``fused``, whose measured times are those of plain weights."""
+    caller = any(isinstance(w, LocalProduct) for w in weights)
+    return ("LocalProduct",) if caller and x.is_cuda else ()
 
 
 def bias(value: torch.Tensor | None, x: torch.Tensor, columns: int, what: str = "bias") -> None:
@@ -66,6 +122,7 @@ def bias(value: torch.Tensor | None, x: torch.Tensor, columns: int, what: str = 
         return
     if tuple(value.shape) != (columns,):
         raise ValueError(f"{what} has shape {list(value.shape)}, expected [{columns}]")
+    _strided(value, what)
     _dtype_among(value, (x.dtype, dtypes.accumulator(x.dtype)), what)
     same_device(value, x, what)
 
@@ -78,6 +135,7 @@ def residual(
         return
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"residual has shape {list(value.shape)}, the output {list(shape)}")
+    _strided(value, "residual")
     _dtype_among(value, (x.dtype, out_dtype), "residual")
     same_device(value, x, "residual")
 
@@ -143,6 +201,14 @@ def same_device(tensor: torch.Tensor, x: torch.Tensor, what: str) -> None:
         raise ValueError(f"{what} is on {tensor.device} but x is on {x.device}")
 
 
+def _strided(tensor: torch.Tensor, what: str) -> None:
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(
+            f"{what} has layout {tensor.layout}; the ops take dense tensors, and packed ones "
+            "(tpkernels.pack) as weights only"
+        )
+
+
 def _dtype_among(tensor: torch.Tensor, allowed: Sequence[torch.dtype], what: str) -> None:
     if tensor.dtype not in allowed:
         names = " or ".join(dict.fromkeys(dtypes.name(d) for d in allowed))
@@ -150,7 +216,7 @@ def _dtype_among(tensor: torch.Tensor, allowed: Sequence[torch.dtype], what: str
 
 
 def weights(
-    values: Sequence[torch.Tensor],
+    values: Sequence[Weight],
     biases: Sequence[torch.Tensor] | None,
     x: torch.Tensor,
     k: int,
@@ -161,7 +227,11 @@ def weights(
     for i, w in enumerate(values):
         weight(w, x, k, f"weights[{i}]")
         if biases is not None and biases[i].shape != (0,):
-            bias(biases[i], x, w.shape[1], f"biases[{i}]")
+            if isinstance(w, LocalProduct):
+                raise NotImplementedError(
+                    f"weights[{i}] is a LocalProduct with a bias; add the bias in its function"
+                )
+            bias(biases[i], x, columns_of(w), f"biases[{i}]")
 
 
 def gathered_shape(

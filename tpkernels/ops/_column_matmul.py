@@ -18,6 +18,7 @@ from tpkernels.algorithms.shards import as_rows
 from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, bias_grads
 from tpkernels.ops._library import bias_list, define_autocast, define_backward, define_local
@@ -35,7 +36,7 @@ def _run(
     _check.weights(weights, biases, x, x.shape[-1])
     outs = []
     for i, w in enumerate(weights):
-        out = empty((*x.shape[:-1], w.shape[1]), x.dtype, x.device)
+        out = empty((*x.shape[:-1], columns_of(w)), x.dtype, x.device)
         bias = biases[i] if biases is not None and biases[i].numel() else None
         local_matmul(as_rows(x), w, as_rows(out), bias)
         outs.append(out)
@@ -49,7 +50,7 @@ def _fake(
     biases: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     groups.get(group)
-    return [x.new_empty((*x.shape[:-1], w.shape[1])) for w in weights]
+    return [x.new_empty((*x.shape[:-1], fake_columns_of(w, x.shape[-1]))) for w in weights]
 
 
 def _save(ctx: Any, given: Any, output: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from torch.autograd import forward_ad
 from tpkernels import _C, backends, groups
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
+from tpkernels.local.packed import is_packed
+from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops._arguments import arguments_of
 from tpkernels.ops._planning import plan_call
 from tpkernels.planning.problem import Problem
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
-_CPU, _CUDA = (
-    torch._C.DispatchKeySet(key) for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+_CPU, _CUDA, _PACKED = (
+    torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+    for key in ("CPU", "CUDA", "MkldnnCPU")
 )
 _BELOW = torch._C._after_ADInplaceOrView_keyset
 
@@ -30,12 +34,16 @@ _KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def define_local(schema: str, *, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors and its
-    fake kernel. Both get the arguments as the schema has them."""
+    """Makes ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors, of which
+    arguments named ``w`` or ``weights`` may be packed, and its fake kernel. Both get the arguments
+    as the schema has them."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CPU")
     _LIBRARY.impl(name, run, "CUDA")
+    parsed = torch._C.parse_schema(f"tpkernels::{schema}")
+    if any(argument.name in ("w", "weights") for argument in parsed.arguments):
+        _LIBRARY.impl(name, run, "MkldnnCPU")
     torch.library.register_fake(f"tpkernels::{name}", fake, lib=_LIBRARY)
     _KERNELS[name] = run
 
@@ -117,6 +125,8 @@ def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..
     def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, args)
+        if torch.is_grad_enabled():
+            _forbid_packed(op, args)
         return recorded(keys, *args, **options)
 
     _LIBRARY.impl(op, _above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
@@ -126,8 +136,8 @@ def _above(
     run: Callable[..., Any], otherwise: Callable[..., Any], *, overwrites: bool
 ) -> Callable[..., Any]:
     """A kernel for the Autograd keys; csrc/calls/kernel.h."""
-    keys = (_BELOW.raw_repr(), _CPU.raw_repr(), _CUDA.raw_repr())
-    return _C.calls.make_above(run, otherwise, *keys, overwrites)
+    plain = [keys.raw_repr() for keys in (_CPU, _CUDA, _CPU | _PACKED)]
+    return _C.calls.make_above(run, otherwise, _BELOW.raw_repr(), plain, overwrites)
 
 
 def define_in_place(op: str, *, instead: str) -> None:
@@ -159,13 +169,28 @@ def define_in_place(op: str, *, instead: str) -> None:
 
 def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
     """``NotImplementedError`` where forward-mode AD would silently treat a tangent as zero."""
+    if any(map(_has_tangent, _tensors(args))):
+        raise NotImplementedError(
+            f"tpkernels.{op} has no forward-mode derivative; use reverse mode (backward)"
+        )
+
+
+def _forbid_packed(op: str, args: Iterable[Any]) -> None:
+    """``NotImplementedError`` where a gradient is needed and a weight is packed."""
+    tensors = [x for x in _tensors(args) if x.requires_grad or is_packed(x)]
+    if any(x.requires_grad for x in tensors) and any(is_packed(x) for x in tensors):
+        raise NotImplementedError(
+            f"tpkernels.{op} has no gradient with a packed weight; call it under torch.no_grad(), "
+            "or pass the plain weight"
+        )
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in args:
         if isinstance(value, (list, tuple)):
-            _forbid_tangents(op, value)
-        elif isinstance(value, torch.Tensor) and _has_tangent(value):
-            raise NotImplementedError(
-                f"tpkernels.{op} has no forward-mode derivative; use reverse mode (backward)"
-            )
+            yield from _tensors(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
@@ -182,7 +207,7 @@ def define_autocast(op: str) -> None:
 
     def cast_and_call(device: str, key: str, *args: Any, **options: Any) -> Any:
         dtype, out_dtype = torch.get_autocast_dtype(device), options.get("out_dtype")
-        off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        off = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
         with torch._C._ExcludeDispatchKeyGuard(off):
             given = dict(zip(names, args, strict=False))  # without the defaults at the end
             with groups.told_of_errors(given.get("group")):  # no memory for the copies
@@ -196,15 +221,51 @@ def define_autocast(op: str) -> None:
 def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
     """An argument as autocast passes it: floating-point tensors in ``dtype``. Unchanged are
     float64, a bias in float32 and a residual in the output's dtype, which the ops take with 16-bit
-    operands."""
+    operands, and a packed weight, whose dtype is checked."""
     if isinstance(value, (list, tuple)):
         return [_lowered(name, each, dtype, out_dtype) for each in value]
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     kept = {"biases": torch.float32, "bias": torch.float32, "residual": out_dtype}
-    if value.dtype in (torch.float64, kept.get(name)):
+    if value.dtype in (torch.float64, kept.get(name)) or is_packed(value):
         return value
     return value.to(dtype)
+
+
+def overload_for(op: str, weights: Sequence[Weight]) -> Callable[..., Any]:
+    """What runs an op with these weights: its overload, or, as the dispatcher takes no functions,
+    its kernel where one of them is a `LocalProduct`."""
+    for w in weights:
+        if isinstance(w, LocalProduct):
+            return functools.partial(_run_products, op)
+    overload: Callable[..., Any] = getattr(torch.ops.tpkernels, op).default
+    return overload
+
+
+def _run_products(op: str, *args: Any, **options: Any) -> Any:
+    """Breaks compiled graphs, which cannot have a function of the caller as a part."""
+    run = _products
+    if "torch._dynamo" in sys.modules:  # otherwise this imports it, which takes a second
+        run = torch.compiler.disable(_products)
+    return run(op, *args, **options)
+
+
+_run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _products(op: str, *args: Any, **options: Any) -> Any:
+    for x in _tensors([*args, *options.values()]):
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"tpkernels.{op} with a LocalProduct takes plain tensors, not {type(x).__name__}"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"tpkernels.{op} has no gradient with a LocalProduct; call it under torch.no_grad()"
+            )
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, [x])
+    return _KERNELS[op](*args, **options)
 
 
 def bias_list(

@@ -9,6 +9,7 @@ import torch
 from tpkernels import dtypes
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.groups.group import Group
+from tpkernels.local.packed import columns_of
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad
 from tpkernels.planning.problem import Problem
@@ -27,13 +28,17 @@ def matmul_problem(
     _check.matrix_input(x)
     dim = None if scatter_dim is None else _check.dim(scatter_dim, x.dim(), "scatter_dim")
     _check.weight(w, x, x.shape[-1], "w")
-    shape, kept = [*x.shape[:-1], w.shape[1]], [*x.shape[:-1], w.shape[1]]
+    columns = columns_of(w)
+    shape, kept = [*x.shape[:-1], columns], [*x.shape[:-1], columns]
     sizes = () if dim is None else _check.scatter_sizes(sizes, shape[dim], group.world)
     if dim is not None:
         kept[dim] = sizes[group.rank]
     out_dtype = _check.out_dtype(given.out_dtype, x)
-    _check.bias(given.bias, x, w.shape[1])
+    _check.bias(given.bias, x, columns)
     _check.residual(given.residual, x, kept, out_dtype)
+    wire_dtype = _check.wire_dtype(given.wire_dtype, x)
+    by_columns = dim == x.dim() - 1
+    _check.whole(w, x, wire_dtype, given.algorithm, "w", by_columns=by_columns)
     return Problem(
         op=op,
         device=_check.device(x),
@@ -41,8 +46,9 @@ def matmul_problem(
         shape=tuple(shape),
         dim=dim,
         sizes=sizes,
-        dtype=_check.wire_dtype(given.wire_dtype, x),
-        options=describe(x.dtype, out_dtype, given.bias, given.residual),
+        dtype=wire_dtype,
+        options=describe(x.dtype, out_dtype, given.bias, given.residual)
+        + _check.product_options([w], x),
     )
 
 

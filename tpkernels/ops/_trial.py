@@ -12,7 +12,9 @@ import torch
 
 from tpkernels import _C
 from tpkernels.call import Call
-from tpkernels.local.exactness import rows_are_exact
+from tpkernels.local.exactness import layout_of, rows_are_exact
+from tpkernels.local.packed import columns_of
+from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.planning.steps import part_rows
 from tpkernels.planning.trials import ELIGIBLE, Sample, Trial, is_eligible
 
@@ -63,19 +65,20 @@ class Tried:
     def __init__(self, trial: Trial, calls: Mapping[str, Call]) -> None:
         self._trial, self._calls = trial, calls
 
-    def __call__(self, call: Call, x: torch.Tensor, w: Any, *operands: Any) -> Any:
+    def __call__(
+        self, call: Call, x: torch.Tensor, w: Weight | list[Weight], *operands: Any
+    ) -> Any:
         trial, chosen = self._trial, self._calls[self._trial.algorithm]
         begin = time.perf_counter()
         result = chosen.function(chosen, x, w, *operands)
         end = time.perf_counter()
-        gathers = isinstance(w, list)
-        other = sum(each.shape[1] for each in w) if gathers else w.shape[0]
+        other = sum(map(columns_of, w)) if isinstance(w, list) else x.shape[-1]
         trial.samples.append(Sample(begin, end, other))
         if trial.stage_over:
-            self._end_stage(call, x, w if gathers else [w])
+            self._end_stage(call, x, w if isinstance(w, list) else [w])
         return result
 
-    def _end_stage(self, call: Call, x: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    def _end_stage(self, call: Call, x: torch.Tensor, weights: list[Weight]) -> None:
         trial, group, device = self._trial, call.group, call.problem.device
         if trial.begun:
             times = _exchanged(call, "times", torch.tensor(trial.samples, **_FLOAT64))
@@ -88,23 +91,25 @@ class Tried:
             group.use_times(device, group.tuned(device).extended(trial.measurements))
 
 
-def _may_split(call: Call, x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
+def _may_split(call: Call, x: torch.Tensor, weights: list[Weight]) -> bool:
     """Whether `pipelined` gives the bits of the other algorithms, on this rank. What it would make
     of fewer rows than `_FEWEST_ROWS` is not worth trying."""
     problem = call.problem
     parts = part_rows(problem, call.workspace.usable_bytes)
     if min(parts) < _FEWEST_ROWS:
         return False
-    wire = x.dtype if problem.op == "all_gather_matmul" else problem.dtype
+    gathers = problem.op == "all_gather_matmul"
+    columns, wire = x.shape[-1], x.dtype if gathers else problem.dtype
     return all(
         rows_are_exact(
             tuple(sorted(parts)),
-            (problem.rows, *w.shape),
-            w.stride(0) < w.stride(1),
+            (problem.rows, columns, columns_of(w)),
+            layout_of(w),
             x.dtype,
             wire,
         )
         for w in weights
+        if not isinstance(w, LocalProduct)  # which promises it
     )
 
 

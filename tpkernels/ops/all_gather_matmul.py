@@ -13,9 +13,17 @@ from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of, fake_columns_of
+from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
-from tpkernels.ops._library import bias_list, define, define_autocast, define_backward
+from tpkernels.ops._library import (
+    bias_list,
+    define,
+    define_autocast,
+    define_backward,
+    overload_for,
+)
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -35,6 +43,8 @@ def _problem(group: Group, given: Any) -> Problem:
         raise ValueError("weights is empty; pass at least one weight")
     _check.weights(given.weights, given.biases, x, shape[-1])
     out_dtype = _check.out_dtype(given.out_dtype, x)
+    for i, w in enumerate(given.weights):
+        _check.whole(w, x, out_dtype, given.algorithm, f"weights[{i}]")
     options = [] if out_dtype == x.dtype else [f"out {dtypes.name(out_dtype)}"]
     if given.return_gathered:
         options.append("return_gathered")
@@ -46,14 +56,14 @@ def _problem(group: Group, given: Any) -> Problem:
         dim=dim,
         sizes=sizes,
         dtype=x.dtype,
-        options=tuple(options),
+        options=(*options, *_check.product_options(given.weights, x)),
     )
 
 
 def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     x, weights, biases = given.x, given.weights, given.biases
     lead, out_dtype = call.problem.shape[:-1], given.out_dtype or x.dtype
-    outs = [empty((*lead, w.shape[1]), out_dtype, x.device) for w in weights]
+    outs = [empty((*lead, columns_of(w)), out_dtype, x.device) for w in weights]
     gathered = empty(call.problem.shape, x.dtype, x.device) if given.return_gathered else None
     each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
     call.function(call, x, weights, each_bias, outs, gathered)
@@ -63,7 +73,10 @@ def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 def _fake(group: Group, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     x = given.x
     shape = _check.gathered_shape(x.shape, given.gather_dim, given.shard_sizes, group)
-    outs = [x.new_empty((*shape[:-1], w.shape[1]), dtype=given.out_dtype) for w in given.weights]
+    outs = [
+        x.new_empty((*shape[:-1], fake_columns_of(w, shape[-1])), dtype=given.out_dtype)
+        for w in given.weights
+    ]
     return x.new_empty(shape if given.return_gathered else [0]), outs
 
 
@@ -74,19 +87,19 @@ define_autocast("all_gather_matmul")
 
 @overload
 def all_gather_matmul(
-    x: torch.Tensor, weights: torch.Tensor, group: GroupLike, gather_dim: int = 0, **options: Any
+    x: torch.Tensor, weights: Weight, group: GroupLike, gather_dim: int = 0, **options: Any
 ) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
     x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    weights: Sequence[Weight],
     group: GroupLike,
     gather_dim: int = 0,
     **options: Any,
 ) -> list[torch.Tensor]: ...
 def all_gather_matmul(  # type: ignore[misc]
     x: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
+    weights: Weight | Sequence[Weight],
     group: GroupLike,
     gather_dim: int = 0,
     *,
@@ -102,7 +115,8 @@ def all_gather_matmul(  # type: ignore[misc]
     Args:
         x: [..., K], this rank's shard along ``gather_dim``; any strides.
         weights: [K, N] or several [K, N_i] that share the gather; any strides
-            (``linear.weight.t()`` is the fast layout). N may differ by rank.
+            (``linear.weight.t()`` is the fast layout), packed (`pack`), or a `LocalProduct`. N may
+            differ by rank.
         group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         gather_dim: the dim of ``x`` that is split over the ranks.
         biases: [N] for each weight, or None.
@@ -132,11 +146,12 @@ def all_gather_matmul(  # type: ignore[misc]
     first result is ``gathered``, empty unless requested. The arguments mean what they mean in
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
-    single = isinstance(weights, torch.Tensor)
-    each = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    single = isinstance(weights, (torch.Tensor, LocalProduct))
+    each = [weights] if isinstance(weights, (torch.Tensor, LocalProduct)) else list(weights)
     each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
-    keep = save_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in each)
-    gathered, outs = torch.ops.tpkernels.all_gather_matmul.default(
+    keep = save_gathered and torch.is_grad_enabled()
+    keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
+    gathered, outs = overload_for("all_gather_matmul", each)(
         x,
         each,
         name_of(group),

@@ -9,8 +9,10 @@ import torch
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
+from tpkernels.local.packed import fake_columns_of
+from tpkernels.local.product import Weight
 from tpkernels.ops._autograd import bias_grad, matmul
-from tpkernels.ops._library import define, define_autocast, define_backward
+from tpkernels.ops._library import define, define_autocast, define_backward, overload_for
 from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
 from tpkernels.planning.problem import Problem
 
@@ -34,8 +36,9 @@ def _execute(call: Call, given: Any) -> Any:
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
-    shape = (*given.x.shape[:-1], given.w.shape[1])
-    return given.x.new_empty(shape, dtype=given.out_dtype)
+    x = given.x
+    shape = (*x.shape[:-1], fake_columns_of(given.w, x.shape[-1]))
+    return x.new_empty(shape, dtype=given.out_dtype)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -61,7 +64,7 @@ define_autocast("matmul_all_reduce")
 
 def matmul_all_reduce(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: Weight,
     group: GroupLike,
     *,
     bias: torch.Tensor | None = None,
@@ -74,7 +77,8 @@ def matmul_all_reduce(
 
     Args:
         x: [..., K]; any strides. K may differ by rank.
-        w: [K, N]; any strides (``linear.weight.t()`` is the fast layout).
+        w: [K, N]; any strides (``linear.weight.t()`` is the fast layout), packed (`pack`), or a
+            `LocalProduct`.
         group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         bias: [N], added once, after the sum. The same on all ranks, as is ``residual``.
         residual: [..., N], added after the bias.
@@ -95,7 +99,7 @@ def matmul_all_reduce(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = torch.ops.tpkernels.matmul_all_reduce.default(
+    result: Any = overload_for("matmul_all_reduce", [w])(
         x,
         w,
         name_of(group),

@@ -11,9 +11,11 @@ import torch
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
+from tpkernels.local.packed import fake_columns_of
+from tpkernels.local.product import Weight
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import algorithm_like, bias_grad
-from tpkernels.ops._library import define, define_autocast, define_backward
+from tpkernels.ops._library import define, define_autocast, define_backward, overload_for
 from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
 from tpkernels.planning.problem import Problem
 
@@ -39,9 +41,10 @@ def _execute(call: Call, given: Any) -> Any:
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
-    whole = [*given.x.shape[:-1], given.w.shape[1]]
+    x = given.x
+    whole = [*x.shape[:-1], fake_columns_of(given.w, x.shape[-1])]
     shape = _check.scattered_shape(whole, given.scatter_dim, given.shard_sizes, group)
-    return given.x.new_empty(shape, dtype=given.out_dtype)
+    return x.new_empty(shape, dtype=given.out_dtype)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -96,7 +99,7 @@ define_autocast("matmul_reduce_scatter")
 
 def matmul_reduce_scatter(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: Weight,
     group: GroupLike,
     scatter_dim: int = 0,
     *,
@@ -111,7 +114,8 @@ def matmul_reduce_scatter(
 
     Args:
         x: [..., K]; any strides. K may differ by rank.
-        w: [K, N]; any strides (``linear.weight.t()`` is the fast layout).
+        w: [K, N]; any strides (``linear.weight.t()`` is the fast layout), packed (`pack`), or a
+            `LocalProduct`.
         group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         scatter_dim: the dim of the sum [..., N] that is split over the ranks.
         bias: [N], added once, after the sum. Pass the whole bias, even if N is scattered.
@@ -135,7 +139,7 @@ def matmul_reduce_scatter(
 
     The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
     """
-    result: Any = torch.ops.tpkernels.matmul_reduce_scatter.default(
+    result: Any = overload_for("matmul_reduce_scatter", [w])(
         x,
         w,
         name_of(group),

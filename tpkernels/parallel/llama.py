@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
-from tpkernels.nn import ParallelLMHead, RMSNorm, VocabParallelEmbedding, check
+from tpkernels.nn import ParallelLMHead, RMSNorm, VocabParallelEmbedding, check, pack_
 from tpkernels.nn.embedding import sharded_embedding
 from tpkernels.nn.heads import QKV, Heads
 from tpkernels.nn.linear import sharded_linear
@@ -69,7 +69,7 @@ class Parts:
     heads: Heads
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, pack: bool) -> None:
     """See `tpkernels.parallelize`. All modules are checked before the first is replaced."""
     architecture = _architecture(model)
     group = groups.name_of(mesh)
@@ -83,6 +83,8 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None:
         check.linear(head, "lm_head")
+    if pack:
+        check.packable(model)
 
     rows = Rows(world) if sequence_parallel else None
     embedding = sharded_embedding(VocabParallelEmbedding, base.embed_tokens, group)
@@ -98,6 +100,8 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         base.norm = _norm(base.norm, group)
         base.layers[0].register_forward_pre_hook(SplitRows(group, rows), with_kwargs=True)
         base.norm.register_forward_hook(GatherRows(group, rows))
+    if pack:
+        pack_(model)
 
 
 def _architecture(model: nn.Module) -> Architecture:

@@ -23,6 +23,7 @@ def parallelize(
     *,
     plan: Mapping[str, ParallelStyle] | None = None,
     sequence_parallel: bool = True,
+    pack: bool = False,
 ) -> Model:
     """Splits a model over the ranks of ``mesh``, in place, and returns it. All ranks call it, with
     the same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
@@ -57,13 +58,18 @@ def parallelize(
         sequence_parallel: without a plan, whether each rank has only its rows of the sequence
             between the matmuls. The norms are then split too, and each matmul overlaps with its
             collective. For generation token by token, False saves one collective per matmul.
+        pack: without a plan, whether the weights are packed for inference on CPUs, as
+            `tpkernels.nn.pack_` does; the plain ones are kept. To drop them, call
+            ``tpkernels.nn.pack_(model, drop=True)`` instead. The model is then called under
+            ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh, a style is not a ParallelStyle, or a module is not
             of the expected type; the message names it.
         ValueError: ``mesh`` has several dims, a name in the plan matches no module, or the heads do
             not fit together.
-        NotImplementedError: the architecture is not supported, or a weight is quantised.
+        NotImplementedError: the architecture is not supported, a weight is quantised, or it cannot
+            be packed.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
@@ -75,7 +81,11 @@ def parallelize(
             f"{one}"
         )
     if plan is not None:
+        if pack:
+            raise NotImplementedError(
+                "pack=True packs the layers of tpkernels.nn, and a plan makes none; leave out one"
+            )
         return plans.apply(model, mesh, plan)
-    llama.apply(model, mesh, sequence_parallel)
+    llama.apply(model, mesh, sequence_parallel, pack)
     saving.attach(model, groups.name_of(mesh))
     return model

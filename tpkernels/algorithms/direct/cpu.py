@@ -18,18 +18,23 @@ from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
 from tpkernels.local.matmul import converts, local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of, is_packed
+from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.local.ranges import COPY, recorded
 
 
 def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
     """What runs calls of an op with these arguments in the extension; None: Python does, because
-    operands or results are converted or split.
+    operands or results are converted or split, or a product is the caller's.
 
     Args:
         op: as in ``torch.ops.tpkernels``; ``call`` does not tell what is in place.
         given: the op's arguments, which have been checked.
     """
     x, problem, calls = given.x, call.problem, _C.calls
+    weights = given.weights if op == "all_gather_matmul" else [getattr(given, "w", None)]
+    if any(isinstance(w, LocalProduct) for w in weights):
+        return None
     dtypes = {x.dtype, problem.dtype, getattr(given, "out_dtype", None) or x.dtype}
     if len(dtypes) > 1 or prod(problem.shape) == 0:
         return None
@@ -48,16 +53,22 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
         case "all_gather_matmul":
             if given.biases:
                 return None
-            shapes = [(*problem.shape[:-1], w.shape[1]) for w in given.weights]
             return calls.AllGatherMatmul(
-                call.collective, call.layout, problem.shape, shapes, given.return_gathered
+                call.collective,
+                call.layout,
+                problem.shape,
+                [(*problem.shape[:-1], columns_of(w)) for w in given.weights],
+                [is_packed(w) for w in given.weights],
+                given.return_gathered,
             )
         case "matmul_all_reduce":
-            return calls.MatmulAllReduce(call.collective, problem.shape)
+            return calls.MatmulAllReduce(call.collective, problem.shape, is_packed(given.w))
         case "matmul_reduce_scatter":
             if given.bias is not None and problem.dim == len(problem.shape) - 1:
                 return None  # each rank adds its part of the bias
-            return calls.MatmulReduceScatter(call.collective, call.layout, shape)
+            return calls.MatmulReduceScatter(
+                call.collective, call.layout, shape, is_packed(given.w)
+            )
     return None
 
 
@@ -71,7 +82,7 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: list[Weight],
     biases: list[torch.Tensor | None],
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
@@ -93,7 +104,7 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
 
 
 def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     return reduce_scatter(call, matmul_partial(call, x, w), reduction)
 
@@ -104,9 +115,7 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
         call.collective.all_reduce(x.contiguous(), out, reduction.bias, reduction.residual)
 
 
-def matmul_all_reduce(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     partial = matmul_partial(call, x, w)
     out = empty(partial.shape, reduction.out_dtype, x.device)
     all_reduce(call, partial, out, reduction)

@@ -14,6 +14,7 @@ from tpkernels.call import Call
 from tpkernels.cuda.queued import queue
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
 from tpkernels.planning.problem import Problem
 
 
@@ -43,7 +44,7 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: list[Weight],
     biases: list[torch.Tensor | None],
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
@@ -64,7 +65,7 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
 
 
 def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     return reduce_scatter(call, matmul_partial(call, x, w), reduction)
 
@@ -76,9 +77,7 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
     queue(call, x.device, launch)
 
 
-def matmul_all_reduce(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     partial = matmul_partial(call, x, w)
     out = empty(partial.shape, reduction.out_dtype, x.device)
     all_reduce(call, partial, out, reduction)

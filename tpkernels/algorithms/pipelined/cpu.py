@@ -31,6 +31,8 @@ from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of
+from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 from tpkernels.planning.steps import LINE_BYTES, step_rows
 
@@ -46,7 +48,7 @@ def _steps(call: Call, rows: int, per_rank: int = 1) -> tuple[int, Iterator[int]
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: list[Weight],
     biases: list[torch.Tensor | None],
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
@@ -90,7 +92,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     problem, workspace, rank = call.problem, call.workspace, call.group.rank
     assert problem.dim is not None  # a reduce-scatter has one
@@ -100,7 +102,7 @@ def matmul_reduce_scatter(
     if by_columns:
         rows, columns = [problem.rows for _ in world], list(problem.sizes)
     else:
-        rows, columns = [shard_rows(problem, r) for r in world], [w.shape[1] for _ in world]
+        rows, columns = [shard_rows(problem, r) for r in world], [columns_of(w) for _ in world]
     out = empty(shard_shape(problem, rank), reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, max(rows))
@@ -122,11 +124,9 @@ def matmul_reduce_scatter(
     return out
 
 
-def matmul_all_reduce(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     problem, workspace, rank = call.problem, call.workspace, call.group.rank
-    flat, wire, columns = as_rows(x), problem.dtype, w.shape[1]
+    flat, wire, columns = as_rows(x), problem.dtype, columns_of(w)
     out = empty(problem.shape, reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, problem.rows, per_rank=problem.world)

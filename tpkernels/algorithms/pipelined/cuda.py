@@ -27,6 +27,7 @@ from tpkernels.cuda.queued import queued
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.side_stream import SideStream
 
@@ -38,7 +39,7 @@ _ALIGNMENT = 256  # bytes, of the results
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: list[Weight],
     biases: list[torch.Tensor | None],
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
@@ -64,7 +65,7 @@ def gather_and_multiply(
     sizes: list[int],
     rows: torch.Tensor,
     whole: torch.Tensor,
-    factors: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
+    factors: list[tuple[Weight, torch.Tensor | None, torch.Tensor]],
 ) -> None:
     """Within a call: gathers ``rows`` [sizes[rank], K] of all ranks into ``whole`` [sum(sizes), K],
     in the order of ``peers``, and multiplies them for each (w, bias, out)."""
@@ -89,7 +90,7 @@ def gather_and_multiply(
 
 
 def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     problem, columns = call.problem, w.shape[1]
     sizes = [shard_rows(problem, rank) for rank in range(problem.world)]
@@ -112,7 +113,7 @@ def multiply_and_scatter(
     peers: Sequence[int],
     sizes: list[int],
     rows: torch.Tensor,
-    w: torch.Tensor,
+    w: Weight,
     wire: torch.dtype,
 ) -> list[torch.Tensor]:
     """Within a call: multiplies ``rows`` [sum(sizes), K] by w [K, N]. Returns, in rank order, all
@@ -143,9 +144,7 @@ def _residual_rows(reduction: Reduction) -> torch.Tensor | None:
     return None if reduction.residual is None else as_rows(reduction.residual)
 
 
-def matmul_all_reduce(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     problem, rank, columns = call.problem, call.group.rank, w.shape[1]
     out = empty(problem.shape, reduction.out_dtype, x.device)
     rows, result = as_rows(x), as_rows(out)

@@ -1,0 +1,49 @@
+#include "calls/matmul.h"
+
+#include <stdexcept>
+
+#include "calls/memory.h"
+#include "calls/python.h"
+#include "calls/tensor.h"
+
+namespace tpkernels::calls {
+namespace {
+
+namespace py = pybind11;
+
+py::object packed_matmul(const py::object& x, PyObject* w) {
+  // What the overload calls, without the Python code around it.
+  static PyObject* const multiply = py::object(py::module_::import("torch")
+                                                   .attr("ops")
+                                                   .attr("mkldnn")
+                                                   .attr("_linear_pointwise")
+                                                   .attr("default")
+                                                   .attr("_op"))
+                                        .release()
+                                        .ptr();
+  static PyObject* const none = PyUnicode_InternFromString("none");
+  static PyObject* const no_algorithm = PyUnicode_InternFromString("");
+  static PyObject* const no_scalars = PyList_New(0);
+  PyObject* const given[] = {x.ptr(), w, Py_None, none, no_scalars, no_algorithm};
+  return checked(PyObject_Vectorcall(multiply, given, 6, nullptr));
+}
+
+}  // namespace
+
+py::object matmul(const py::object& x, PyObject* w, bool packed) {
+  if (packed) return packed_matmul(x, w);
+  static const Global mm("torch", "mm");
+  static PyObject* const by_name = py::make_tuple("out").release().ptr();
+  static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
+  Tensor a{}, b{};
+  if (!read(x.ptr(), &a) || !read(w, &b)) throw std::invalid_argument("not a dense tensor");
+  PyObject* factors[] = {x.ptr(), w, nullptr};
+  const auto bytes = static_cast<std::size_t>(a.shape[0] * b.shape[1]) * a.dtype.bits / 8;
+  if (bytes < kLargeBytes) return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
+  const auto dtype = checked(PyObject_GetAttr(x.ptr(), dtype_name));
+  const py::object out = empty(py::make_tuple(a.shape[0], b.shape[1]), dtype);
+  factors[2] = out.ptr();
+  return checked(PyObject_Vectorcall(mm.value(), factors, 2, by_name));
+}
+
+}  // namespace tpkernels::calls

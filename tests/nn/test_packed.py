@@ -1,0 +1,211 @@
+"""Layers with packed weights: the outputs and state dicts of plain ones; copied, loaded, moved,
+unpacked and compiled. What needs the plain weight is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests.support.cases import QUICK_WORLDS, RanksFixture
+from tests.support.nn_reference import Model, Shape, inputs
+from tests.support.ranked import fresh_group, messages_of, report
+from tests.support.refusals import packable
+from tests.support.tiers import sweep
+from tpkernels import nn as tnn
+from tpkernels.nn.linear import ParallelLinear
+
+SHAPE = Shape(heads=4, kv_heads=2, tied=True)  # one of 3 ranks has no heads
+WAYS = sweep([(True, True), (False, False), (True, False), (False, True)], 2)
+
+
+def make(group: dist.ProcessGroup, sequence: bool, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model(SHAPE, group, sequence).float()
+
+
+def logits(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    ids, _, rotary = inputs(SHAPE, 0)
+    with torch.no_grad():
+        out: torch.Tensor = model(ids, rotary)
+    assert out.dtype == dtype
+    return out.float()
+
+
+def copied(model: Model) -> Model:
+    """A copy of a model, of the same process group."""
+    return copy.deepcopy(model, {id(model.pg): model.pg})
+
+
+def layers_of(model: torch.nn.Module) -> list[ParallelLinear]:
+    return [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
+
+
+def local(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state: dict[str, Any] = model.state_dict()
+    return {name: getattr(value, "local", value).clone() for name, value in state.items()}
+
+
+def wrong(model: Model, drop: bool, want: torch.Tensor, state: dict[str, torch.Tensor]) -> str:
+    """What a packed model has that is not as in the plain one, or is not packed."""
+    for layer in layers_of(model):
+        if (layer._packed is None) != layer.empty or not layer.weight.requires_grad:
+            return f"{layer} is not packed, or needs no gradient"
+        if layer.weight.is_mkldnn != (drop and not layer.empty):
+            return f"{layer} has a weight of layout {layer.weight.layout}"
+    if not torch.allclose(logits(model), want, atol=1e-5):
+        return f"logits {logits(model)}, not {want}"
+    got = local(model)
+    if list(got) != list(state) or not all(torch.equal(got[name], state[name]) for name in state):
+        return f"a state dict {got}, not {state}"
+    return ""
+
+
+def same_job(sequence: bool, drop: bool) -> list[str]:
+    with fresh_group() as group:
+        model = make(group, sequence)
+        want, state = logits(model), local(model)
+        assert tnn.pack_(model, drop=drop) is model
+        loaded = tnn.pack_(make(group, sequence, seed=1), drop=drop)
+        loaded.load_state_dict(tnn.full_state_dict(model))
+        assigned = tnn.pack_(make(group, sequence, seed=1), drop=drop)
+        assigned.load_state_dict(tnn.full_state_dict(model), assign=True)
+        layer = model.mlp.down_proj
+        models = {
+            "packed": model,
+            "packed twice": tnn.pack_(tnn.pack_(copied(model), drop=not drop), drop=drop),
+            "copied": copied(model),
+            "loaded": loaded,
+            "loaded with assign": assigned,
+            "moved to where it is": copied(model).to("cpu"),
+        }
+        failures = [f"{how}: {wrong(one, drop, want, state)}" for how, one in models.items()]
+        pickled = pickle.loads(pickle.dumps(layer))
+        if not torch.equal(local(pickled)["weight"], local(layer)["weight"]):
+            failures.append("pickled: another weight")
+        for layer in layers_of(model):
+            layer.unpack_()
+        if not torch.equal(logits(model), want) or any(p.is_mkldnn for p in model.parameters()):
+            failures.append("unpacked: another output, or packed weights")
+        ids, targets, rotary = inputs(SHAPE, 0)
+        model.loss(ids, targets, rotary).backward()  # type: ignore[no-untyped-call]
+    return [failure for failure in failures if not failure.endswith(": ")]
+
+
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+@pytest.mark.parametrize(("sequence", "drop"), WAYS)
+def test_a_packed_model_is_the_same(
+    ranks: RanksFixture, world: int, sequence: bool, drop: bool
+) -> None:
+    results = ranks(world).run(same_job, sequence, drop, timeout=120)
+    report(failure for rank in results for failure in rank)
+
+
+def moved_job() -> list[str]:
+    """A layer is packed again in its new dtype; where it cannot be, it says what to do."""
+    with fresh_group() as group:
+        failures = []
+        for drop in (False, True):
+            plain = make(group, sequence=False)
+            model = tnn.pack_(copied(plain), drop=drop)
+            if torch.bfloat16 in packable():
+                got = logits(copied(model).bfloat16(), torch.bfloat16)
+                want = logits(copied(plain).bfloat16(), torch.bfloat16)
+                if not torch.allclose(got, want, atol=0.05):
+                    failures.append(f"{drop=}: {got} in bfloat16, not {want}")
+            for layer in layers_of(model):
+                layer.reset_parameters()
+            other = logits(model)
+            for layer in layers_of(model):
+                layer.unpack_()
+            if not torch.allclose(logits(model), other, atol=1e-5):
+                failures.append(f"{drop=}: reset, but not packed again")
+            one, two = (tnn.pack_(copied(plain), drop=drop).mlp.down_proj for _ in range(2))
+            for message in messages_of([one.double, lambda layer=two: layer.to("meta")]):
+                if not re.match("NotImplementedError: w is .*; call unpack_.. before$", message):
+                    failures.append(f"{drop=}: {message}")
+    return failures
+
+
+def test_a_layer_that_moves(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(moved_job) for failure in rank)
+
+
+def checkpoint_job(folder: str) -> list[str]:
+    """Saved by packed layers, loaded by packed layers, through torch.distributed.checkpoint."""
+    with fresh_group() as group:
+        model = tnn.pack_(make(group, sequence=True), drop=True)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+        other = tnn.pack_(make(group, sequence=True, seed=1), drop=True)
+        state = other.state_dict()
+        dcp.load({"model": state}, checkpoint_id=folder)
+        other.load_state_dict(state)
+        return ["other logits"] if not torch.equal(logits(model), logits(other)) else []
+
+
+def test_a_checkpoint(ranks: RanksFixture, tmp_path: Path) -> None:
+    report(failure for rank in ranks(2).run(checkpoint_job, str(tmp_path)) for failure in rank)
+
+
+def compiled_job(backend: str) -> list[str]:
+    torch._dynamo.reset()
+    failures = []
+    with fresh_group() as group:
+        for sequence, drop in ((False, True), (True, False)):
+            model = make(group, sequence)
+            want = logits(model)
+            compiled = torch.compile(tnn.pack_(model, drop=drop), backend=backend, fullgraph=True)
+            for call in range(2):
+                if not torch.allclose(logits(compiled), want, atol=1e-5):
+                    failures.append(f"{sequence=} {drop=}, call {call}")
+    return failures
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(ranks: RanksFixture, backend: str) -> None:
+    results = ranks(2).run(compiled_job, backend, timeout=300)
+    report(f"{backend}: {failure}" for rank in results for failure in rank)
+
+
+def refusals_job() -> list[str]:
+    with fresh_group() as group:
+        x = torch.ones(2, 4)
+        needs = x.clone().requires_grad_()
+        column = tnn.ColumnParallelLinear(4, 6, group).pack_()
+        frozen = tnn.RowParallelLinear(8, 6, group).pack_(drop=True).requires_grad_(False)
+        qkv = tnn.QKVParallelLinear(4, 2, 2, 4, group).pack_()
+        wide = tnn.MergedColumnParallelLinear(4, {"gate": 6}, group, dtype=torch.float64)
+        compiled = torch.compile(frozen, backend="aot_eager")
+        return messages_of(
+            [
+                lambda: column(x),
+                lambda: qkv(x),
+                lambda: frozen(needs),
+                lambda: compiled(needs),
+                wide.pack_,
+                tnn.RowParallelLinear(8, 6, group, device="meta").pack_,
+                lambda: frozen(x),
+            ]
+        )
+
+
+def test_refusals(ranks: RanksFixture) -> None:
+    packed = "is packed and has no gradient; call it under torch.no_grad(), or unpack_() it"
+    expected = [
+        *["NotImplementedError: ColumnParallelLinear(in_features=4"] * 2,
+        *["NotImplementedError: RowParallelLinear(in_features=[4, 4]"] * 2,
+        "NotImplementedError: a weight is float64, which oneDNN does not multiply",
+        "NotImplementedError: w is a torch.strided tensor on meta",
+        "nothing",
+    ]
+    for messages in ranks(2).run(refusals_job):
+        for i, (message, start) in enumerate(zip(messages, expected, strict=True)):
+            assert message.startswith(start), message
+            assert (packed in message) == (i < 4), message
