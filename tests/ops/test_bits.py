@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.cases import (
     each,
 )
 from tests.support.ranked import call, fresh_group, report
+from tests.support.refusals import packable
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.launch import Ranks
@@ -75,9 +77,17 @@ def _cases() -> list[Case]:
     ]
 
 
+def _packed_cases() -> list[Case]:
+    split_by_rows = [c for c in MATMULS if not (c.scattered and c.dim == len(c.shape) - 1)]
+    packed = [replace(case, weight_layout="packed", residual=None) for case in split_by_rows]
+    return each(*packed, dtypes=packable(), algorithms=MATMUL_ALGORITHMS, integers=(False,))
+
+
 @pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
-def test_bits_of_runs_ranks_and_algorithms(ranks: RanksFixture, world: int) -> None:
-    cases = _cases()
+@pytest.mark.parametrize("cases", [_cases(), _packed_cases()], ids=["plain", "packed"])
+def test_bits_of_runs_ranks_and_algorithms(
+    ranks: RanksFixture, world: int, cases: list[Case]
+) -> None:
     told = ranks(world).run(bits_job, cases, 3, timeout=120)
     failures = []
     first: dict[tuple[Case, int], tuple[Case, str]] = {}

@@ -1,1 +1,2 @@
-"""What a rank does alone: the local matmul, memory for results, profiler ranges."""
+"""What a rank does alone: the local matmul, packed weights, a caller's product, memory for results,
+profiler ranges."""

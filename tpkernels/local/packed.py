@@ -26,10 +26,11 @@ _PLAIN = "use the plain weight"
 def pack(w: torch.Tensor) -> torch.Tensor:
     """A copy of a weight that the ops with a matmul take in place of it on CPUs, for inference.
 
-    oneDNN then multiplies few rows in about half the time: with K=1024 and N=2816 in bfloat16, one
-    row in 147 us instead of 331, 64 rows in 1999 instead of 2414, and 512 in the time of the plain
-    weight (AMD EPYC Zen 4, 1 thread, torch 2.13). A product of less than about 20 us is slower:
-    each one has 12 us of overhead more.
+    oneDNN then multiplies few rows in less time. In bfloat16, with K=1024 and N=2816, 1 row takes
+    97 us instead of 221, 8 rows 242 instead of 385, and 512 rows about the same time. In float32,
+    8 rows take 509 us instead of 1129. Each product has some 12 us of overhead more, so small ones
+    are slower, such as one row of 64 x 64 in bfloat16 or of 768 x 576 in float32 (AMD EPYC Zen 4, 1
+    thread, torch 2.13, 2026-11-22).
 
     Args:
         w: [K, N] of float32, bfloat16 or float16; any strides.
