@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ def cases_job(cases: Sequence[Case]) -> list[str]:
 @pytest.mark.parametrize("world", sweep([2, 1, 3]))
 def test_unfused(ranks: RanksFixture, world: int) -> None:
     ways = [case for case in one_of_each(world) if case.algorithm == "unfused"]
+    ways += [replace(case, weight_layout="caller's") for case in ways if "matmul" in case.op]
     told = ranks(world).run(cases_job, ways)
     report(failure for rank in told for failure in rank)
 
@@ -52,6 +54,23 @@ def test_fused(interpreting: RanksFixture, world: int) -> None:
         )
     told = interpreting(world).run(cases_job, rounds, timeout=200)
     report(failure for rank in told for failure in rank)
+
+
+def product_job() -> list[tuple[str, ...]]:
+    """The options of the calls with a product of the caller's, and of one without."""
+    with pretending(), fresh_group() as group:
+        x, w = torch.ones(4, 8), torch.ones(8, 6)
+        product = tpkernels.LocalProduct(lambda x: x @ w, (8, 6), torch.float32)
+        for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            getattr(tpkernels, op)(x, product, group)
+        tpkernels.all_gather_matmul(x, w, group)
+        return [call.problem.options for call in groups.get(group.group_name).planned_calls()]
+
+
+def test_all_ranks_know_of_a_callers_product(ranks: RanksFixture) -> None:
+    """It has no measured times, by which `auto` could take `fused`."""
+    for options in ranks(2).run(product_job):
+        assert sorted("LocalProduct" in each for each in options) == [False, True, True, True]
 
 
 def choice_job() -> tuple[str, str, str]:

@@ -113,7 +113,7 @@ def product_options(weights: Sequence[Weight], x: torch.Tensor) -> tuple[str, ..
     """What all ranks must know of a `LocalProduct`, as an option of the problem. On a GPU it keeps
     ``auto`` from taking ``fused``, whose measured times are those of plain weights."""
     caller = any(isinstance(w, LocalProduct) for w in weights)
-    return ("LocalProduct",) if caller and x.is_cuda else ()
+    return ("LocalProduct",) if caller and device(x) == "cuda" else ()
 
 
 def bias(value: torch.Tensor | None, x: torch.Tensor, columns: int, what: str = "bias") -> None:

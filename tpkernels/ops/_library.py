@@ -207,7 +207,7 @@ def define_autocast(op: str) -> None:
 
     def cast_and_call(device: str, key: str, *args: Any, **options: Any) -> Any:
         dtype, out_dtype = torch.get_autocast_dtype(device), options.get("out_dtype")
-        off = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+        off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         with torch._C._ExcludeDispatchKeyGuard(off):
             given = dict(zip(names, args, strict=False))  # without the defaults at the end
             with groups.told_of_errors(given.get("group")):  # no memory for the copies
