@@ -86,16 +86,11 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2, help="ranks, and threads of the process")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each generate")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument(
-        "--warmup", type=int, default=4, help="uncounted repetitions: auto's trials"
-    )
+    parser.add_argument("--warmup", type=int, default=4, help="repetitions before: auto's trials")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     with Ranks(1, threads=args.nproc) as whole, Ranks(args.nproc, threads=1) as ranks:
-        setups = {
-            "threads": whole,
-            "ranks": ranks,
-        }
+        setups = {"threads": whole, "ranks": ranks, "packed": ranks}
         for how, processes in setups.items():
             processes.run(make, how, args.compile, timeout=600)
         found: dict[str, list[dict[str, float]]] = {how: [] for how in setups}

@@ -15,6 +15,7 @@
 #include "calls/kernel.h"
 #include "calls/memory.h"
 #include "calls/ops.h"
+#include "calls/shortcut.h"
 #include "calls/tensor.h"
 #include "calls/turns.h"
 #include "host/pool.h"
@@ -146,6 +147,24 @@ void bind_kernels(py::module_& m) {
       py::arg("overwrites"));
 }
 
+void bind_shortcut(py::module_& m) {
+  // (included, excluded, records, key sets of tensors) of each plain state.
+  using State = std::tuple<std::uint64_t, std::uint64_t, bool, std::vector<std::uint64_t>>;
+  m.def(
+      "make_shortcut",
+      [](std::shared_ptr<Arguments> arguments, py::object kernel, py::object op,
+         const std::vector<State>& states, std::uint64_t versioned, bool overwrites) {
+        std::vector<PlainState> plain;
+        for (const auto& [included, excluded, records, tensors] : states) {
+          plain.push_back({included, excluded, records, tensors});
+        }
+        return make_shortcut(std::move(arguments), std::move(kernel), std::move(op),
+                             std::move(plain), versioned, overwrites);
+      },
+      py::arg("arguments"), py::arg("kernel"), py::arg("op"), py::arg("states"),
+      py::arg("versioned"), py::arg("overwrites"));
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -153,6 +172,7 @@ void bind(py::module_& m) {
   bind_memory(m);
   bind_turns(m);
   bind_kernels(m);
+  bind_shortcut(m);
 }
 
 }  // namespace tpkernels::calls

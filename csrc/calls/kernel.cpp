@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "calls/callable.h"
 #include "calls/errors.h"
 #include "calls/python.h"
 #include "calls/turns.h"
@@ -26,37 +27,6 @@ struct AboveState {
   PlainKeys keys;
   bool overwrites;
 };
-
-// A Python object around a State, which lives as long.
-template <class State>
-struct Callable {
-  PyObject_HEAD State* state;
-
-  static void deallocate(PyObject* self) {
-    PyTypeObject* const type = Py_TYPE(self);
-    delete reinterpret_cast<Callable*>(self)->state;
-    type->tp_free(self);
-    Py_DECREF(type);
-  }
-
-  static py::object make(const char* name, ternaryfunc call, std::unique_ptr<State> state) {
-    PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&deallocate)},
-                           {Py_tp_call, reinterpret_cast<void*>(call)},
-                           {0, nullptr}};
-    PyType_Spec spec{name, sizeof(Callable), 0, Py_TPFLAGS_DEFAULT, slots};
-    const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
-    if (!type) throw py::error_already_set();
-    auto* const made = PyObject_New(Callable, reinterpret_cast<PyTypeObject*>(type.ptr()));
-    if (!made) throw py::error_already_set();
-    made->state = state.release();
-    return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));
-  }
-};
-
-template <class State>
-const State& state_of(PyObject* object) {
-  return *reinterpret_cast<Callable<State>*>(object)->state;
-}
 
 bool profiling() {
   static const Global enabled("torch.autograd.profiler", "_is_profiler_enabled");
@@ -84,12 +54,6 @@ bool requires_grad(PyObject* value) {
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
   if (!is_tensor(value)) return false;
   return checked(PyObject_GetAttr(value, name)).is(py::bool_(true));
-}
-
-void increment_version(PyObject* x) {
-  static PyObject* const increment = lasting("torch._C", "_increment_version");
-  const auto one = checked(PyTuple_Pack(1, x));
-  checked(PyObject_CallOneArg(increment, one.ptr()));
 }
 
 // Has the group's turn as long as it lives, where `taken`.
@@ -158,17 +122,14 @@ py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
 }
 
 bool is_plain(const AboveState& above, PyObject* args) {
-  if (forward_mode()) return false;
   static PyObject* const raw = PyUnicode_InternFromString("raw_repr");
   const auto bits = checked(PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(args, 0), raw));
   const std::uint64_t rest = PyLong_AsUnsignedLongLongMask(bits.ptr()) & above.keys.below;
   const auto& plain = above.keys.plain;
   if (std::find(plain.begin(), plain.end(), rest) == plain.end()) return false;
-  if (!grad_enabled()) return true;
-  for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(args); ++i) {
-    if (requires_grad(PyTuple_GET_ITEM(args, i))) return false;
-  }
-  return true;  // the ops have no tensors that are given by keyword only
+  // The ops have no tensors that are given by keyword only.
+  const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(args));
+  return !needs_gradient(&PyTuple_GET_ITEM(args, 0) + 1, count - 1);
 }
 
 PyObject* call_kernel(PyObject* self, PyObject* args, PyObject* kwargs) {
@@ -188,6 +149,28 @@ PyObject* call_above(PyObject* self, PyObject* args, PyObject* kwargs) {
 }
 
 }  // namespace
+
+bool needs_gradient(PyObject* const* values, std::size_t count) {
+  if (forward_mode()) return true;
+  return grad_enabled() && std::any_of(values, values + count, requires_grad);
+}
+
+void increment_version(PyObject* x) {
+  static PyObject* const increment = lasting("torch._C", "_increment_version");
+  const auto one = checked(PyTuple_Pack(1, x));
+  checked(PyObject_CallOneArg(increment, one.ptr()));
+}
+
+py::object run_warm(const py::object& kernel, const Slots& slots) {
+  const auto& state = state_of<KernelState>(kernel.ptr());
+  thread_local std::string key;
+  Tensor x{};
+  if (profiling() || !state.arguments->key(slots, &key, &x) || !is_contiguous(x)) return {};
+  Turns* const turns = Turns::of(slots[static_cast<std::size_t>(state.arguments->group())]);
+  const std::shared_ptr<Planned> planned = turns ? turns->find(key) : nullptr;
+  if (!planned || !planned->bound || !planned->bound->takes(slots, x)) return {};
+  return run_bound(state, *turns, *planned, slots, x);
+}
 
 py::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctions functions) {
   return Callable<KernelState>::make(

@@ -30,6 +30,17 @@ struct KernelFunctions {
 // A kernel, callable with the op's arguments.
 pybind11::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctions functions);
 
+// The op's result, if the kernel was called with such arguments before and the extension can run
+// the call; null without a Python error otherwise, with nothing done.
+pybind11::object run_warm(const pybind11::object& kernel, const Slots& slots);
+
+// Whether one of the values, or of the elements of a list, needs a gradient, or may be a dual
+// tensor.
+bool needs_gradient(PyObject* const* values, std::size_t count);
+
+// Tells autograd that x is overwritten.
+void increment_version(PyObject* x);
+
 // What of a dispatch key set, of `below`, is left where nothing else is to be done: one of `plain`.
 struct PlainKeys {
   std::uint64_t below;

@@ -99,6 +99,14 @@ def make_kernel(
     failed: Callable[..., Any],
     check: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]: ...
+def make_shortcut(
+    arguments: Arguments,
+    kernel: Callable[..., Any],
+    op: Callable[..., Any],
+    states: Sequence[tuple[int, int, bool, Sequence[int]]],
+    versioned: int,
+    overwrites: bool,
+) -> Callable[..., Any]: ...
 def make_above(
     kernel: Callable[..., Any],
     otherwise: Callable[..., Any],

@@ -16,6 +16,7 @@ from tpkernels.nn.regions import gather_from_ranks
 from tpkernels.nn.sharding import LayerOptions, SequenceOptions
 from tpkernels.ops._column_matmul import column_matmul
 from tpkernels.ops._library import bias_list
+from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -166,7 +167,7 @@ def column_parallel(
     each_bias = biases if biased else None
     outputs: list[torch.Tensor]
     if first.sequence_parallel:
-        _, outputs = torch.ops.tpkernels.all_gather_matmul.default(
+        _, outputs = run_all_gather_matmul(
             x,
             weights,
             first.group,

@@ -13,6 +13,8 @@ from tpkernels.groups import GroupLike
 from tpkernels.nn import check
 from tpkernels.nn.linear import ParallelLinear, sharded_linear
 from tpkernels.nn.sharding import LayerOptions, SequenceOptions
+from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
+from tpkernels.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -99,11 +101,9 @@ class RowParallelLinear(ParallelLinear):
         out_dtype = None if residual is None else residual.dtype
         y: torch.Tensor
         if not self.sequence_parallel:
-            y = torch.ops.tpkernels.matmul_all_reduce.default(
-                x, w, self.group, self.bias, residual, out_dtype=out_dtype
-            )
+            y = run_matmul_all_reduce(x, w, self.group, self.bias, residual, out_dtype=out_dtype)
             return y
-        y = torch.ops.tpkernels.matmul_reduce_scatter.default(
+        y = run_matmul_reduce_scatter(
             x,
             w,
             self.group,

@@ -90,6 +90,11 @@ def define(
     define_local(schema, run=kernel, fake=fake_kernel)
 
 
+def kernel_of(op: str) -> Callable[..., Any]:
+    """What runs an op on CPU and CUDA tensors."""
+    return _KERNELS[op]
+
+
 def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..., Any]) -> None:
     """Gives an op its gradient.
 
@@ -232,14 +237,15 @@ def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype |
     return value.to(dtype)
 
 
-def overload_for(op: str, weights: Sequence[Weight]) -> Callable[..., Any]:
-    """What runs an op with these weights: its overload, or, as the dispatcher takes no functions,
-    its kernel where one of them is a `LocalProduct`."""
+def callable_for(
+    op: str, weights: Sequence[Weight], usual: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What runs an op with these weights: what runs it with tensors, or, as the dispatcher takes no
+    functions, its kernel where one of them is a `LocalProduct`."""
     for w in weights:
         if isinstance(w, LocalProduct):
             return functools.partial(_run_products, op)
-    overload: Callable[..., Any] = getattr(torch.ops.tpkernels, op).default
-    return overload
+    return usual
 
 
 def _run_products(op: str, *args: Any, **options: Any) -> Any:

@@ -13,6 +13,7 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
+from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -61,6 +62,8 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
 define_backward("all_gather", save=_save, backward=_backward)
 
+_run = shortcut("all_gather")
+
 
 def all_gather(
     x: torch.Tensor,
@@ -87,7 +90,5 @@ def all_gather(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = torch.ops.tpkernels.all_gather.default(
-        x, name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm
-    )
+    result: Any = _run(x, name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm)
     return result

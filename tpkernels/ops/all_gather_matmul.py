@@ -19,11 +19,12 @@ from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
 from tpkernels.ops._library import (
     bias_list,
+    callable_for,
     define,
     define_autocast,
     define_backward,
-    overload_for,
 )
+from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -83,6 +84,7 @@ def _fake(group: Group, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
 define_backward("all_gather_matmul", save=save, backward=backward)
 define_autocast("all_gather_matmul")
+run_all_gather_matmul = shortcut("all_gather_matmul")  # with tensors
 
 
 @overload
@@ -151,7 +153,7 @@ def all_gather_matmul(  # type: ignore[misc]
     each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
     keep = save_gathered and torch.is_grad_enabled()
     keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
-    gathered, outs = overload_for("all_gather_matmul", each)(
+    gathered, outs = callable_for("all_gather_matmul", each, run_all_gather_matmul)(
         x,
         each,
         name_of(group),

@@ -14,6 +14,7 @@ from tpkernels.local.memory import empty
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward, define_in_place
 from tpkernels.ops._reduction import describe, reduction_of
+from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -84,6 +85,9 @@ define(
 )
 define_in_place("all_reduce_", instead="it overwrites its input: use tpkernels.all_reduce")
 
+_run = shortcut("all_reduce")
+_run_in_place = shortcut("all_reduce_", overwrites=True)
+
 
 def all_reduce(
     x: torch.Tensor,
@@ -114,9 +118,7 @@ def all_reduce(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = torch.ops.tpkernels.all_reduce.default(
-        x, name_of(group), out_dtype=out_dtype, algorithm=algorithm
-    )
+    result: Any = _run(x, name_of(group), out_dtype=out_dtype, algorithm=algorithm)
     return result
 
 
@@ -124,5 +126,5 @@ def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -
     """``all_reduce`` in place; returns ``x``. Raises what ``all_reduce`` raises, and also
     ``NotImplementedError`` if ``x`` requires a gradient and ``ValueError`` if elements of ``x``
     share memory, as in an expanded tensor."""
-    torch.ops.tpkernels.all_reduce_.default(x, name_of(group), algorithm=algorithm)
+    _run_in_place(x, name_of(group), algorithm=algorithm)
     return x

@@ -12,8 +12,9 @@ from tpkernels.groups.group import Group
 from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
 from tpkernels.ops._autograd import bias_grad, matmul
-from tpkernels.ops._library import define, define_autocast, define_backward, overload_for
+from tpkernels.ops._library import callable_for, define, define_autocast, define_backward
 from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
+from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -60,6 +61,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
 define_backward("matmul_all_reduce", save=_save, backward=_backward)
 define_autocast("matmul_all_reduce")
+run_matmul_all_reduce = shortcut("matmul_all_reduce")  # with tensors
 
 
 def matmul_all_reduce(
@@ -99,7 +101,7 @@ def matmul_all_reduce(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = overload_for("matmul_all_reduce", [w])(
+    result: Any = callable_for("matmul_all_reduce", [w], run_matmul_all_reduce)(
         x,
         w,
         name_of(group),

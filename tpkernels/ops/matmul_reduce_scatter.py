@@ -15,8 +15,9 @@ from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import algorithm_like, bias_grad
-from tpkernels.ops._library import define, define_autocast, define_backward, overload_for
+from tpkernels.ops._library import callable_for, define, define_autocast, define_backward
 from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
+from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -95,6 +96,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
 define_backward("matmul_reduce_scatter", save=_save, backward=_backward)
 define_autocast("matmul_reduce_scatter")
+run_matmul_reduce_scatter = shortcut("matmul_reduce_scatter")  # with tensors
 
 
 def matmul_reduce_scatter(
@@ -139,7 +141,7 @@ def matmul_reduce_scatter(
 
     The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
     """
-    result: Any = overload_for("matmul_reduce_scatter", [w])(
+    result: Any = callable_for("matmul_reduce_scatter", [w], run_matmul_reduce_scatter)(
         x,
         w,
         name_of(group),

@@ -14,6 +14,7 @@ from tpkernels.groups.group import Group
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
 from tpkernels.ops._reduction import describe, reduction_of
+from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -66,6 +67,8 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
 define_backward("reduce_scatter", save=_save, backward=_backward)
 
+_run = shortcut("reduce_scatter")
+
 
 def reduce_scatter(
     x: torch.Tensor,
@@ -95,7 +98,7 @@ def reduce_scatter(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = torch.ops.tpkernels.reduce_scatter.default(
+    result: Any = _run(
         x,
         name_of(group),
         scatter_dim,

@@ -1,0 +1,109 @@
+#include "calls/shortcut.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "calls/callable.h"
+#include "calls/errors.h"
+#include "calls/kernel.h"
+#include "calls/python.h"
+
+namespace tpkernels::calls {
+namespace {
+
+namespace py = pybind11;
+
+struct ShortcutState {
+  std::shared_ptr<const Arguments> arguments;
+  py::object kernel;
+  py::object op;
+  std::vector<PlainState> states;
+  std::uint64_t versioned;
+  bool overwrites;
+};
+
+std::uint64_t bits_of(const py::object& keys) {
+  static PyObject* const raw = PyUnicode_InternFromString("raw_repr");
+  const auto bits = checked(PyObject_CallMethodNoArgs(keys.ptr(), raw));
+  return PyLong_AsUnsignedLongLongMask(bits.ptr());
+}
+
+std::uint64_t keys_of(PyObject* tensor) {
+  static PyObject* const keys = lasting("torch._C", "_dispatch_keys");
+  return bits_of(checked(PyObject_CallOneArg(keys, tensor)));
+}
+
+// No subclass, which might have a __torch_function__.
+bool is_of_torch(PyObject* tensor) {
+  static PyObject* const types[] = {lasting("torch", "Tensor"), lasting("torch.nn", "Parameter")};
+  const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+  return type == types[0] || type == types[1];
+}
+
+// The state that the thread is in; null: one that is not plain.
+const PlainState* state_of_thread(const std::vector<PlainState>& states) {
+  static PyObject* const included = lasting("torch._C", "_dispatch_tls_local_include_set");
+  static PyObject* const excluded = lasting("torch._C", "_dispatch_tls_local_exclude_set");
+  static PyObject* const functions = lasting("torch._C", "_is_torch_function_mode_enabled");
+  const std::uint64_t in = bits_of(checked(PyObject_CallNoArgs(included)));
+  const std::uint64_t out = bits_of(checked(PyObject_CallNoArgs(excluded)));
+  const auto found = std::find_if(states.begin(), states.end(), [&](const PlainState& state) {
+    return state.included == in && state.excluded == out;
+  });
+  if (found == states.end()) return nullptr;
+  return checked(PyObject_CallNoArgs(functions)).is(py::bool_(false)) ? &*found : nullptr;
+}
+
+// Adds the keys of the tensors that it sees to `keys`.
+bool is_plain(const PlainState& state, PyObject* value, std::uint64_t* keys) {
+  if (PyList_Check(value) || PyTuple_Check(value)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+      if (!is_plain(state, PySequence_Fast_GET_ITEM(value, i), keys)) return false;
+    }
+    return true;
+  }
+  if (!is_tensor(value)) return true;
+  if (!is_of_torch(value)) return false;
+  const std::uint64_t own = keys_of(value);
+  *keys |= own;
+  return std::find(state.tensors.begin(), state.tensors.end(), own) != state.tensors.end();
+}
+
+bool is_plain(const ShortcutState& shortcut, const Slots& slots, std::uint64_t* keys) {
+  const PlainState* const state = state_of_thread(shortcut.states);
+  if (!state) return false;
+  for (PyObject* const value : slots) {
+    if (!is_plain(*state, value, keys)) return false;
+  }
+  return !state->records || !needs_gradient(slots.data(), slots.size());
+}
+
+// Null without a Python error: the op is to be called.
+py::object run(const ShortcutState& shortcut, PyObject* args, PyObject* kwargs) {
+  const Slots slots = shortcut.arguments->parse(args, kwargs);
+  std::uint64_t keys = 0;
+  if (!is_tensor(slots[0]) || !is_plain(shortcut, slots, &keys)) return {};
+  if (shortcut.overwrites && (keys & shortcut.versioned)) increment_version(slots[0]);
+  return run_warm(shortcut.kernel, slots);
+}
+
+PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
+  const auto& shortcut = state_of<ShortcutState>(self);
+  return raising([&] {
+    if (py::object result = run(shortcut, args, kwargs)) return result;
+    return checked(PyObject_Call(shortcut.op.ptr(), args, kwargs));
+  });
+}
+
+}  // namespace
+
+py::object make_shortcut(std::shared_ptr<const Arguments> arguments, py::object kernel,
+                         py::object op, std::vector<PlainState> states, std::uint64_t versioned,
+                         bool overwrites) {
+  return Callable<ShortcutState>::make("tpkernels._C.calls.Shortcut", &call,
+                                       std::make_unique<ShortcutState>(ShortcutState{
+                                           std::move(arguments), std::move(kernel), std::move(op),
+                                           std::move(states), versioned, overwrites}));
+}
+
+}  // namespace tpkernels::calls

@@ -1,0 +1,33 @@
+// The way past torch's dispatcher, for calls in which it would have nothing to do: no gradient,
+// no mode, no transform, no tracing, no profiler, dense or packed tensors of the CPU. Within a
+// model, whose weights have emptied the caches, the dispatcher and its conversion of the arguments
+// take most of the time of a small collective: benchmarks/results/cpu-2core-decode.md.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "calls/arguments.h"
+
+namespace tpkernels::calls {
+
+// A state of the thread, as sets of dispatch keys, and the key sets of tensors that have nothing
+// but a kernel run in it.
+struct PlainState {
+  std::uint64_t included;
+  std::uint64_t excluded;
+  bool records;  // gradients
+  std::vector<std::uint64_t> tensors;
+};
+
+// Callable like `op`, an overload, which changes x, its only tensor, if it `overwrites`: runs its
+// `kernel` where all is plain, the call was planned before and the extension can run it, and `op`
+// otherwise. `versioned` is the key of tensors that count their versions.
+pybind11::object make_shortcut(std::shared_ptr<const Arguments> arguments, pybind11::object kernel,
+                               pybind11::object op, std::vector<PlainState> states,
+                               std::uint64_t versioned, bool overwrites);
+
+}  // namespace tpkernels::calls

@@ -1,0 +1,222 @@
+"""The way past torch's dispatcher is taken where the dispatcher has nothing to do, and nowhere
+else."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.ranked import fresh_group, report
+
+WORLD = 2
+
+
+class Functions(TorchFunctionMode):
+    """Counts calls of the ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        self.seen += "tpkernels" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts calls of the ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        self.seen += "tpkernels" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Own(torch.Tensor):
+    """A subclass that counts the functions it is passed to."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        cls.seen += "tpkernels" in str(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def overloads_called() -> Iterator[list[str]]:
+    """The functions of torch/_ops.py that are called within, through which every op goes."""
+    called: list[str] = []
+
+    def trace(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_globals.get("__name__") == "torch._ops":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(trace)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+def modes_job() -> list[str]:
+    failures = []
+    with fresh_group(autotune=False) as group:
+        x, w = torch.ones(4, 8), torch.ones(8, 6)
+        for _ in range(3):
+            tpkernels.all_reduce(x, group)
+            tpkernels.matmul_all_reduce(x, w, group)
+        for mode in (Functions(), Dispatches()):
+            with mode:
+                tpkernels.all_reduce(x, group)
+                tpkernels.matmul_all_reduce(x, w, group)
+            if mode.seen != 2:
+                failures.append(f"{type(mode).__name__} saw {mode.seen} calls")
+        tpkernels.all_reduce(x.as_subclass(Own), group)
+        if Own.seen != 1:
+            failures.append(f"the subclass saw {Own.seen} calls")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            tpkernels.all_reduce(x, group)
+        if not any(event.name == "tpkernels::all_reduce" for event in profile.events()):
+            failures.append("the profiler saw nothing")
+    return failures
+
+
+def test_modes_subclasses_and_profilers_see_the_op(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(WORLD).run(modes_job) for f in rank)
+
+
+def results_job() -> list[str]:
+    """What the dispatcher does is done."""
+    failures = []
+
+    def require(what: str, holds: bool) -> None:
+        if not holds:
+            failures.append(what)
+
+    with fresh_group(autotune=False) as group:
+        world = group.size()
+        x, w = torch.full((4, 8), 2.0), torch.ones(8, 6)
+        for _ in range(3):
+            tpkernels.all_reduce(x, group)
+            tpkernels.all_reduce_(x.clone(), group)
+            tpkernels.matmul_all_reduce(x, w, group)
+        negative = torch.complex(torch.zeros(4, 8), torch.full((4, 8), 2.0)).conj().imag
+        require("negative", torch.equal(tpkernels.all_reduce(negative, group), x * -world))
+        leaf = x.clone().requires_grad_()
+        result = tpkernels.all_reduce(leaf, group)
+        require("gradient", result.requires_grad)
+        result = tpkernels.matmul_all_reduce(x, w.clone().requires_grad_(), group)
+        require("gradient of a weight", result.requires_grad)
+        bias = torch.ones(6, requires_grad=True)
+        tpkernels.matmul_all_reduce(x, w, group, bias=bias.detach())
+        result = tpkernels.matmul_all_reduce(x, w, group, bias=bias)
+        require("gradient of a bias", result.requires_grad)
+        try:
+            tpkernels.all_reduce_(leaf, group)
+            failures.append("a leaf was overwritten")
+        except NotImplementedError:
+            pass
+        with torch.no_grad():
+            require("no_grad", not tpkernels.all_reduce(leaf, group).requires_grad)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = tpkernels.matmul_all_reduce(x, w, group)
+        require("autocast", result.dtype == torch.bfloat16)
+        target = x.clone()
+        before = target._version
+        tpkernels.all_reduce_(target, group)
+        require("version", target._version > before)
+        with torch.inference_mode():
+            inference = x.clone()
+            tpkernels.all_reduce_(inference, group)
+            tpkernels.all_reduce_(target, group)
+            require("inference mode", torch.equal(inference, x * world))
+            require("an inference result", tpkernels.all_reduce(x, group).is_inference())
+        require("version in inference mode", target._version > before + 1)
+        dual = torch.autograd.forward_ad
+        with dual.dual_level():
+            try:
+                tpkernels.all_reduce(dual.make_dual(x, x), group)
+                failures.append("a tangent was dropped")
+            except NotImplementedError:
+                pass
+    return failures
+
+
+def test_what_the_dispatcher_does_is_done(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(WORLD).run(results_job) for f in rank)
+
+
+def calls_of(group: dist.ProcessGroup, packed: bool) -> dict[str, Callable[[], object]]:
+    """Each op with plain tensors, made in the mode that is on."""
+    x, w, name = torch.ones(4, 8), torch.ones(8, 6), group.group_name
+    bias = torch.nn.Parameter(torch.ones(6), requires_grad=False)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: tpkernels.all_reduce(x, group),
+        "all_reduce_": lambda: tpkernels.all_reduce_(x, name),
+        "all_gather": lambda: tpkernels.all_gather(x, group, 1),
+        "reduce_scatter": lambda: tpkernels.reduce_scatter(x, group),
+        "matmul_all_reduce": lambda: tpkernels.matmul_all_reduce(x, w, group, bias=bias),
+        "matmul_reduce_scatter": lambda: tpkernels.matmul_reduce_scatter(x, w, group),
+        "all_gather_matmul": lambda: tpkernels.all_gather_matmul(x, [w, w], group),
+    }
+    if packed:
+        factor = tpkernels.pack(w)
+        calls["packed"] = lambda: tpkernels.matmul_all_reduce(x, factor, group)
+    return calls
+
+
+def short_job() -> list[str]:
+    failures = []
+    for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with fresh_group(autotune=False) as group, context():
+            for op, call in calls_of(group, packed=context is not torch.enable_grad).items():
+                with overloads_called() as cold:
+                    call()
+                with overloads_called() as warm:
+                    call()
+                if not cold or warm:
+                    failures.append(f"{op} in {context.__name__}: {cold}, then {warm}")
+    return failures
+
+
+def test_warm_calls_of_plain_tensors_take_the_shortcut(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(WORLD).run(short_job) for f in rank)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_is_the_op(ranks: RanksFixture, backend: str) -> None:
+    report(f for rank in ranks(WORLD).run(compiled_job, backend) for f in rank)
+
+
+def compiled_job(backend: str) -> list[str]:
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with fresh_group(autotune=False) as group:
+        x = torch.ones(4, 8)
+        for _ in range(3):
+            tpkernels.all_reduce(x, group)
+        name = group.group_name
+        torch.compile(lambda x: tpkernels.all_reduce(x, name) + 1, backend=keep, fullgraph=True)(x)
+        function = torch.compile(lambda x: tpkernels.all_reduce(x, name) + 1, backend=backend)
+        same = torch.equal(function(x), x * dist.get_world_size() + 1)
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    found = any("tpkernels.all_reduce" in target for target in targets)
+    return [] if same and found else [f"{same}, {targets}"]

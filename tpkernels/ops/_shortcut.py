@@ -1,0 +1,73 @@
+"""What the functions and the layers of this package call in place of ``torch.ops.tpkernels``: the
+same ops, past torch's dispatcher where it has nothing to do (csrc/calls/shortcut.h)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from tpkernels import _C
+from tpkernels.ops._arguments import arguments_of
+from tpkernels.ops._library import kernel_of
+
+Keys = torch._C.DispatchKeySet
+
+
+def _set(*names: str) -> Any:
+    keys = Keys(torch._C._dispatch_key_parse(names[0]))
+    for name in names[1:]:
+        keys = keys.add(torch._C._dispatch_key_parse(name))
+    return keys
+
+
+_State: TypeAlias = tuple[int, int, bool, list[int]]  # PlainState of csrc/calls/shortcut.h
+
+
+def _state(*tensors: Any) -> _State:
+    """The state of this thread, with tensors of these key sets."""
+    included, excluded = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+    records = not torch.is_inference_mode_enabled()
+    return included.raw_repr(), excluded.raw_repr(), records, [keys.raw_repr() for keys in tensors]
+
+
+def _plain_states() -> list[_State]:
+    """Nothing but autograd, or inference mode, whose tensors cannot be overwritten outside it."""
+    dense, packed = torch._C._dispatch_keys(torch.empty(0)), _set("MkldnnCPU")
+    packed_outside = _set("MkldnnCPU", "ADInplaceOrView", "AutogradOther")
+    with torch.inference_mode():
+        inference = torch._C._dispatch_keys(torch.empty(0))
+        within = _state(dense, inference, packed, packed_outside)
+    with torch.inference_mode(False):
+        return [within, _state(dense, packed_outside)]
+
+
+# Found in a thread of its own: a mode may be on in this one.
+with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    _STATES = pool.submit(_plain_states).result()
+
+
+def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
+    """What to call in place of ``torch.ops.tpkernels.<op>.default``. ``overwrites``: it changes its
+    first argument."""
+    overload = getattr(torch.ops.tpkernels, op).default
+    short = _C.calls.make_shortcut(
+        arguments_of(overload._schema),
+        kernel_of(op),
+        overload,
+        _STATES,
+        _set("ADInplaceOrView").raw_repr(),
+        overwrites,
+    )
+
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():  # the tracer knows the op, not the shortcut
+            return overload(*args, **options)
+        return short(*args, **options)
+
+    return call
