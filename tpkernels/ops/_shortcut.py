@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from tpkernels import _C
 from tpkernels.ops._arguments import arguments_of
@@ -66,7 +67,7 @@ def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
     )
 
     def call(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():  # the tracer knows the op, not the shortcut
+        if is_dynamo_compiling():  # it knows the op, not the shortcut
             return overload(*args, **options)
         return short(*args, **options)
 
