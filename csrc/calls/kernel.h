@@ -6,7 +6,8 @@
 // They are not kernels of libtorch's stable C interface because that could not carry them: it hides
 // the type of a Python exception behind an error code, and gives an Autograd kernel no way to go on
 // below autograd. What a Python callable costs is the conversion of its arguments: an empty op took
-// 1.2 us, registered as a C function 0.9 us (torch 2.13, 2-core Xeon, November 2026).
+// 1.2 us, registered as a C function 0.9 us (torch 2.13, 2-core Xeon, November 2026). With cold
+// caches it is more, which shortcut.h avoids.
 #pragma once
 
 #include <pybind11/pybind11.h>

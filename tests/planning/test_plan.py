@@ -66,7 +66,9 @@ def test_few_rows_are_one_matmul(op: str) -> None:
     ("instructions", "dtype", "fewest"),
     [
         ({"avx2"}, torch.bfloat16, 256),
-        ({"avx2", "amx_bf16"}, torch.bfloat16, 1024),
+        ({"avx2", "amx_bf16", "avx512_bf16"}, torch.bfloat16, 1024),
+        ({"avx2", "avx512_bf16"}, torch.bfloat16, 1024),
+        ({"avx2", "avx512_bf16"}, torch.float16, 256),
         ({"avx2", "amx_bf16"}, torch.float32, 256),
         (set(), torch.bfloat16, 1024),
     ],
