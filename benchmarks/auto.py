@@ -65,8 +65,8 @@ def main() -> None:
                 auto = ms.pop("auto")
                 times = ", ".join(f"{name} {value:.3f}" for name, value in ms.items())
                 print(
-                    f"{op} ({rows}, {n}, {k}): {before}, then {after}; auto {auto:.3f} ms, {times}; "
-                    f"to the fastest {min(ms.values()) / auto:.3f}, "
+                    f"{op} ({rows}, {n}, {k}): {before}, then {after}; auto {auto:.3f} ms, "
+                    f"{times}; to the fastest {min(ms.values()) / auto:.3f}, "
                     f"to unfused {ms['unfused'] / auto:.2f}",
                     flush=True,
                 )
