@@ -169,7 +169,8 @@ py::object run_warm(const py::object& kernel, const Slots& slots) {
   Turns* const turns = Turns::of(slots[static_cast<std::size_t>(state.arguments->group())]);
   const std::shared_ptr<Planned> planned = turns ? turns->find(key) : nullptr;
   if (!planned || !planned->bound || !planned->bound->takes(slots, x)) return {};
-  return run_bound(state, *turns, *planned, slots, x);
+  if (py::object result = run_bound(state, *turns, *planned, slots, x)) return result;
+  return state.functions.run(planned->call, state.arguments->named(slots));
 }
 
 py::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctions functions) {
