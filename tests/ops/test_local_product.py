@@ -27,7 +27,7 @@ OPS = (GATHER, SCATTER, REDUCE)
 
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sweep(OPS))
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
     cases = []
     for rows, n in ((world, 5), (31, 37)):

@@ -29,7 +29,7 @@ OPS = (GATHER, SCATTER, REDUCE)
 
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sweep(OPS))
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
     """On all ranks, and on even ranks alone; few rows and many, uneven shards, leading dims."""
     cases = []
@@ -52,7 +52,7 @@ def _factors(op: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sweep(OPS))
 def test_bias_residual_and_layouts(ranks: RanksFixture, world: int, op: str) -> None:
     cases = []
     for dtype in packable():

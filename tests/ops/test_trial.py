@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from tests.calls.test_warm import python_of_the_package
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
+from tests.support.tiers import covering, sweep
 from tpkernels import groups
 from tpkernels.backends import TABLES
 from tpkernels.ops import _trial
@@ -97,8 +99,7 @@ def winner_job(op: str, fast: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("fast", ELIGIBLE)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "fast"), covering(itertools.product(OPS, ELIGIBLE)))
 def test_the_fastest_stays(ranks: RanksFixture, op: str, fast: str) -> None:
     report(f for rank in ranks(WORLD).run(winner_job, op, fast) for f in rank)
 
@@ -147,7 +148,7 @@ def off_job(op: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sweep(OPS))
 def test_no_trial_where_the_choice_is_made(ranks: RanksFixture, op: str) -> None:
     report(f for rank in ranks(WORLD).run(off_job, op) for f in rank)
 
@@ -165,7 +166,7 @@ def inexact_job(op: str) -> list[str]:
     return [f"{made}"] if "pipelined" in made or "unfused" not in made else []
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sweep(OPS))
 def test_no_rank_splits_if_one_would_change_bits(ranks: RanksFixture, op: str) -> None:
     report(f for rank in ranks(WORLD).run(inexact_job, op) for f in rank)
 
@@ -184,7 +185,7 @@ def bits_job(dtype: torch.dtype) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", sweep([torch.float32, torch.bfloat16, torch.float16]))
 def test_trials_never_change_bits(ranks: RanksFixture, dtype: torch.dtype) -> None:
     report(f for rank in ranks(WORLD).run(bits_job, dtype) for f in rank)
 
