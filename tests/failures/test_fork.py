@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -25,16 +26,19 @@ CHILD_SECONDS = 20.0
 
 def in_child(work: Callable[[], str]) -> str:
     """What ``work`` returns in a fork of this process."""
+    gc.collect()  # process groups that earlier tests have left: gloo cannot free them in a fork
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            os.write(write, (work() or "fine").encode()[:4000])
-        finally:
-            os._exit(0)
+            said = work() or "fine"
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(write, said.encode()[-4000:])
+        os._exit(0)
     os.close(write)
     deadline = time.monotonic() + CHILD_SECONDS
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
@@ -42,7 +46,7 @@ def in_child(work: Callable[[], str]) -> str:
             return "hung"
         time.sleep(0.01)
     with os.fdopen(read) as pipe:
-        return pipe.read()
+        return pipe.read() or f"ended with status {ended[1]}"
 
 
 def refused(use: Callable[[], object]) -> str:
