@@ -77,20 +77,26 @@ def failed(call: Call, error: BaseException) -> None:
     hang_up(call, error)
 
 
-def run(call: Call, execute: Callable[..., Any], *args: Any) -> Any:
-    """Runs ``execute(call, *args)``. Calls on one group run one after another. Everything an op
-    does after its arguments are checked belongs inside: an error there, such as no memory for a
-    result, breaks the group and is reported to the peers that wait for this rank."""
+def run(
+    call: Call, plan: Callable[[], Call], execute: Callable[[Call, Any], Any], given: Any
+) -> Any:
+    """Runs ``execute(call, given)``, with a new ``plan()`` if the group has forgotten the call
+    while it waited for its turn. Calls on one group run one after another. Everything an op does
+    after its arguments are checked belongs inside: an error there, such as no memory for a result,
+    breaks the group and is reported to the peers that wait for this rank.
+    """
     group = call.group
     with group.lock:
         group.check_usable()
+        if call.generation != group.generation:
+            call = plan()
         try:
             group.in_call = True
             if profiling():
                 with recorded_waits(group.workspace):
-                    result = execute(call, *args)
+                    result = execute(call, given)
             else:
-                result = execute(call, *args)
+                result = execute(call, given)
         except BaseException as error:
             failed(call, error)
             raise

@@ -94,37 +94,58 @@ py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& pla
   throw error;
 }
 
+PyObject* group_of(const KernelState& kernel, const Slots& slots) {
+  return slots[static_cast<std::size_t>(kernel.arguments->group())];
+}
+
+// What is known of a call: its x, where it can be read; and its plan, where it has been planned.
+struct Found {
+  bool has_key;
+  Tensor x;
+  Turns* turns;
+  std::shared_ptr<Planned> planned;
+
+  bool runs_in_extension(const Slots& slots) const {
+    return planned && planned->bound && !profiling() && planned->bound->takes(slots, x);
+  }
+};
+
+Found find(const KernelState& kernel, const Slots& slots, std::string* key) {
+  Found found{};
+  found.has_key = kernel.arguments->key(slots, key, &found.x);
+  found.turns = found.has_key ? Turns::of(group_of(kernel, slots)) : nullptr;
+  if (found.turns) found.planned = found.turns->find(*key);
+  return found;
+}
+
 py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
-  const Arguments& arguments = *kernel.arguments;
-  const Slots slots = arguments.parse(args, kwargs);
+  const Slots slots = kernel.arguments->parse(args, kwargs);
   thread_local std::string key;  // only until Python code runs, which may call another op
-  Tensor x{};
-  const bool has_key = arguments.key(slots, &key, &x);
-  PyObject* const name = slots[static_cast<std::size_t>(arguments.group())];
-  Turns* turns = has_key ? Turns::of(name) : nullptr;
-  std::shared_ptr<Planned> planned = turns ? turns->find(key) : nullptr;
-  const std::string new_key = planned || !has_key ? std::string() : key;
-  if (!kernel.functions.check.is_none() && !(has_key && is_contiguous(x))) {
+  const Found found = find(kernel, slots, &key);
+  std::shared_ptr<Planned> planned = found.planned;
+  const std::string new_key = planned || !found.has_key ? std::string() : key;
+  if (!kernel.functions.check.is_none() && !(found.has_key && is_contiguous(found.x))) {
     kernel.functions.check(py::handle(slots[0]));
   }
-  if (planned && planned->bound && !profiling() && planned->bound->takes(slots, x)) {
-    if (py::object result = run_bound(kernel, *turns, *planned, slots, x)) return result;
+  if (found.runs_in_extension(slots)) {
+    if (py::object result = run_bound(kernel, *found.turns, *planned, slots, found.x)) {
+      return result;
+    }
   }
-  const py::object given = arguments.named(slots);
+  const py::object given = kernel.arguments->named(slots);
   if (!planned) {
     const auto made = kernel.functions.plan(given).cast<std::pair<py::object, py::object>>();
     const auto generation = made.first.attr("generation").cast<std::uint64_t>();
     planned = std::make_shared<Planned>(Planned{made.first, nullptr, generation});
     if (!made.second.is_none()) planned->bound = made.second.cast<std::shared_ptr<Bound>>();
-    if (has_key && (turns = Turns::of(name))) turns->remember(new_key, planned);
+    Turns* const turns = found.has_key ? Turns::of(group_of(kernel, slots)) : nullptr;
+    if (turns) turns->remember(new_key, planned);
   }
   return kernel.functions.run(planned->call, given);
 }
 
 bool is_plain(const AboveState& above, PyObject* args) {
-  static PyObject* const raw = PyUnicode_InternFromString("raw_repr");
-  const auto bits = checked(PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(args, 0), raw));
-  const std::uint64_t rest = PyLong_AsUnsignedLongLongMask(bits.ptr()) & above.keys.below;
+  const std::uint64_t rest = bits_of(PyTuple_GET_ITEM(args, 0)) & above.keys.below;
   const auto& plain = above.keys.plain;
   if (std::find(plain.begin(), plain.end(), rest) == plain.end()) return false;
   // The ops have no tensors that are given by keyword only.
@@ -150,6 +171,12 @@ PyObject* call_above(PyObject* self, PyObject* args, PyObject* kwargs) {
 
 }  // namespace
 
+std::uint64_t bits_of(PyObject* keys) {
+  static PyObject* const raw = PyUnicode_InternFromString("raw_repr");
+  const auto bits = checked(PyObject_CallMethodNoArgs(keys, raw));
+  return PyLong_AsUnsignedLongLongMask(bits.ptr());
+}
+
 bool needs_gradient(PyObject* const* values, std::size_t count) {
   if (forward_mode()) return true;
   return grad_enabled() && std::any_of(values, values + count, requires_grad);
@@ -164,13 +191,13 @@ void increment_version(PyObject* x) {
 py::object run_warm(const py::object& kernel, const Slots& slots) {
   const auto& state = state_of<KernelState>(kernel.ptr());
   thread_local std::string key;
-  Tensor x{};
-  if (profiling() || !state.arguments->key(slots, &key, &x) || !is_contiguous(x)) return {};
-  Turns* const turns = Turns::of(slots[static_cast<std::size_t>(state.arguments->group())]);
-  const std::shared_ptr<Planned> planned = turns ? turns->find(key) : nullptr;
-  if (!planned || !planned->bound || !planned->bound->takes(slots, x)) return {};
-  if (py::object result = run_bound(state, *turns, *planned, slots, x)) return result;
-  return state.functions.run(planned->call, state.arguments->named(slots));
+  const Found found = find(state, slots, &key);
+  // An x that is not contiguous may have to be checked.
+  if (!found.runs_in_extension(slots) || !is_contiguous(found.x)) return {};
+  if (py::object result = run_bound(state, *found.turns, *found.planned, slots, found.x)) {
+    return result;
+  }
+  return state.functions.run(found.planned->call, state.arguments->named(slots));
 }
 
 py::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctions functions) {

@@ -22,15 +22,9 @@ struct ShortcutState {
   bool overwrites;
 };
 
-std::uint64_t bits_of(const py::object& keys) {
-  static PyObject* const raw = PyUnicode_InternFromString("raw_repr");
-  const auto bits = checked(PyObject_CallMethodNoArgs(keys.ptr(), raw));
-  return PyLong_AsUnsignedLongLongMask(bits.ptr());
-}
-
 std::uint64_t keys_of(PyObject* tensor) {
   static PyObject* const keys = lasting("torch._C", "_dispatch_keys");
-  return bits_of(checked(PyObject_CallOneArg(keys, tensor)));
+  return bits_of(checked(PyObject_CallOneArg(keys, tensor)).ptr());
 }
 
 // No subclass, which might have a __torch_function__.
@@ -45,8 +39,8 @@ const PlainState* state_of_thread(const std::vector<PlainState>& states) {
   static PyObject* const included = lasting("torch._C", "_dispatch_tls_local_include_set");
   static PyObject* const excluded = lasting("torch._C", "_dispatch_tls_local_exclude_set");
   static PyObject* const functions = lasting("torch._C", "_is_torch_function_mode_enabled");
-  const std::uint64_t in = bits_of(checked(PyObject_CallNoArgs(included)));
-  const std::uint64_t out = bits_of(checked(PyObject_CallNoArgs(excluded)));
+  const std::uint64_t in = bits_of(checked(PyObject_CallNoArgs(included)).ptr());
+  const std::uint64_t out = bits_of(checked(PyObject_CallNoArgs(excluded)).ptr());
   const auto found = std::find_if(states.begin(), states.end(), [&](const PlainState& state) {
     return state.included == in && state.excluded == out;
   });

@@ -3,9 +3,7 @@ else."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpkernels
+from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
 
@@ -54,22 +53,6 @@ class Own(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
         cls.seen += "tpkernels" in str(function)
         return super().__torch_function__(function, types, args, kwargs or {})
-
-
-@contextlib.contextmanager
-def overloads_called() -> Iterator[list[str]]:
-    """The functions of torch/_ops.py that are called within, through which every op goes."""
-    called: list[str] = []
-
-    def trace(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and frame.f_globals.get("__name__") == "torch._ops":
-            called.append(frame.f_code.co_name)
-
-    sys.setprofile(trace)
-    try:
-        yield called
-    finally:
-        sys.setprofile(None)
 
 
 def modes_job() -> list[str]:
@@ -184,9 +167,9 @@ def short_job() -> list[str]:
     for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with fresh_group(autotune=False) as group, context():
             for op, call in calls_of(group, packed=context is not torch.enable_grad).items():
-                with overloads_called() as cold:
+                with functions_called("torch._ops") as cold:
                     call()
-                with overloads_called() as warm:
+                with functions_called("torch._ops") as warm:
                     call()
                 if not cold or warm:
                     failures.append(f"{op} in {context.__name__}: {cold}, then {warm}")

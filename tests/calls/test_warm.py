@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
+from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, planned_in_python, report
 from tests.support.refusals import packable
@@ -52,23 +51,6 @@ def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) ->
     return [x, w, name] if "matmul" in op else [x, name]
 
 
-@contextmanager
-def python_of_the_package() -> Iterator[list[str]]:
-    """The package's Python functions that are called within."""
-    called: list[str] = []
-
-    def trace(frame: Any, event: str, argument: object) -> None:
-        module = frame.f_globals.get("__name__", "")
-        if event == "call" and module.startswith("tpkernels"):
-            called.append(f"{module}.{frame.f_code.co_name}")
-
-    sys.setprofile(trace)
-    try:
-        yield called
-    finally:
-        sys.setprofile(None)
-
-
 def warm_job() -> list[str]:
     failures = []
     ops = [(op, False) for op in OPS] + [(op, True) for op in OPS if "matmul" in op]
@@ -76,9 +58,9 @@ def warm_job() -> list[str]:
         overload = getattr(torch.ops.tpkernels, op).default
         with fresh_group(autotune=False) as group, context():
             first, second = arguments(op, packed, group), arguments(op, packed, group)
-            with python_of_the_package() as cold:
+            with functions_called("tpkernels") as cold:
                 overload(*first)
-            with python_of_the_package() as warm:
+            with functions_called("tpkernels") as warm:
                 overload(*second)
         if not cold:
             failures.append(f"{op}, {packed=}, {mode}: nothing was seen of the first call")
@@ -92,7 +74,7 @@ def large_job(op: str) -> list[str]:
     with fresh_group() as group:
         first, second = (arguments(op, False, group, 3 << 16) for _ in range(2))
         overload(*first, algorithm="direct")
-        with python_of_the_package() as warm:
+        with functions_called("tpkernels") as warm:
             result = overload(*second, algorithm="direct")
     results = flat(result) if op != "all_reduce_" else []
     failures = [f"{op}: {name}" for name in warm]

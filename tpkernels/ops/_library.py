@@ -22,10 +22,16 @@ from tpkernels.ops._planning import plan_call
 from tpkernels.planning.problem import Problem
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
-_CPU, _CUDA, _PACKED = (
-    torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
-    for key in ("CPU", "CUDA", "MkldnnCPU")
-)
+
+
+def key_set(*names: str) -> torch._C.DispatchKeySet:
+    """Dispatch keys by name; torch's enumeration for Python lacks some."""
+    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(names[0]))
+    for name in names[1:]:
+        keys = keys.add(torch._C._dispatch_key_parse(name))
+    return keys
+
+
 _BELOW = torch._C._after_ADInplaceOrView_keyset
 
 
@@ -76,11 +82,7 @@ def define(
         return call, backends.bind(op, call, given)
 
     def run_planned(call: Call, given: Any) -> Any:
-        with call.group.lock:
-            call.group.check_usable()
-            if call.generation != call.group.generation:  # while it waited for its turn
-                call, _ = plan(given)
-            return backends.run(call, execute, given)
+        return backends.run(call, lambda: plan(given)[0], execute, given)
 
     def fake_kernel(*args: Any, **options: Any) -> Any:
         given = arguments.named(args, options)
@@ -141,7 +143,7 @@ def _above(
     run: Callable[..., Any], otherwise: Callable[..., Any], *, overwrites: bool
 ) -> Callable[..., Any]:
     """A kernel for the Autograd keys; csrc/calls/kernel.h."""
-    plain = [keys.raw_repr() for keys in (_CPU, _CUDA, _CPU | _PACKED)]
+    plain = [key_set(*keys).raw_repr() for keys in (["CPU"], ["CUDA"], ["CPU", "MkldnnCPU"])]
     return _C.calls.make_above(run, otherwise, _BELOW.raw_repr(), plain, overwrites)
 
 

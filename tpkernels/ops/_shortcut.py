@@ -12,17 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tpkernels import _C
 from tpkernels.ops._arguments import arguments_of
-from tpkernels.ops._library import kernel_of
-
-Keys = torch._C.DispatchKeySet
-
-
-def _set(*names: str) -> Any:
-    keys = Keys(torch._C._dispatch_key_parse(names[0]))
-    for name in names[1:]:
-        keys = keys.add(torch._C._dispatch_key_parse(name))
-    return keys
-
+from tpkernels.ops._library import kernel_of, key_set
 
 _State: TypeAlias = tuple[int, int, bool, list[int]]  # PlainState of csrc/calls/shortcut.h
 
@@ -39,8 +29,8 @@ def _state(*tensors: Any) -> _State:
 
 def _plain_states() -> list[_State]:
     """Nothing but autograd, or inference mode, whose tensors cannot be overwritten outside it."""
-    dense, packed = torch._C._dispatch_keys(torch.empty(0)), _set("MkldnnCPU")
-    packed_outside = _set("MkldnnCPU", "ADInplaceOrView", "AutogradOther")
+    dense, packed = torch._C._dispatch_keys(torch.empty(0)), key_set("MkldnnCPU")
+    packed_outside = key_set("MkldnnCPU", "ADInplaceOrView", "AutogradOther")
     with torch.inference_mode():
         inference = torch._C._dispatch_keys(torch.empty(0))
         within = _state(dense, inference, packed, packed_outside)
@@ -49,8 +39,8 @@ def _plain_states() -> list[_State]:
 
 
 # Found in a thread of its own: a mode may be on in this one.
-with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    _STATES = pool.submit(_plain_states).result()
+with concurrent.futures.ThreadPoolExecutor(1) as _thread:
+    _STATES = _thread.submit(_plain_states).result()
 
 
 def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
@@ -62,7 +52,7 @@ def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
         kernel_of(op),
         overload,
         _STATES,
-        _set("ADInplaceOrView").raw_repr(),
+        key_set("ADInplaceOrView").raw_repr(),
         overwrites,
     )
 

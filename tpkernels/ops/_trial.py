@@ -81,11 +81,12 @@ class Tried:
     def _end_stage(self, call: Call, x: torch.Tensor, weights: list[Weight]) -> None:
         trial, group, device = self._trial, call.group, call.problem.device
         if trial.begun:
-            times = _exchanged(call, "times", torch.tensor(trial.samples, **_FLOAT64))
+            samples = torch.tensor(trial.samples, **_FLOAT64)
+            times = _exchanged(call, f"the times of {len(samples)} calls", samples)
             trial.advance([[Sample(*each) for each in rank] for rank in times.tolist()])
         else:
             own = "pipelined" in self._calls and _may_split(call, x, weights)
-            exact = _exchanged(call, "exactness", torch.tensor([float(own)], **_FLOAT64))
+            exact = _exchanged(call, "the exactness", torch.tensor([float(own)], **_FLOAT64))
             trial.begin(may_split=bool(exact.all()))
         if trial.over:
             group.use_times(device, group.tuned(device).extended(trial.measurements))
@@ -116,7 +117,7 @@ def _may_split(call: Call, x: torch.Tensor, weights: list[Weight]) -> bool:
 def _exchanged(call: Call, what: str, mine: torch.Tensor) -> torch.Tensor:
     """A tensor of float64 of each rank, in rank order: [W, ...]."""
     world = call.problem.world
-    text = f"the {what} of {mine.shape[0]} calls of {call.problem}"
+    text = f"{what} of {call.problem}"
     everyone = torch.empty((world, *mine.shape), **_FLOAT64)
     workspace, signature = call.workspace, zlib.crc32(text.encode()) or 1
     collective = _C.calls.Collective(workspace.channel, workspace.segments, signature, text)

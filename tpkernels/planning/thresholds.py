@@ -37,7 +37,8 @@ _KINDS = (
     _Kind("amx_bf16", frozenset({torch.bfloat16}), 1024),
     # AMD EPYC Zen 4, 2 cores, 32 MB L3, 2 ranks x 1 thread, 2026-11-22: `python -m benchmarks.auto`
     # (benchmarks/results/cpu-2core-auto.md): with 128, 256, 512 and 1024 rows a rank `pipelined`
-    # takes 1.05 to 1.30, 0.97 to 1.13, 0.90 to 1.05 and 0.95 to 1.04 of the time of `direct`.
+    # takes 0.90 to 1.47, 1.03 to 1.21, 0.73 to 1.11 and 0.90 to 1.06 of the time of `direct`,
+    # in the median 1.16, 1.11, 0.97 and 1.01.
     _Kind("avx512_bf16", frozenset({torch.bfloat16}), 1024),
     # AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21: `tpkernels bench` (benchmarks/results).
     _Kind("avx2", _ANY, 256),
