@@ -57,11 +57,13 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     written = json.loads(cache.read_bytes())["measurements"]
     assert [(one["extent"], one["other"]) for one in written] == [(9, 64), (33, 64), (2048, 0)]
     ways = {"unfused", "ring", "direct", "pipelined"}
-    assert set(written[0]["ms"]) == ways and set(written[2]["ms"]) == ways - {"pipelined"}
+    left_out = ways - set(written[0]["ms"])  # where 4 rows are rounded differently from 9
+    assert left_out <= {"ring", "pipelined"}
+    assert set(written[2]["ms"]) == ways - {"pipelined"}
 
     monkeypatch.delattr(session, "Ranks")  # from here on no rank can start
     after = invoke(*EXPLAIN, "--m", "9")
-    assert "not measured" not in after.output
+    assert after.output.count("not measured") == len(left_out)
     assert "In the first calls" not in after.output  # the choice is made
     times = written[0]["ms"]
     spec = Spec("all_gather_matmul", (9, 64, 32), torch.bfloat16)
@@ -112,7 +114,7 @@ def tuned_with_a_wrong_direct() -> TuneReport:
 
     tpkernels.all_gather_matmul = sabotaged  # type: ignore[assignment]
     try:
-        return tune_case(Spec("all_gather_matmul", (9, 64, 32), torch.bfloat16), 2, 5.0)
+        return tune_case(Spec("all_gather_matmul", (512, 64, 32), torch.bfloat16), 2, 5.0)
     finally:
         tpkernels.all_gather_matmul = right
 
@@ -268,3 +270,23 @@ def test_auto_is_the_best_after_tune(cache: Path) -> None:
                 if estimate.low > (1 / 0.97 if name == "unfused" else 1.03):
                     worse.append(line)
     assert not worse, worse
+
+
+def test_tune_leaves_out_what_rounds_differently(ranks: RanksFixture) -> None:
+    for report in ranks(2).run(tuned_with_other_bits):
+        assert report.right
+        assert set(report.samples) == {"unfused", "ring", "direct"}
+
+
+def tuned_with_other_bits() -> TuneReport:
+    """One bit of one rank's result differs under `pipelined`."""
+    right = tpkernels.all_gather_matmul
+
+    def rounded(*args: object, algorithm: str, **options: object) -> object:
+        y = right(*args, algorithm=algorithm, **options)  # type: ignore[call-overload]
+        if algorithm == "pipelined" and dist.get_rank() == 1:
+            y[0].view(torch.int32).view(-1)[0] ^= 1
+        return y
+
+    with mock.patch.object(tpkernels, "all_gather_matmul", rounded):
+        return tune_case(Spec("all_gather_matmul", (512, 64, 32), torch.float32), 2, 5.0)

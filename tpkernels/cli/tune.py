@@ -51,7 +51,8 @@ def tune(
     cache; the output says where memory did not allow that. Times are kept in the cache folder
     ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels) for this device, number of ranks and
     threads, and these versions of tpkernels, torch and Triton. Groups that are set up afterwards
-    use them. Wrong results are left out, and the exit code is 1.
+    use them. Wrong results are left out, and the exit code is 1. On CPUs an algorithm is also left
+    out where its bits differ from those of the others.
     """
     with exit_codes():
         world = world_size(nproc, 2)
@@ -91,7 +92,7 @@ def tune(
 
 _LEGEND = (
     "ms: the slowest rank's median, interleaved. Empty: the algorithm cannot run this case, see "
-    "tpkernels explain."
+    "tpkernels explain, or it rounds differently."
 )
 
 
@@ -104,7 +105,8 @@ def _cells(spec: Spec, reports: list[TuneReport], after: Plan) -> list[str]:
             text = milliseconds(times[name])
             cells.append(f"[bold green]{text}[/]" if name == best else text)
         else:
-            cells.append("[bold red]WRONG[/]" if name in report.verdicts else "")
+            verdict = report.verdicts.get(name)
+            cells.append("[bold red]WRONG[/]" if verdict and not verdict.right else "")
     return [f"{spec.op}\n[dim]{spec}[/]", *cells, escape(_change(report.before, after))]
 
 

@@ -19,7 +19,12 @@ from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.steps import step_bytes, step_rows
 from tpkernels.planning.table import Config, Series, Table
-from tpkernels.planning.thresholds import RING_MIN_BYTES, RING_MIN_ROWS, pipeline_min_rows
+from tpkernels.planning.thresholds import (
+    RING_MIN_BYTES,
+    RING_MIN_ROWS,
+    ROWS_ALIKE,
+    pipeline_min_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def choose(
         return _cut(_plan(problem, requested, "asked for"), tuned, tuning_key)
     ruled = _by_rule(problem, means)
     if tuning_key is not None:
-        measured = tuned.choice(*tuning_key, candidates(problem, means), unless=ruled[0])
+        measured = tuned.choice(*tuning_key, _comparable(problem, means, tuned), unless=ruled[0])
         if measured is not None:
             return _cut(_plan(problem, *measured), tuned, tuning_key)
     return _plan(problem, *ruled)
@@ -119,6 +124,16 @@ def candidates(problem: Problem, means: Means) -> list[str]:
         for name, reason in unsupported_algorithms(problem, means).items()
         if reason is None and problem.device not in ALGORITHMS[name].tests_only
     ]
+
+
+def _comparable(problem: Problem, means: Means, tuned: Table) -> list[str]:
+    """The `candidates` among which measured times may choose. Whether a split of few rows changes
+    the bits is known only where it was measured, not from other extents."""
+    names, key = candidates(problem, means), problem.tuning_key
+    rows = _rows_per_part(problem)
+    if problem.device != "cpu" or rows >= ROWS_ALIKE or (key is not None and tuned.at(*key)):
+        return names
+    return [name for name in names if not ALGORITHMS[name].splits_matmul]
 
 
 def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:

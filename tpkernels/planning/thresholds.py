@@ -15,6 +15,10 @@ import torch
 RING_MIN_BYTES = 8 << 20
 RING_MIN_ROWS = 256
 
+# Rows from which a product of some rows has the bits that they have in the product of all rows, on
+# every CPU seen (local/exactness.py); AMD EPYC Zen 4 needs 8 for fp32.
+ROWS_ALIKE = 256
+
 
 @dataclass(frozen=True)
 class _Kind:
