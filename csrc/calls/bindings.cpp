@@ -13,6 +13,7 @@
 
 #include "calls/collective.h"
 #include "calls/kernel.h"
+#include "calls/key_sets.h"
 #include "calls/memory.h"
 #include "calls/ops.h"
 #include "calls/shortcut.h"
@@ -148,6 +149,23 @@ void bind_kernels(py::module_& m) {
 }
 
 void bind_shortcut(py::module_& m) {
+  using Pair = std::pair<std::uint64_t, std::uint64_t>;  // included, excluded
+  m.def("keys_of_thread", [] {
+    const ThreadKeys keys = keys_of_thread();
+    return Pair(keys.included, keys.excluded);
+  });
+  m.def(
+      "keys_of_tensor", [](const py::handle& tensor) { return keys_of_tensor(tensor.ptr()); },
+      py::arg("tensor"));
+  using Sample = std::tuple<py::object, std::uint64_t, std::uint64_t>;
+  m.def(
+      "find_key_sets",
+      [](const std::vector<Sample>& given, const Pair& thread) {
+        std::vector<KeySample> samples;
+        for (const auto& [tensor, impl, keys] : given) samples.push_back({tensor, impl, keys});
+        return find_key_sets(samples, {thread.first, thread.second});
+      },
+      py::arg("samples"), py::arg("thread"));
   // (included, excluded, records, key sets of tensors) of each plain state.
   using State = std::tuple<std::uint64_t, std::uint64_t, bool, std::vector<std::uint64_t>>;
   m.def(
@@ -156,7 +174,7 @@ void bind_shortcut(py::module_& m) {
          const std::vector<State>& states, std::uint64_t versioned, bool overwrites) {
         std::vector<PlainState> plain;
         for (const auto& [included, excluded, records, tensors] : states) {
-          plain.push_back({included, excluded, records, tensors});
+          plain.push_back({{included, excluded}, records, tensors});
         }
         return make_shortcut(std::move(arguments), std::move(kernel), std::move(op),
                              std::move(plain), versioned, overwrites);

@@ -8,6 +8,7 @@
 
 #include "calls/callable.h"
 #include "calls/errors.h"
+#include "calls/key_sets.h"
 #include "calls/python.h"
 #include "calls/turns.h"
 
@@ -170,12 +171,6 @@ PyObject* call_above(PyObject* self, PyObject* args, PyObject* kwargs) {
 }
 
 }  // namespace
-
-std::uint64_t bits_of(PyObject* keys) {
-  static PyObject* const raw = PyUnicode_InternFromString("raw_repr");
-  const auto bits = checked(PyObject_CallMethodNoArgs(keys, raw));
-  return PyLong_AsUnsignedLongLongMask(bits.ptr());
-}
 
 bool needs_gradient(PyObject* const* values, std::size_t count) {
   if (forward_mode()) return true;

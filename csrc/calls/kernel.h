@@ -35,9 +35,6 @@ pybind11::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelF
 // the call; null without a Python error otherwise, with nothing done.
 pybind11::object run_warm(const pybind11::object& kernel, const Slots& slots);
 
-// The bits of one of torch's DispatchKeySets.
-std::uint64_t bits_of(PyObject* keys);
-
 // Whether one of the values, or of the elements of a list, needs a gradient, or may be a dual
 // tensor.
 bool needs_gradient(PyObject* const* values, std::size_t count);

@@ -22,11 +22,6 @@ struct ShortcutState {
   bool overwrites;
 };
 
-std::uint64_t keys_of(PyObject* tensor) {
-  static PyObject* const keys = lasting("torch._C", "_dispatch_keys");
-  return bits_of(checked(PyObject_CallOneArg(keys, tensor)).ptr());
-}
-
 // No subclass, which might have a __torch_function__.
 bool is_of_torch(PyObject* tensor) {
   static PyObject* const types[] = {lasting("torch", "Tensor"), lasting("torch.nn", "Parameter")};
@@ -36,13 +31,10 @@ bool is_of_torch(PyObject* tensor) {
 
 // The state that the thread is in; null: one that is not plain.
 const PlainState* state_of_thread(const std::vector<PlainState>& states) {
-  static PyObject* const included = lasting("torch._C", "_dispatch_tls_local_include_set");
-  static PyObject* const excluded = lasting("torch._C", "_dispatch_tls_local_exclude_set");
   static PyObject* const functions = lasting("torch._C", "_is_torch_function_mode_enabled");
-  const std::uint64_t in = bits_of(checked(PyObject_CallNoArgs(included)).ptr());
-  const std::uint64_t out = bits_of(checked(PyObject_CallNoArgs(excluded)).ptr());
+  const ThreadKeys keys = keys_of_thread();
   const auto found = std::find_if(states.begin(), states.end(), [&](const PlainState& state) {
-    return state.included == in && state.excluded == out;
+    return state.thread.included == keys.included && state.thread.excluded == keys.excluded;
   });
   if (found == states.end()) return nullptr;
   return checked(PyObject_CallNoArgs(functions)).is(py::bool_(false)) ? &*found : nullptr;
@@ -58,7 +50,7 @@ bool is_plain(const PlainState& state, PyObject* value, std::uint64_t* keys) {
   }
   if (!is_tensor(value)) return true;
   if (!is_of_torch(value)) return false;
-  const std::uint64_t own = keys_of(value);
+  const std::uint64_t own = keys_of_tensor(value);
   *keys |= own;
   return std::find(state.tensors.begin(), state.tensors.end(), own) != state.tensors.end();
 }

@@ -11,14 +11,13 @@
 #include <vector>
 
 #include "calls/arguments.h"
+#include "calls/key_sets.h"
 
 namespace tpkernels::calls {
 
-// A state of the thread, as sets of dispatch keys, and the key sets of tensors that have nothing
-// but a kernel run in it.
+// A state of the thread, and the key sets of tensors that have nothing but a kernel run in it.
 struct PlainState {
-  std::uint64_t included;
-  std::uint64_t excluded;
+  ThreadKeys thread;
   bool records;  // gradients
   std::vector<std::uint64_t> tensors;
 };

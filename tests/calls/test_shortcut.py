@@ -16,6 +16,8 @@ import tpkernels
 from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
+from tpkernels import _C
+from tpkernels.ops import _key_sets
 
 WORLD = 2
 
@@ -162,8 +164,10 @@ def calls_of(group: dist.ProcessGroup, packed: bool) -> dict[str, Callable[[], o
     return calls
 
 
-def short_job() -> list[str]:
+def short_job(from_memory: bool) -> list[str]:
     failures = []
+    if not from_memory:
+        _C.calls.find_key_sets([], (0, 0))
     for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with fresh_group(autotune=False) as group, context():
             for op, call in calls_of(group, packed=context is not torch.enable_grad).items():
@@ -173,11 +177,16 @@ def short_job() -> list[str]:
                     call()
                 if not cold or warm:
                     failures.append(f"{op} in {context.__name__}: {cold}, then {warm}")
+    _key_sets.outside_modes(_key_sets.find_key_sets)
     return failures
 
 
-def test_warm_calls_of_plain_tensors_take_the_shortcut(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(short_job) for f in rank)
+@pytest.mark.parametrize("from_memory", [True, False])
+def test_warm_calls_of_plain_tensors_take_the_shortcut(
+    ranks: RanksFixture, from_memory: bool
+) -> None:
+    """Also where the extension does not find key sets in torch's memory."""
+    report(f for rank in ranks(WORLD).run(short_job, from_memory) for f in rank)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

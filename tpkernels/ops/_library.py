@@ -18,20 +18,11 @@ from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops._arguments import arguments_of
+from tpkernels.ops._key_sets import key_set
 from tpkernels.ops._planning import plan_call
 from tpkernels.planning.problem import Problem
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
-
-
-def key_set(*names: str) -> torch._C.DispatchKeySet:
-    """Dispatch keys by name; torch's enumeration for Python lacks some."""
-    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(names[0]))
-    for name in names[1:]:
-        keys = keys.add(torch._C._dispatch_key_parse(name))
-    return keys
-
-
 _BELOW = torch._C._after_ADInplaceOrView_keyset
 
 

@@ -3,7 +3,6 @@ same ops, past torch's dispatcher where it has nothing to do (csrc/calls/shortcu
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -12,19 +11,16 @@ from torch.compiler import is_dynamo_compiling
 
 from tpkernels import _C
 from tpkernels.ops._arguments import arguments_of
-from tpkernels.ops._library import kernel_of, key_set
+from tpkernels.ops._key_sets import key_set, keys_of_thread, outside_modes
+from tpkernels.ops._library import kernel_of
 
 _State: TypeAlias = tuple[int, int, bool, list[int]]  # PlainState of csrc/calls/shortcut.h
 
 
 def _state(*tensors: Any) -> _State:
     """The state of this thread, with tensors of these key sets."""
-    included, excluded = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
     records = not torch.is_inference_mode_enabled()
-    return included.raw_repr(), excluded.raw_repr(), records, [keys.raw_repr() for keys in tensors]
+    return *keys_of_thread(), records, [keys.raw_repr() for keys in tensors]
 
 
 def _plain_states() -> list[_State]:
@@ -38,9 +34,7 @@ def _plain_states() -> list[_State]:
         return [within, _state(dense, packed_outside)]
 
 
-# Found in a thread of its own: a mode may be on in this one.
-with concurrent.futures.ThreadPoolExecutor(1) as _thread:
-    _STATES = _thread.submit(_plain_states).result()
+_STATES = outside_modes(_plain_states)
 
 
 def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
