@@ -10,6 +10,7 @@ import torch
 from tpkernels.bench.specs import Spec
 from tpkernels.planning.choose import Means, Plan, choose
 from tpkernels.planning.table import Config, Measurement, Table
+from tpkernels.planning.trials import is_eligible
 
 
 def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:
@@ -74,8 +75,25 @@ def test_between_two_extents_the_winner_of_both_is_taken() -> None:
     chosen = plan(spec(600), few, many)
     assert chosen.algorithm == "pipelined"
     assert chosen.reason == "tuned: as fast as any at 16 and at 1024 rows"
-    for m in (15, 1025):
-        assert plan(spec(m), few, many) == plan(spec(m)), "beyond what was measured"
+
+
+def test_beyond_the_measured_extents_the_last_counts_where_it_is_near() -> None:
+    few = measured(spec(400), unfused=1.0, direct=0.5, pipelined=0.6)
+    many = measured(spec(4000), unfused=9.0, direct=8.0, pipelined=5.0)
+    for m, end, winner in [(268, 400, "direct"), (6000, 4000, "pipelined")]:
+        chosen = plan(spec(m), few, many)
+        assert (chosen.algorithm, chosen.reason) == (winner, f"tuned: as at {end} rows")
+    for m in (266, 6002):
+        assert plan(spec(m), few, many) == plan(spec(m))
+
+
+def test_nearly_the_same_number_of_rows_is_not_tried_again() -> None:
+    """Prompts have any number of tokens."""
+    table = Table((measured(spec(400), direct=1.0, pipelined=2.0),))
+
+    for m, tried in {266: True, 268: False, 400: False, 600: False, 602: True}.items():
+        assert is_eligible(spec(m).problem(2), True, table) == tried
+    assert is_eligible(replace(spec(400).problem(2), dtype=torch.float32), True, table)
 
 
 def test_between_two_extents_with_different_winners_the_nearer_one_counts() -> None:

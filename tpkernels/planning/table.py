@@ -13,7 +13,8 @@ problem measured once; if several measurements disagree it is a compromise that 
 Between two measured extents (rows, or elements of a collective alone), an algorithm is chosen that
 is as fast as any at both ends: if times are affine in the extent, ``t_a <= c * t_b`` at both ends
 holds in between. If there is none, the choice at the nearer end is taken, by the ratio of the
-extents, where that is at most `_NEAR`. Everywhere else the table says nothing.
+extents, where that is at most `_NEAR`. Below the first and above the last it is taken where the
+ratio is at most `_ALIKE`. Everywhere else the table says nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ AS_FAST = 1.02
 NOT_SLOWER = 1 / 0.97
 # A choice applies to extents up to this ratio away, at most.
 _NEAR = 2.0
+# Extents up to this ratio apart need not be measured both.
+_ALIKE = 1.5
 
 
 Config: TypeAlias = tuple[tuple[str, int], ...]  # fields of kernels.configs.MatmulConfig
@@ -101,6 +104,10 @@ class Table:
         """The measurements of exactly this problem."""
         return self._by_series.get(series, {}).get(extent, [])
 
+    def near(self, series: Series, extent: int) -> bool:
+        """Whether this extent, or one that is nearly the same, was measured."""
+        return any(_ratio(known, extent) <= _ALIKE for known in self._by_series.get(series, ()))
+
     def config(self, series: Series, extent: int) -> Config:
         """The block sizes for the `fused` kernels: those of the largest measured case of this
         problem. Between two extents, those of both ends if they agree."""
@@ -127,14 +134,14 @@ class Table:
             return best and (best[0], _reason(best[0], extents[extent], possible))
         known = sorted(extents)
         above = bisect.bisect(known, extent)
-        if above in (0, len(known)):
-            return None
-        ends = known[above - 1], known[above]
-        best = _steadiest([*extents[ends[0]], *extents[ends[1]]], possible, unless)
-        if best is not None and best[1] <= AS_FAST:
-            return best[0], f"tuned: as fast as any at {ends[0]} and at {ends[1]} {_unit(series)}"
-        nearest = min(ends, key=lambda end: max(end / extent, extent / end))
-        if max(nearest / extent, extent / nearest) > _NEAR:
+        ends = known[max(above - 1, 0) : above + 1]
+        if len(ends) == 2:
+            best = _steadiest([one for end in ends for one in extents[end]], possible, unless)
+            if best is not None and best[1] <= AS_FAST:
+                reason = f"tuned: as fast as any at {ends[0]} and at {ends[1]} {_unit(series)}"
+                return best[0], reason
+        nearest = min(ends, key=lambda end: _ratio(end, extent))
+        if _ratio(nearest, extent) > (_NEAR if len(ends) == 2 else _ALIKE):
             return None
         best = _steadiest(extents[nearest], possible, unless)
         return best and (best[0], f"tuned: as at {nearest} {_unit(series)}")
@@ -146,6 +153,11 @@ class Table:
             one for one in self.measurements if (one.series, one.extent, one.other) not in added
         )
         return Table((*kept, *added.values()))
+
+
+def _ratio(left: int, right: int) -> float:
+    """By how much two extents differ; they may be 0."""
+    return max(left, right, 1) / max(min(left, right), 1)
 
 
 def _common(measurements: Sequence[Measurement], possible: Collection[str]) -> list[str]:

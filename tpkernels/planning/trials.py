@@ -40,12 +40,13 @@ MOST_CALLS = UNTRIED_CALLS + len(ELIGIBLE) * (2 * _ROUNDS + _MORE_ROUNDS)
 
 
 def is_eligible(problem: Problem, shared_memory: bool, tuned: Table) -> bool:
-    """Whether ``auto`` may try algorithms for a problem: nothing was measured for it, there are
-    several that make sense, and the ranks are processes of one machine, which have one clock."""
+    """Whether ``auto`` may try algorithms for a problem: nothing was measured for it or for nearly
+    the same extent (prompts have any number of tokens), several make sense, and the ranks are
+    processes of one machine, which have one clock."""
     if problem.device != "cpu" or problem.world == 1 or not shared_memory:
         return False
     key = problem.tuning_key
-    return problem.has_matmul and key is not None and not tuned.at(*key)
+    return problem.has_matmul and key is not None and not tuned.near(*key)
 
 
 class Sample(NamedTuple):
