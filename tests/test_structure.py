@@ -47,7 +47,7 @@ ALLOWED = {
     "launch": {"_C", "defaults", "launch"},
 }
 # From here on anything goes but `cli`: they use the package as its users do.
-USERS = {"", "__main__", "bench", "cli"}
+USERS = {"", "__main__", "bench", "cli", "integrations"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -1,0 +1,199 @@
+"""The vLLM plugin, against stand-ins for vLLM's classes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import fake_vllm
+from tests.support.cases import RanksFixture
+from tests.support.ranked import apart, report
+from tests.support.refusals import packable
+from tpkernels.integrations import vllm
+
+WORLD = 2
+
+
+@pytest.mark.parametrize(
+    ("requested", "version", "platform", "mode", "reason"),
+    [
+        ("auto", "0.32.0", "cpu", "all_reduce", "packed products are faster"),
+        ("auto", "0.32.1", "cuda", "off", "nothing is known to be faster"),
+        ("all_reduce", "0.32.0", "cuda", "off", "nothing is known to be faster"),
+        ("fused", "0.32.0", "cpu", "fused", "TPKERNELS_VLLM=fused"),
+        ("fused", "0.32.0", "cuda", "fused", "not measured on GPUs"),
+        ("fused", "0.32.0", "tpu", "off", "no kernels for 'tpu'"),
+        ("off", "0.32.0", "cpu", "off", "TPKERNELS_VLLM=off"),
+        ("fused", "0.33.0", "cpu", "off", "vLLM 0.33.0 has not been tested, only 0.32.*"),
+        ("auto", "0.3.2", "cpu", "off", "has not been tested"),
+    ],
+)
+def test_what_is_replaced_and_why(
+    requested: str, version: str, platform: str, mode: str, reason: str
+) -> None:
+    choice = vllm.choose(requested, version, platform)
+    assert choice.mode == mode and reason in choice.reason
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="is 'on'; it must be one of off, all_reduce, fused, auto"):
+        vllm.choose("on", "0.32.0", "cpu")
+
+
+@pytest.mark.parametrize("mode", ["off", "all_reduce", "fused", "auto"])
+def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vllm.VARIABLE, mode)
+    with fake_vllm.installed() as platform:
+        vllm.register()
+        vllm.register()  # vLLM may load plugins again
+        communicator = platform.get_device_communicator_cls()
+        if mode == "off":
+            assert communicator == "vllm's own"
+        else:
+            module, _, name = communicator.rpartition(".")
+            found = getattr(importlib.import_module(module), name)
+            assert issubclass(found, fake_vllm.CpuCommunicator)
+        layers = fake_vllm.RowParallelLinear.out_of_tree
+        assert list(layers) == (["RowParallelLinear"] if mode == "fused" else [])
+
+
+def test_an_unknown_version_is_left_as_it_is_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(vllm.VARIABLE, "fused")
+    with fake_vllm.installed("0.99.0") as platform, caplog.at_level(logging.INFO):
+        vllm.register()
+        assert platform.get_device_communicator_cls() == "vllm's own"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "0.99.0 has not been tested" in record.message
+
+
+def test_the_entry_point_is_there() -> None:
+    (point,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="tpkernels")
+    assert point.load() is vllm.register
+
+
+@contextmanager
+def new_group() -> Iterator[dist.ProcessGroup]:
+    """The group of vLLM's ranks, which the plugin sets up."""
+    group = dist.new_group()
+    assert group is not None
+    fake_vllm.tensor_parallel.device_group = group
+    yield group
+    fake_vllm.tensor_parallel.device_group = None
+    dist.destroy_process_group(group)
+
+
+def all_reduce_job() -> list[str]:
+    failures = []
+    with fake_vllm.installed(), new_group() as group:
+        communicator: Any = importlib.import_module(fake_vllm.PARTS).Communicator
+        own = communicator(group, device_group=group, unique_name="tp:0")
+        other = communicator(group, device_group=group, unique_name="dp:0")
+        with apart():
+            far = dist.new_group()
+            split = communicator(far, device_group=far, unique_name="tp:0")
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        given = torch.randn(5, 6, generator=draw)
+        cases = {
+            "float32": (own, given, 0),
+            "bfloat16": (own, given.bfloat16(), 0),
+            "integers": (own, given.int(), 1),
+            "not contiguous": (own, given.t(), 2),
+            "another dimension": (other, given, 1),
+            "hosts": (split, given, 1),
+        }
+        for name, (of, x_given, own_calls) in cases.items():
+            x = x_given.clone(memory_format=torch.preserve_format)
+            everyone = [torch.empty(x.shape, dtype=x.dtype) for _ in range(WORLD)]
+            dist.all_gather(everyone, x.contiguous())
+            result = of.all_reduce(x)
+            want = sum(each.double() for each in everyone).to(x.dtype)  # type: ignore[union-attr]
+            if result is not x or not torch.allclose(result, want):
+                failures.append(f"{name}: {result}, not {want}")
+            if of.own_calls != own_calls:
+                failures.append(f"{name}: vLLM's own ran {of.own_calls} times")
+        dist.destroy_process_group(far)
+    return failures
+
+
+def test_all_reduces_of_tensor_parallelism(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(WORLD).run(all_reduce_job) for f in rank)
+
+
+LAYERS: dict[str, dict[str, bool]] = {
+    "plain": {"bias": False},
+    "bias": {},
+    "bias returned": {"skip_bias_add": True},
+    "result alone": {"return_bias": False},
+    "whole input": {"input_is_parallel": False},
+    "partial": {"reduce_results": False, "bias": False},
+    "quantized": {"quantized": True},
+}
+
+
+def layers_job() -> list[str]:
+    failures = []
+    with fake_vllm.installed(), new_group(), torch.inference_mode():
+        parts: Any = importlib.import_module(fake_vllm.PARTS)
+        for name, options in LAYERS.items():
+            fused = parts.FusedRowParallelLinear(8, 6, **options)
+            stock = fake_vllm.RowParallelLinear(8, 6, **options)
+            draw = torch.Generator().manual_seed(1 + dist.get_rank())
+            stock.weight.data.normal_(generator=draw)
+            if stock.bias is not None:
+                stock.bias.data.fill_(2.0)  # the same on all ranks
+            fused.load_state_dict(stock.state_dict())
+            fused.quant_method.process_weights_after_loading(fused)
+            whole = not options.get("input_is_parallel", True)
+            x = torch.randn(3, 8 if whole else 4, generator=draw.manual_seed(5 if whole else 7))
+            got, want = fused(x), stock(x)
+            if not options.get("return_bias", True):
+                got, want = (got,), (want,)
+            for one, other in zip(got, want, strict=True):
+                same = one is other if other is None else torch.allclose(one, other, atol=1e-5)
+                if not same:
+                    failures.append(f"{name}: {one}, not {other}")
+            is_fused = name not in ("partial", "quantized") and torch.float32 in packable()
+            if (fused.weight.numel() == 0) != is_fused:
+                failures.append(f"{name}: the plain weight has {fused.weight.numel()} elements")
+            local = fused.quant_method.apply(fused, torch.ones(2, 4))
+            if not torch.allclose(local, stock.weight.sum(1).expand(2, 6), atol=1e-5):
+                failures.append(f"{name}: apply gives {local}")
+    return failures
+
+
+def test_row_parallel_layers(ranks: RanksFixture) -> None:
+    """Fused ones give what vLLM's give; others are vLLM's."""
+    report(f for rank in ranks(WORLD).run(layers_job) for f in rank)
+
+
+def calls_job() -> list[str]:
+    """The layer is one op, not a product and an all-reduce."""
+    with fake_vllm.installed(), new_group(), torch.inference_mode():
+        parts: Any = importlib.import_module(fake_vllm.PARTS)
+        layer = parts.FusedRowParallelLinear(8, 6)
+        layer.quant_method.process_weights_after_loading(layer)
+        seen, run = [], tpkernels.matmul_all_reduce
+        parts.tpkernels.matmul_all_reduce = lambda *args, **options: (
+            seen.append(args[0].shape),
+            run(*args, **options),
+        )[1]
+        try:
+            layer(torch.ones(3, 4))
+        finally:
+            parts.tpkernels.matmul_all_reduce = run
+    return [] if seen == [(3, 4)] else [f"the op was called with {seen}"]
+
+
+def test_a_fused_layer_is_one_op(ranks: RanksFixture) -> None:
+    report(f for rank in ranks(WORLD).run(calls_job) for f in rank)

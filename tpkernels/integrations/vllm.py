@@ -1,0 +1,82 @@
+"""The vLLM plugin: which of vLLM's parts are replaced, and why.
+
+vLLM calls `register` in each of its processes, as the entry point ``tpkernels`` of the group
+``vllm.general_plugins``. ``TPKERNELS_VLLM`` says what is replaced:
+
+    off          nothing
+    all_reduce   on CPUs, the all-reduces of tensor parallelism
+    fused        also each row-parallel layer: product and all-reduce as one op
+    auto         what has been measured not to be slower than vLLM, the default
+
+Each choice is reported once, with its reason. vLLM traces a compiled graph once, so the variable is
+read when an engine starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from dataclasses import dataclass
+
+VARIABLE = "TPKERNELS_VLLM"
+MODES = ("off", "all_reduce", "fused", "auto")
+TESTED = ("0.32",)
+
+logger = logging.getLogger("vllm.tpkernels")  # has vLLM's handlers
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is replaced, and why."""
+
+    mode: str
+    reason: str
+
+
+def choose(requested: str, version: str, platform: str) -> Choice:
+    """What to replace in a vLLM of that version on "cpu", "cuda" or another platform.
+
+    Raises:
+        ValueError: ``requested`` is none of `MODES`.
+    """
+    if requested not in MODES:
+        raise ValueError(f"{VARIABLE} is '{requested}'; it must be one of {', '.join(MODES)}")
+    if requested == "off":
+        return Choice("off", f"{VARIABLE}=off")
+    if ".".join(version.split(".")[:2]) not in TESTED:
+        tested = ", ".join(f"{each}.*" for each in TESTED)
+        return Choice("off", f"vLLM {version} has not been tested, only {tested}")
+    if platform == "cpu":
+        if requested == "auto":
+            return Choice("all_reduce", "vLLM's own packed products are faster than torch's")
+        return Choice(requested, f"{VARIABLE}={requested}")
+    if platform == "cuda" and requested == "fused":
+        return Choice("fused", f"{VARIABLE}=fused; not measured on GPUs")
+    if platform == "cuda":
+        return Choice("off", "on GPUs nothing is known to be faster than vLLM")
+    return Choice("off", f"there are no kernels for '{platform}'")
+
+
+def register() -> None:
+    """Replaces vLLM's parts, before any model is made. May be called several times.
+
+    Raises:
+        ValueError: ``TPKERNELS_VLLM`` has no valid value.
+    """
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    platform = "cuda" if current_platform.is_cuda() else current_platform.device_type
+    requested = os.environ.get(VARIABLE, "auto")
+    choice = choose(requested, __version__, platform)
+    failed = choice.mode == "off" and requested not in ("off", "auto")
+    level = logging.WARNING if failed or "tested" in choice.reason else logging.INFO
+    logger.log(level, "tpkernels: %s (%s)", choice.mode, choice.reason)
+    if choice.mode == "off":
+        return
+    parts = importlib.import_module("tpkernels.integrations.vllm_parts")
+    if platform == "cpu":
+        parts.replace_communicator(type(current_platform))
+    if choice.mode == "fused":
+        parts.replace_row_parallel()

@@ -1,0 +1,127 @@
+"""What replaces parts of vLLM. Imported by `tpkernels.integrations.vllm` within vLLM only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed import get_tp_group
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.utils import split_tensor_along_last_dim
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+
+import tpkernels
+from tpkernels import dtypes, groups
+from tpkernels.integrations.vllm import logger
+from tpkernels.local import packed
+
+# s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
+TIMEOUT = 1800.0
+
+
+@functools.cache
+def report(text: str) -> None:
+    """Once in each process."""
+    logger.info("tpkernels: %s", text)
+
+
+def group_for(group: torch.distributed.ProcessGroup) -> str | None:
+    """The name of a group that is set up for the ops; None: its ranks share no memory. The first
+    call is collective."""
+    name = groups.name_of(group)
+    tpkernels.init(name, timeout=TIMEOUT)
+    if groups.get(name).shared_memory:
+        return name
+    report("all-reduces are left to vLLM, because the ranks share no memory")
+    return None
+
+
+def is_reducible(x: torch.Tensor) -> bool:
+    """Whether the op takes this tensor."""
+    return x.dtype in dtypes.CODES and x.is_contiguous()
+
+
+class Communicator(CpuCommunicator):
+    """vLLM's communicator of CPU tensors, with another all-reduce for tensor parallelism."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        own = self.unique_name.startswith("tp") and self.world_size > 1
+        self._group = group_for(self.device_group) if own else None
+        if self._group is not None:
+            report(f"all-reduces of {self.world_size} ranks")
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        if self._group is None or not is_reducible(input_):
+            return super().all_reduce(input_)
+        tpkernels.all_reduce_(input_, self._group)
+        return input_
+
+
+def replace_communicator(platform: type) -> None:
+    name = f"{Communicator.__module__}.{Communicator.__qualname__}"
+    platform.get_device_communicator_cls = classmethod(lambda cls: name)  # type: ignore[attr-defined]
+
+
+class PackedMethod(UnquantizedLinearMethod):
+    """Packs the weight of a layer on a CPU, in place of what vLLM packs, and drops the plain one.
+    ``apply`` is for what multiplies without the layer, such as LoRA."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.tpkernels_weight = tpkernels.pack(layer.weight.t())
+        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return packed.packed_product(x, layer.tpkernels_weight, bias)
+
+
+class FusedRowParallelLinear(RowParallelLinear):
+    """vLLM's row-parallel layer with product and all-reduce as one op, where it is not quantised.
+    Else it is vLLM's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._group, reason = None, self._not_fused()
+        if reason is None:
+            self._group = group_for(get_tp_group().device_group)
+        else:
+            report(f"row-parallel layers are left to vLLM: {reason}")
+        if self._group is None:
+            return
+        report("row-parallel layers are fused with their all-reduce")
+        if self.weight.device.type == "cpu":
+            self.quant_method = PackedMethod()
+
+    def _not_fused(self) -> str | None:
+        """Why the layer stays as it is."""
+        if not self.reduce_results or self.tp_size == 1:
+            return "there is nothing to reduce"
+        if type(self.quant_method) is not UnquantizedLinearMethod:
+            return f"{type(self.quant_method).__name__} multiplies otherwise"
+        if self.weight.device.type == "cpu":
+            try:
+                packed.check_packable(self.weight.t(), "the weight")
+            except NotImplementedError as error:
+                return str(error)
+        return None
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        if self._group is None:
+            return super().forward(input_)
+        x = input_
+        if not self.input_is_parallel:
+            x = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank].contiguous()
+        on_cpu = self.weight.device.type == "cpu"
+        w = self.tpkernels_weight if on_cpu else self.weight.t()
+        bias = None if self.skip_bias_add else self.bias
+        output = tpkernels.matmul_all_reduce(x, w, self._group, bias=bias)
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+@functools.cache  # vLLM refuses a second one
+def replace_row_parallel() -> None:
+    RowParallelLinear.register_oot(FusedRowParallelLinear)
