@@ -1,12 +1,12 @@
 // Problem: all-gather, reduce-scatter and all-reduce of CPU tensors over a channel.
 //
-// Algorithm: data moves in chunks small enough to stay in the cache between the writer and the
-// readers. Each chunk is one call of the channel (one epoch). So the channel's proof covers it, and
-// the two data buffers are all the memory needed, however large the tensors.
+// Algorithm: data moves in chunks. Each chunk is one call of the channel (one epoch). So the
+// channel's proof covers it, and the two data buffers are all the memory needed, however large the
+// tensors.
 //   all_gather       Write own chunk; copy every peer's chunk out.
 //   reduce_scatter   For each peer, write its piece of own partial; sum the pieces for this rank.
-//   all_reduce       One-shot (small): write own chunk; every rank sums all of it.
-//                    Two-shot: write own chunk; sum this rank's 1/W of it into the result buffer;
+//   all_reduce       One-shot (small, or two ranks): write own chunk; every rank sums all of it.
+//                    Two-shot: write own chunk; sum this rank's 1/W of it and write the result;
 //                    copy the peers' results out.
 // Sums run over ranks 0..W-1 in fp32 and round once, so both all-reduces give the same bits on
 // every rank. Peers read input in a symmetric tensor in place. The last chunk then ends with a word
