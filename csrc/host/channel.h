@@ -35,6 +35,7 @@
 
 #include "host/arena.h"
 #include "host/patience.h"
+#include "host/sharing.h"
 
 namespace tpkernels::host {
 
@@ -116,6 +117,7 @@ class Channel {
   // `culprit`, by default this rank.
   void abandon(const std::string& why, FailureKind kind = FailureKind::kPeerLost, int culprit = -1);
   bool broken() const { return broken_; }
+  Sharing& sharing() { return sharing_; }
   // For waits outside the channel: throws what `wait` on any of the peers would throw by now.
   void watch(Phase phase, double waited_s) const;
 
@@ -162,6 +164,7 @@ class Channel {
   std::vector<int> pids_;
   ChannelOptions options_;
   Patience patience_;
+  Sharing sharing_;
   std::uint32_t epoch_;
   std::uint32_t signature_ = 0;
   std::uint32_t recorded_[2] = {0, 0};  // signature of the text in each slot

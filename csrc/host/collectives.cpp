@@ -12,12 +12,6 @@ namespace {
 constexpr ChunkLimits kLimits{/*one_shot_bytes=*/16 << 10, /*chunk_bytes=*/512 << 10};
 // Larger results leave the caches before anyone reads them: use streaming stores.
 constexpr std::size_t kStreamBytes = 8 << 20;
-// What peers are to read goes past the caches from this size on. Lines that are in another core's
-// cache are slow where the cores share none, and a virtual machine's cores may be moved there at
-// any time. All-reduce of 2 ranks, AMD EPYC Zen 4, 2 virtual cores, 2026-11-22, stored to the
-// cache / past it: 64 KB 14.5 / 11 us, 256 KB 47 / 30 us, 4 MB 0.42 / 0.43 ms, 32 MB 4.2 / 5.5 ms
-// at one moment; 256 KB 160 / 28 us, 1 MB 0.60 / 0.08 ms, 32 MB 18 / 4.1 ms at another.
-constexpr std::size_t kSharedStreamBytes = 8 << 10;
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 std::size_t align_down(std::size_t bytes) { return bytes / 64 * 64; }
@@ -32,8 +26,9 @@ void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool stream) 
 }
 
 // Copies to where peers read it.
-void share(std::byte* to, const std::byte* from, std::size_t bytes) {
-  copy(to, from, bytes, bytes >= kSharedStreamBytes);
+void share(Channel& channel, std::byte* to, const std::byte* from, std::size_t bytes) {
+  Sharing& sharing = channel.sharing();
+  sharing.timed([&] { copy(to, from, bytes, sharing.past_caches(bytes)); });
 }
 
 // `outer` runs of `width` bytes, `pitch` apart: one rank's shard of a larger tensor.
@@ -127,10 +122,11 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
     const std::size_t begin = c * step;
     const std::size_t n = within(mine, begin, step);
     channel.begin(call.signature, call.text);
+    channel.sharing().begin(within(largest, begin, step));
     if (in.segment != 0) {
       channel.locate(in.segment, in.offset + begin);
     } else {
-      share(channel.buffer(rank), in.data + begin, n);
+      share(channel, channel.buffer(rank), in.data + begin, n);
     }
     channel.publish(Phase::kData);
     shard(out, layout, rank, element)
@@ -142,10 +138,12 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
       const std::size_t theirs = within(shard_bytes(layout, peer, element), begin, step);
       if (theirs == 0) return;  // its shard has ended, so the located offset is past the end
       const std::byte* from = channel.data(peer, theirs);
-      shard(out, layout, peer, element)
-          .for_range(begin, theirs, [&](std::byte* to, std::size_t at, std::size_t m) {
-            copy(to, from + at, m, stream);
-          });
+      channel.sharing().timed([&] {
+        shard(out, layout, peer, element)
+            .for_range(begin, theirs, [&](std::byte* to, std::size_t at, std::size_t m) {
+              copy(to, from + at, m, stream);
+            });
+      });
     });
     if (c + 1 == chunks) release_sources(channel, in);
   }
@@ -173,10 +171,11 @@ void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std:
       const std::size_t n = within(shard_bytes(layout, to_rank, element), begin, step);
       shard(input, layout, to_rank, element)
           .for_range(begin, n, [&](std::byte* from, std::size_t at, std::size_t m) {
-            share(piece + at, from, m);
+            share(channel, piece + at, from, m);
           });
     };
     channel.begin(call.signature, call.text);
+    channel.sharing().begin(within(largest, begin, step));
     if (in_place) channel.locate(in.segment, in.offset);
     for_each_peer(channel, [&](int peer) {
       if (!in_place) pack(peer);
@@ -207,7 +206,9 @@ void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std:
       here.residual =
           static_cast<const std::byte*>(here.residual) + first * size_of(here.residual_dtype);
     }
-    sum_partials(out + first * size_of(here.out_dtype), partials, wire, first, n / element, here);
+    channel.sharing().timed([&] {
+      sum_partials(out + first * size_of(here.out_dtype), partials, wire, first, n / element, here);
+    });
     if (c + 1 == chunks) release_sources(channel, in_place ? in : Source{in.data});
   }
 }
@@ -235,17 +236,18 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
     const auto part_begin = [&](std::size_t r) { return std::min(n, r * part); };
     const auto part_count = [&](std::size_t r) { return part_begin(r + 1) - part_begin(r); };
     channel.begin(call.signature, call.text);
+    channel.sharing().begin(n * element);
     const std::byte* source = in.data + begin * element;
     std::byte* buffer = channel.buffer(channel.rank());
     const std::size_t result_at = ceil_div(step * element, 64) * 64;
     if (in.segment != 0) {
       channel.locate(in.segment, in.offset + begin * element);
     } else if (one_shot) {
-      share(buffer, source, n * element);
+      share(channel, buffer, source, n * element);
     } else {  // all but the part that only this rank reads
       const std::size_t after = part_begin(rank + 1);
-      share(buffer, source, part_begin(rank) * element);
-      share(buffer + after * element, source + after * element, (n - after) * element);
+      share(channel, buffer, source, part_begin(rank) * element);
+      share(channel, buffer + after * element, source + after * element, (n - after) * element);
     }
     channel.publish(Phase::kData);
 
@@ -262,12 +264,11 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
                       (begin + first) * size_of(here.residual_dtype);
     }
     std::byte* to = out + begin * out_element;
-    if (one_shot) {
-      sum_partials(to, partials, wire, begin, n, here);
-    } else {
-      std::byte* own = to + first * out_element;
-      sum_partials(own, partials, wire, begin + first, length, here);
-      share(buffer + result_at, own, length * out_element);
+    std::byte* own = to + first * out_element;
+    channel.sharing().timed(
+        [&] { sum_partials(own, partials, wire, begin + first, length, here); });
+    if (!one_shot) {
+      share(channel, buffer + result_at, own, length * out_element);
       channel.publish(Phase::kResult);
       for_each_peer(channel, [&](int peer) {
         channel.wait(peer, Phase::kResult);
