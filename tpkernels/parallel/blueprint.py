@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class Slot:
     split: Split | None
     stored: Stored
     linear: bool
+
+    def part(self, rank: int) -> Box:
+        """The part that a rank holds if the parameter is not split by a plan."""
+        return part_of(self.shape, None if self.split is None else replace(self.split, rank=rank))
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -173,13 +177,18 @@ def _slots(model: nn.Module, sources: Mapping[str, Stored]) -> Iterator[Slot]:
         )
 
 
+def part_of(whole: tuple[int, ...], split: Split | None) -> Box:
+    """The part of an unsharded parameter that the rank of ``split`` holds."""
+    if split is None:
+        return Box.whole(whole)
+    begin = [split.offset if dim == split.dim else 0 for dim in range(len(whole))]
+    return Box(tuple(begin), split.local_shape(whole))
+
+
 def _box(parameter: nn.Parameter, whole: tuple[int, ...], split: Split | None) -> Box:
     """The part of the unsharded parameter that this rank holds."""
-    if split is not None:
-        begin = [split.offset if dim == split.dim else 0 for dim in range(len(whole))]
-        return Box(tuple(begin), split.local_shape(whole))
     if type(parameter.data) is torch.Tensor:
-        return Box.whole(whole)
+        return part_of(whole, split)
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -7,7 +7,8 @@ as llama.cpp's rotary embedding wants them. Reading restores transformers' order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from tpkernels.parallel.checkpoints.checkpoint import package
 from tpkernels.parallel.checkpoints.stored import Rows, Stored
+from tpkernels.text import of_error
 
 _INTERLEAVED = {"llama", "mistral"}  # model types
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -29,7 +31,7 @@ class GGUFCheckpoint:
 
     def config(self) -> Any:
         package("gguf")
-        with _damage(self.path):
+        with _errors_of(self.path):
             return package("transformers").AutoConfig.from_pretrained(
                 self.path.parent, gguf_file=self.path.name
             )
@@ -47,7 +49,7 @@ class GGUFCheckpoint:
         config: Any = model.config
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         interleaved = config.model_type in _INTERLEAVED
-        with _damage(self.path):
+        with _errors_of(self.path):
             reader = gguf.GGUFReader(self.path)
         size = self.path.stat().st_size
         stored = {}
@@ -67,21 +69,18 @@ class GGUFCheckpoint:
         return stored
 
 
-class _damage:
-    """Turns what reading a damaged file raises into ValueErrors that name it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        # gguf indexes into the mapped file without checks.
-        if isinstance(error, (IndexError, KeyError, TypeError, UnicodeDecodeError, ValueError)):
-            raise ValueError(
-                f"{self._path} cannot be read as a GGUF model of transformers: {error}"
-            ) from error
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turns what reading a damaged file raises into ValueErrors that name it: gguf and transformers
+    index into the file without checks, so that may be any kind of error."""
+    try:
+        yield
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read as a GGUF model of transformers: {of_error(error)}"
+        ) from error
 
 
 def _names(model: nn.Module) -> dict[str, str]:

@@ -1,12 +1,13 @@
-"""Tensors in files, of which any slice can be read without the rest.
+"""Tensors in files, of which any slice can be read without holding the rest.
 
 Problem: a rank needs its rows or columns of a weight, and must not hold more than its shard plus a
 small buffer. Memory-mapped files would count every page that a slice touches, and a file that is
 cut off while it is mapped kills the process.
 
-Algorithm: whole rows are read straight into the parameter. Columns are read row by row, if a row's
-slice is a page or more, and otherwise cut out of chunks of whole rows. So are rows that have to be
-converted.
+Algorithm: whole rows are read straight into the parameter. Columns are cut out of chunks of whole
+rows, and rows that have to be converted go through such chunks, too. Reading the slice of each row
+by itself took four times as long: 15.7 ms instead of 3.5 for 1408 of 5632 columns of 2048 rows in
+bf16, from the page cache (AMD EPYC, 2 cores, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from typing import Any
 
 import torch
 
-CHUNK = 1 << 22  #: bytes of whole rows that are read at once if they are cut or converted
-_PAGE = 4096  # bytes; the system reads no less
+CHUNK = 1 << 20  #: bytes of whole rows that are read at once if they are cut or converted
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,7 @@ class Rows:
         whole_rows = columns == Box.whole(self.shape[1:])
         with _opened(self.path) as file:
             if straight and whole_rows and out.is_contiguous():
-                self._read_rows(file, first, count, out)
-            elif straight and len(self.shape) == 2 and _bytes_of(out[0]) >= _PAGE:
-                skipped = box.offsets[1] * self.dtype.itemsize
-                for row in range(count):
-                    self._fill(
-                        file, self.begin + (first + row) * self.row_bytes + skipped, out[row]
-                    )
+                self._read_rows(file, first, out)
             else:
                 for at, values in self._chunks(file, first, first + count):
                     mine = Box((0, *columns.offsets), (len(values), *columns.shape)).of(values)
@@ -127,7 +121,7 @@ class Rows:
         while at < end:
             count = min(step, self.shape[0] - at)
             raw = torch.empty(count, self.row_bytes, dtype=torch.uint8)
-            self._read_rows(file, at, count, raw)
+            self._read_rows(file, at, raw)
             if self.decode is None:
                 values = raw.view(self.dtype).view(count, *self.shape[1:])
             else:
@@ -136,14 +130,10 @@ class Rows:
             yield low, values[low - at : high - at]
             at += count
 
-    def _read_rows(self, file: int, first: int, count: int, out: torch.Tensor) -> None:
-        self._fill(file, self.begin + first * self.row_bytes, out)
-
-    def _fill(self, file: int, begin: int, out: torch.Tensor) -> None:
-        """Reads contiguous bytes of the file into a contiguous tensor."""
+    def _read_rows(self, file: int, first: int, out: torch.Tensor) -> None:
+        """Reads rows from ``first`` on, as many bytes as the contiguous ``out`` has."""
         values: Any = out.detach().view(-1).view(torch.uint8).numpy()
-        data = memoryview(values)
-        done = 0
+        data, begin, done = memoryview(values), self.begin + first * self.row_bytes, 0
         while done < len(data):
             count = os.preadv(file, [data[done:]], begin + done)
             if count == 0:
@@ -193,7 +183,3 @@ def _opened(path: Path) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
