@@ -115,12 +115,14 @@ class Rows:
                     out.narrow(0, at - first, len(values)).copy_(mine)
 
     def _chunks(self, file: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, values of whole rows) of rows [begin, end), in bounded chunks."""
+        """(first row, values of whole rows) of rows [begin, end), in bounded chunks. The values are
+        valid until the next chunk."""
         step = max(1, CHUNK // (self.row_bytes * self.block)) * self.block
         at = begin - begin % self.block
+        buffer = torch.empty(min(step, self.shape[0] - at), self.row_bytes, dtype=torch.uint8)
         while at < end:
             count = min(step, self.shape[0] - at)
-            raw = torch.empty(count, self.row_bytes, dtype=torch.uint8)
+            raw = buffer[:count]
             self._read_rows(file, at, raw)
             if self.decode is None:
                 values = raw.view(self.dtype).view(count, *self.shape[1:])
