@@ -17,7 +17,7 @@ from tpkernels.groups import empty, finalize, init
 from tpkernels.local.packed import pack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
-from tpkernels.parallel import parallelize
+from tpkernels.parallel import from_pretrained, parallelize
 from tpkernels.shards import shard_sizes
 from tpkernels.version import VERSION
 
@@ -34,6 +34,7 @@ __all__ = [
     "compile",
     "empty",
     "finalize",
+    "from_pretrained",
     "init",
     "nccl",
     "nn",

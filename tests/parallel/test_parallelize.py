@@ -36,6 +36,21 @@ def test_logits_and_gradients(ranks: RanksFixture, world: int, model_type: str) 
     report(failure for rank in results for failure in rank)
 
 
+def ffn_only_job() -> list[str]:
+    """Logits and gradients, and which modules are replaced."""
+    mesh = hf_models.mesh_of_all()
+    failures = hf_models.differences(hf_models.make("qwen2", tied=True), False, mesh, ffn_only=True)
+    model = tpkernels.parallelize(hf_models.make("llama"), mesh, ffn_only=True)
+    sharded = {name.split(".")[-1] for name, m in model.named_modules() if hasattr(m, "splits")}
+    if sharded != {"gate_proj", "up_proj", "down_proj"}:
+        failures.append(f"{sharded} are split")
+    return failures
+
+
+def test_feed_forward_layers_alone(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(ffn_only_job) for failure in rank)
+
+
 def calls_job() -> tuple[list[str], list[str]]:
     """The ops called in a forward, with and without sequence parallelism."""
     made = []

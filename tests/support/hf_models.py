@@ -98,7 +98,9 @@ def error(got: torch.Tensor, want: torch.Tensor, of: torch.Tensor) -> float:
     return float(off / of.abs().max())
 
 
-def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
+def differences(
+    model: Any, sequence: bool, mesh: DeviceMesh, *, ffn_only: bool = False
+) -> list[str]:
     """What is wrong with a parallel copy of ``model``.
 
     In float64 it must match the unsharded model up to rounding. In float32 its error may be twice
@@ -110,7 +112,7 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
     with norms_in_full(model):
         exact = copy.deepcopy(model).double()
         parallel = tpkernels.parallelize(
-            copy.deepcopy(model).double(), mesh, sequence_parallel=sequence
+            copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, ffn_only=ffn_only
         )
         logits, loss, grads = run(exact)
         got_logits, got_loss, got = run(parallel)
@@ -121,7 +123,9 @@ def differences(model: Any, sequence: bool, mesh: DeviceMesh) -> list[str]:
         failures["parameters"] = f"{sorted(set(got) ^ set(grads))} are in only one of the two"
 
     single = copy.deepcopy(model)
-    parallel = tpkernels.parallelize(copy.deepcopy(model), mesh, sequence_parallel=sequence)
+    parallel = tpkernels.parallelize(
+        copy.deepcopy(model), mesh, sequence_parallel=sequence, ffn_only=ffn_only
+    )
     logits_32, _, grads_32 = run(single)
     got_logits, _, got = run(parallel)
     limits = {"logits": error(logits_32, logits, logits)}

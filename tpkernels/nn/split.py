@@ -10,6 +10,14 @@ import torch
 from tpkernels import groups
 from tpkernels.shards import check_sizes, shard_sizes
 
+_PLANNED = "tpkernels: ranks that are planned, "  # followed by their number
+
+
+def planned(world: int) -> str:
+    """The name of a group that does not exist, of which this process is rank 0. Modules can be made
+    for it, to see how they would be split over ``world`` ranks; calls of them fail."""
+    return f"{_PLANNED}{world}"
+
 
 def position(group: str) -> tuple[int, int]:
     """(rank, world) in a group, by the group's name.
@@ -17,6 +25,8 @@ def position(group: str) -> tuple[int, int]:
     Raises:
         ValueError: this rank has no such group.
     """
+    if group.startswith(_PLANNED):
+        return 0, int(group.removeprefix(_PLANNED))
     own = groups.get(group)
     return own.rank, own.world
 

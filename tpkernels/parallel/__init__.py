@@ -1,11 +1,12 @@
-"""Tensor parallelism for existing models: `parallelize`, and styles for torch's
+"""Tensor parallelism for existing models: `parallelize`, `from_pretrained`, and styles for torch's
 ``parallelize_module``."""
 
 from typing import Any
 
+from tpkernels.parallel.loading import from_pretrained
 from tpkernels.parallel.parallelize import parallelize
 
-__all__ = ["FusedColwiseParallel", "FusedRowwiseParallel", "parallelize"]
+__all__ = ["FusedColwiseParallel", "FusedRowwiseParallel", "from_pretrained", "parallelize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,8 @@
     lm_head               ParallelLMHead; its logits are gathered
 
 Without sequence parallelism, rows are neither split nor gathered, and the layers' norms stay as
-they are. Modules are found by name; transformers is not imported.
+they are. With ``ffn_only``, nothing but gate_proj, up_proj and down_proj is replaced, without
+sequence parallelism. Modules are found by name; transformers is not imported.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels import groups
 from tpkernels.nn import ParallelLMHead, RMSNorm, VocabParallelEmbedding, check, pack_
 from tpkernels.nn.embedding import sharded_embedding
 from tpkernels.nn.heads import QKV, Heads
 from tpkernels.nn.linear import sharded_linear
 from tpkernels.nn.sharding import SequenceOptions
+from tpkernels.nn.split import position
 from tpkernels.parallel.shared_input import (
     SEQUENCE_DIM,
     GatherRows,
@@ -69,11 +69,16 @@ class Parts:
     heads: Heads
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, pack: bool) -> None:
-    """See `tpkernels.parallelize`. All modules are checked before the first is replaced."""
-    architecture = _architecture(model)
-    group = groups.name_of(mesh)
-    world = groups.get(group).world
+def apply(
+    model: nn.Module, group: str, *, sequence_parallel: bool, ffn_only: bool = False, pack: bool
+) -> None:
+    """See `tpkernels.parallelize`. All modules are checked before the first is replaced.
+
+    Args:
+        group: a group's name, which may be `tpkernels.nn.split.planned`.
+    """
+    architecture = architecture_of(getattr(model, "config", None), type(model).__name__)
+    _, world = position(group)
     inner = getattr(model, "base_model_prefix", "")
     base: Any = getattr(model, inner, model)
     prefix = "" if base is model else f"{inner}."
@@ -86,7 +91,25 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, pack: boo
     if pack:
         check.packable(model)
 
-    rows = Rows(world) if sequence_parallel else None
+    if ffn_only:
+        for parts in layers:
+            _replace_mlp(parts.layer.get_submodule("mlp"), group, None)
+    else:
+        _replace_all(model, base, layers, group, architecture, sequence_parallel)
+    if pack:
+        pack_(model)
+
+
+def _replace_all(
+    model: Any,
+    base: Any,
+    layers: list[Parts],
+    group: str,
+    architecture: Architecture,
+    sequence_parallel: bool,
+) -> None:
+    rows = Rows(position(group)[1]) if sequence_parallel else None
+    head = getattr(model, "lm_head", None)
     embedding = sharded_embedding(VocabParallelEmbedding, base.embed_tokens, group)
     if head is not None:
         parallel_head = sharded_linear(ParallelLMHead, head, group, gather_output=True)
@@ -100,15 +123,18 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, pack: boo
         base.norm = _norm(base.norm, group)
         base.layers[0].register_forward_pre_hook(SplitRows(group, rows), with_kwargs=True)
         base.norm.register_forward_hook(GatherRows(group, rows))
-    if pack:
-        pack_(model)
 
 
-def _architecture(model: nn.Module) -> Architecture:
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+def architecture_of(config: Any, what: str) -> Architecture:
+    """The architecture that a ``config`` of transformers is of; ``what`` has it, for messages.
+
+    Raises:
+        NotImplementedError: it is not supported.
+    """
+    model_type = getattr(config, "model_type", None)
     if model_type not in ARCHITECTURES:
         raise NotImplementedError(
-            f"{type(model).__name__} (model_type {model_type!r}) is not supported without a plan; "
+            f"{what} (model_type {model_type!r}) is not supported without a plan; "
             f"these are: {', '.join(ARCHITECTURES)}; pass plan={{...}}"
         )
     return ARCHITECTURES[model_type]
@@ -171,33 +197,40 @@ def _norm(norm: Any, group: str) -> RMSNorm:
 
 
 def _replace(parts: Parts, group: str, architecture: Architecture, rows: Rows | None) -> None:
-    options: SequenceOptions = {
-        "sequence_parallel": rows is not None,
-        "sequence_dim": SEQUENCE_DIM,
-    }
+    options = _options(rows)
     attention = parts.layer.get_submodule("self_attn")
-    mlp = parts.layer.get_submodule("mlp")
     for name, (sizes, stand_in) in parts.heads.projections.items():
         linear = getattr(attention, name)
         layer = sharded_linear(
             SharedInputLinear, linear, group, out_sizes=sizes, stand_in=stand_in, **options
         )
         setattr(attention, name, layer)
-    for name in GATE_UP:
-        layer = sharded_linear(SharedInputLinear, getattr(mlp, name), group, **options)
-        setattr(mlp, name, layer)
-    for owner, name, in_sizes in (
-        (attention, "o_proj", parts.heads.query_sizes),
-        (mlp, "down_proj", None),
-    ):
-        linear = getattr(owner, name)
-        row = sharded_linear(OwnRowsLinear, linear, group, in_sizes=in_sizes, **options)
-        row.rows = rows
-        setattr(owner, name, row)
+    _replace_row_parallel(attention, "o_proj", group, rows, parts.heads.query_sizes)
     attention.register_forward_pre_hook(ShareInput(QKV, rows), with_kwargs=True)
-    mlp.register_forward_pre_hook(ShareInput(GATE_UP, rows), with_kwargs=True)
     for name in architecture.head_norms:
         setattr(attention, name, _norm(getattr(attention, name), group))
+    _replace_mlp(parts.layer.get_submodule("mlp"), group, rows)
     if rows is not None:
         for name in LAYER_NORMS:
             setattr(parts.layer, name, _norm(getattr(parts.layer, name), group))
+
+
+def _replace_mlp(mlp: nn.Module, group: str, rows: Rows | None) -> None:
+    for name in GATE_UP:
+        layer = sharded_linear(SharedInputLinear, getattr(mlp, name), group, **_options(rows))
+        setattr(mlp, name, layer)
+    _replace_row_parallel(mlp, "down_proj", group, rows, None)
+    mlp.register_forward_pre_hook(ShareInput(GATE_UP, rows), with_kwargs=True)
+
+
+def _replace_row_parallel(
+    owner: nn.Module, name: str, group: str, rows: Rows | None, in_sizes: list[int] | None
+) -> None:
+    linear = getattr(owner, name)
+    layer = sharded_linear(OwnRowsLinear, linear, group, in_sizes=in_sizes, **_options(rows))
+    layer.rows = rows
+    setattr(owner, name, layer)
+
+
+def _options(rows: Rows | None) -> SequenceOptions:
+    return {"sequence_parallel": rows is not None, "sequence_dim": SEQUENCE_DIM}

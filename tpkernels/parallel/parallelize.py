@@ -22,7 +22,8 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     plan: Mapping[str, ParallelStyle] | None = None,
-    sequence_parallel: bool = True,
+    sequence_parallel: bool | None = None,
+    ffn_only: bool = False,
     pack: bool = False,
 ) -> Model:
     """Splits a model over the ranks of ``mesh``, in place, and returns it. All ranks call it, with
@@ -57,7 +58,11 @@ def parallelize(
             ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
         sequence_parallel: without a plan, whether each rank has only its rows of the sequence
             between the matmuls. The norms are then split too, and each matmul overlaps with its
-            collective. For generation token by token, False saves one collective per matmul.
+            collective. For generation token by token, False saves one collective per matmul. None
+            means True, unless ``ffn_only`` is set.
+        ffn_only: without a plan, whether only the feed-forward layers are split. Embedding,
+            attention and head are then computed by every rank in full, and there is no sequence
+            parallelism.
         pack: without a plan, whether the weights are packed for inference on CPUs, as
             `tpkernels.nn.pack_` does; the plain ones are kept. To drop them, call
             ``tpkernels.nn.pack_(model, drop=True)`` instead. The model is then called under
@@ -66,11 +71,23 @@ def parallelize(
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh, a style is not a ParallelStyle, or a module is not
             of the expected type; the message names it.
-        ValueError: ``mesh`` has several dims, a name in the plan matches no module, or the heads do
-            not fit together.
+        ValueError: ``mesh`` has several dims, a name in the plan matches no module, options
+            exclude each other, or the heads do not fit together.
         NotImplementedError: the architecture is not supported, a weight is quantised, or it cannot
             be packed.
     """
+    check_mesh(mesh)
+    sequence_parallel = check_options(plan, sequence_parallel, ffn_only, pack)
+    if plan is not None:
+        return plans.apply(model, mesh, plan)
+    group = groups.name_of(mesh)
+    llama.apply(model, group, sequence_parallel=sequence_parallel, ffn_only=ffn_only, pack=pack)
+    saving.attach(model, group)
+    return model
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Checks that ``mesh`` is one, of one dim."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -80,12 +97,18 @@ def parallelize(
             f"mesh has {mesh.ndim} dims {names or tuple(mesh.shape)}; parallelize takes one: pass "
             f"{one}"
         )
-    if plan is not None:
-        if pack:
-            raise NotImplementedError(
-                "pack=True packs the layers of tpkernels.nn, and a plan makes none; leave out one"
-            )
-        return plans.apply(model, mesh, plan)
-    llama.apply(model, mesh, sequence_parallel, pack)
-    saving.attach(model, groups.name_of(mesh))
-    return model
+
+
+def check_options(plan: object, sequence_parallel: bool | None, ffn_only: bool, pack: bool) -> bool:
+    """Checks that the options can be combined; returns whether rows are split."""
+    if plan is not None and pack:
+        raise NotImplementedError(
+            "pack=True packs the layers of tpkernels.nn, and a plan makes none; leave out one"
+        )
+    if plan is not None and ffn_only:
+        raise ValueError("ffn_only=True and a plan both say what is split; leave out one")
+    if ffn_only and sequence_parallel:
+        raise ValueError(
+            "ffn_only=True computes attention on whole rows; leave out sequence_parallel=True"
+        )
+    return not ffn_only if sequence_parallel is None else sequence_parallel

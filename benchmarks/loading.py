@@ -1,0 +1,136 @@
+"""Loading a checkpoint of 1 GB by shards: peak memory of a rank, and the time against loading the
+whole model on each rank and cutting it.
+
+    python -m benchmarks.loading --tp 4 --repeat 5
+    python -m benchmarks.loading --tp 4 --repeat 5 --cold
+
+The checkpoint is a random TinyLlama of 8 layers in bf16, in a temporary folder. Peak memory is the
+growth of VmHWM (/proc/self/status), which counts anonymous memory and mapped files, between the
+moment before loading, with all packages imported, and the moment after. Every load has processes of
+its own. The ways of loading are interleaved. With --cold, the files are dropped from the page cache
+before each load; the system may refuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tpkernels
+from tpkernels.launch import Ranks, fork_server
+from tpkernels.nn.sharding import ShardedModule
+from tpkernels.parallel.shard_files import plan_shards, write_shards
+
+WAYS = ("by shards", "by shards, per-rank files", "whole, then cut")
+
+
+def make(folder: str, layers: int) -> None:
+    """Writes the checkpoint as Hugging Face does, and as `tpkernels shard` does."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="300MB")
+    torch.set_default_dtype(torch.float32)
+
+
+def status(name: str) -> int:
+    """Bytes that a line of /proc/self/status has."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise LookupError(name)
+
+
+def load(way: str, folder: str) -> dict[str, Any]:
+    """Loads the model in one way, on one of the ranks."""
+    import transformers
+
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tpkernels.all_reduce(torch.ones(1), mesh)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts from here
+    before = status("VmRSS")
+    dist.barrier()
+    begin = time.perf_counter()
+    if way == "whole, then cut":
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model = tpkernels.parallelize(model, mesh)
+    else:
+        model = tpkernels.from_pretrained(folder, mesh)
+    seconds = time.perf_counter() - begin
+    peak = status("VmHWM") - before
+    slices = [p.numel() * p.dtype.itemsize for p in model.parameters()]
+    assert any(isinstance(module, ShardedModule) for module in model.modules())
+    return {"seconds": seconds, "peak": peak, "shard": sum(slices), "largest": max(slices)}
+
+
+def forget(folder: Path) -> None:
+    """Drops the files from the page cache."""
+    os.sync()
+    for path in folder.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--cold", action="store_true")
+    options = parser.parse_args()
+    fork_server(preload=["transformers.models.llama.modeling_llama", "safetensors.torch"])
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/var/tmp")) as base:
+        whole, pieces = Path(base) / "whole", Path(base) / "pieces"
+        with Ranks(1) as maker:
+            maker.run(make, str(whole), options.layers, timeout=600)
+        write_shards(plan_shards(whole, options.tp), pieces)
+        nbytes = sum(path.stat().st_size for path in whole.glob("*.safetensors"))
+        print(f"{nbytes / 1e9:.3f} GB, {options.tp} ranks, 1 thread each, cold={options.cold}")
+        results: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in WAYS}
+        for _ in range(options.repeat):
+            for way in WAYS:
+                folder = pieces if "files" in way else whole
+                if options.cold:
+                    forget(folder)
+                with Ranks(options.tp) as ranks:
+                    results[way].append(ranks.run(load, way, str(folder), timeout=600))
+        for way, runs in results.items():
+            _print(way, runs)
+
+
+def _print(way: str, runs: list[list[dict[str, Any]]]) -> None:
+    seconds = [max(rank["seconds"] for rank in run) for run in runs]
+    print(f"{way}: {statistics.median(seconds):.2f} s (median of {len(runs)}, slowest rank)")
+    for rank in range(len(runs[0])):
+        one = runs[0][rank]
+        peak = max(run[rank]["peak"] for run in runs)
+        limit = 1.1 * one["shard"] + one["largest"]
+        print(
+            f"  rank {rank}: shard {one['shard'] / 1e6:.1f} MB, largest slice "
+            f"{one['largest'] / 1e6:.1f} MB, peak {peak / 1e6:.1f} MB "
+            f"({peak / one['shard']:.3f} of the shard; limit {limit / 1e6:.1f} MB)"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""``tpkernels shard``: how a model is split, without ranks, and files with each rank's shard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from tests.support import hf_folders
+from tpkernels.cli import app
+from tpkernels.parallel import shard_files
+from tpkernels.parallel.checkpoints.safetensors_folder import INDEX
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(app, ["shard", *map(str, args)])
+
+
+def lines(result: Result) -> list[str]:
+    assert result.exit_code == 0, result.output
+    return [" ".join(line.split()) for line in result.output.splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return hf_folders.folder(tmp_path)
+
+
+def test_a_tinyllama_at_four_ranks(tmp_path: Path) -> None:
+    """The sizes of a real model, with weights that are read by nobody."""
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    weights = {name: torch.zeros(p.shape).bfloat16() for name, p in model.named_parameters()}
+    config.save_pretrained(tmp_path)
+    safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shown = lines(invoke("--model", tmp_path, "--tp", 4, "--dry-run"))
+    layer = "model.layers.0"
+    for line in (
+        "model.embed_tokens.weight 32x2048 8x2048 vocabulary",
+        f"{layer}.mlp.gate_proj.weight 2048x5632 2048x1408 output features",
+        f"{layer}.mlp.down_proj.weight 5632x2048 1408x2048 input features",
+        f"{layer}.self_attn.k_proj.weight 2048x256 2048x64 output features",
+        f"{layer}.input_layernorm.weight 2048 2048 whole on all ranks",
+    ):
+        assert line in shown, shown
+    # Embedding and head, q and o, k and v, the three of the MLP, and the norms.
+    values = 2 * 8 * 2048 + 2 * 512 * 2048 + 2 * 64 * 2048 + 3 * 1408 * 2048 + 3 * 2048
+    assert f"Parameters on each rank: {2 * values} bytes (21.07 MiB)" in shown
+    assert not list(tmp_path.glob("model-rank*"))
+
+
+def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
+    shown = lines(invoke("--model", folder, "--tp", 4, "--dry-run"))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert f"{name} 36x36 36x12 on ranks 0-2; 36x0 on rank 3 output features" in shown
+    text = "Rank 3 has no part of k_proj, o_proj, q_proj, v_proj and multiplies by zeros there. "
+    assert (
+        f"{text}Attention is split by whole key-value groups, of which this model has 3." in shown
+    )
+    only = lines(invoke("--model", folder, "--tp", 4, "--dry-run", "--ffn-only"))
+    assert f"{name} 36x36 36x36 whole on all ranks" in only
+    assert not any("Rank 3" in line for line in only)
+
+
+def test_json(folder: Path) -> None:
+    plan = json.loads(invoke("--model", folder, "--tp", 3, "--dry-run", "--json").stdout)
+    by_name = {each["name"]: each for each in plan["parameters"]}
+    assert by_name["model.layers.0.mlp.down_proj.weight"] == {
+        "name": "model.layers.0.mlp.down_proj.weight",
+        "dtype": "float32",
+        "shape": [36, 22],
+        "split_dim": 1,
+        "local_shapes": [[36, 8], [36, 7], [36, 7]],
+    }
+    assert by_name["model.norm.weight"]["split_dim"] is None
+    whole = sum(
+        4 * torch.Size(shape).numel()
+        for each in plan["parameters"]
+        for shape in each["local_shapes"]
+    )
+    assert plan["tp"] == 3 and sum(plan["bytes"]) == whole
+
+
+def test_the_files(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_text("not copied")
+    out = tmp_path / "out"
+    shown = lines(invoke("--model", folder, "--tp", 4, "--out", out, "--dtype", "bf16"))
+    assert f"Wrote 4 shards to {out}" in shown
+    shards = [f"model-rank-0000{rank}-of-00004.safetensors" for rank in range(4)]
+    others = ["config.json", "generation_config.json", INDEX, "tokenizer.json"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(others + shards)
+    assert transformers.AutoConfig.from_pretrained(out).dtype == torch.bfloat16
+    index = json.loads((out / INDEX).read_text())
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert index["shapes"][name] == [36, 22]
+    whole = safetensors.load_file(folder / "model.safetensors")[name].bfloat16()
+    pieces = zip(index["weight_map"][name], (0, 6, 12, 17), (6, 6, 5, 5), strict=True)
+    for piece, begin, size in pieces:
+        assert piece["offsets"] == [0, begin]
+        part = safetensors.load_file(out / piece["file"])[name]
+        assert torch.equal(part, whole[:, begin : begin + size])
+    assert [len(index["weight_map"][n]) for n in index["weight_map"] if "q_proj" in n] == [3, 3]
+    assert [each["file"] for each in index["weight_map"]["model.norm.weight"]] == shards[:1]
+
+
+def test_nothing_is_overwritten_by_accident(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert invoke("--model", folder, "--tp", 4, "--out", out).exit_code == 0
+    before = sorted(path.name for path in out.iterdir())
+    again = invoke("--model", folder, "--tp", 2, "--out", out)
+    assert again.exit_code == 2 and "overwrite it with --force" in again.stderr
+    assert sorted(path.name for path in out.iterdir()) == before
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_files, "_write_weights", fail)
+        failed = invoke("--model", folder, "--tp", 2, "--out", out, "--force")
+    assert failed.exit_code == 2 and "No space left on device" in failed.stderr
+    assert sorted(path.name for path in out.iterdir()) == before  # and nothing temporary
+    assert invoke("--model", folder, "--tp", 2, "--out", out, "--force").exit_code == 0
+    assert len(list(out.glob("*.safetensors"))) == 2
+    same = invoke("--model", out, "--tp", 2, "--out", out, "--force")
+    assert same.exit_code == 2 and "is the checkpoint itself" in same.stderr
+
+
+def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
+    bert = tmp_path / "bert"
+    transformers.BertConfig().save_pretrained(bert)
+    for arguments, part in (
+        (["--model", folder], "pass --out DIR to write the shards to, or --dry-run"),
+        (["--model", folder, "--dry-run", "--tp", "0"], "--tp"),
+        (["--model", folder, "--dry-run", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--model", tmp_path / "none", "--dry-run"], "there is no "),
+        (["--model", folder / "config.json", "--dry-run"], "is not a GGUF file"),
+        (["--model", tmp_path, "--dry-run"], "has no config.json"),
+        (["--model", bert, "--dry-run"], "(model_type 'bert') is not supported without a plan"),
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 2 and part in result.stderr, result.output

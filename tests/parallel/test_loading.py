@@ -1,0 +1,192 @@
+"""``tpkernels.from_pretrained``: logits and tokens are those of transformers for any number of
+ranks, from folders, from the shards of other numbers of ranks, and from GGUF files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+import tpkernels
+from tests.support import hf_folders, hf_models
+from tests.support.cases import RanksFixture
+from tests.support.ranked import report
+from tests.support.tiers import sweep, thorough
+from tpkernels import nn as tnn
+from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
+from tpkernels.parallel.shard_files import plan_shards, write_shards
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+
+def wrong_logits(got: torch.Tensor, whole: Any, ids: torch.Tensor) -> str | None:
+    """What is wrong with logits: their error may be twice that of transformers in fp32."""
+    with torch.no_grad():
+        single = whole(ids).logits
+        exact = copy.deepcopy(whole).double()(ids).logits
+    off = hf_models.error(got, exact, exact)
+    limit = 2 * hf_models.error(single, exact, exact)
+    return None if off <= limit else f"logits are off by {off:.3g}, allowed {limit:.3g}"
+
+
+def loaded_job(path: str, whole_path: str, new: int, options: dict[str, Any]) -> list[str]:
+    """What is wrong with a model that was loaded by shards."""
+    model = tpkernels.from_pretrained(path, hf_models.mesh_of_all(), **options)
+    file = Path(whole_path)
+    place = {"gguf_file": file.name} if file.is_file() else {}
+    folder = file.parent if file.is_file() else file
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, **place)
+    ids = torch.arange(3 * 11).view(3, 11) % (whole.config.vocab_size - 1) + 1
+    failures = []
+    with torch.no_grad():
+        failures.append(wrong_logits(model(ids).logits, whole, ids))
+    settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    want = whole.generate(ids[:1], **settings)
+    got = model.generate(ids[:1], **settings)
+    failures.append(None if torch.equal(got, want) else f"tokens {got}, expected {want}")
+    weights, state = whole.state_dict(), tnn.full_state_dict(model)
+    if set(weights) != set(state) or not all(torch.equal(weights[n], state[n]) for n in weights):
+        failures.append("the weights differ")
+    heads = [each.lm_head.weight is each.model.embed_tokens.weight for each in (whole, model)]
+    begins = [each.generation_config.bos_token_id for each in (whole, model)]
+    if heads[0] != heads[1] or begins[0] != begins[1] or model.training:
+        failures.append(f"{model.training=}, tied {heads}, generation begins with {begins}")
+    return [failure for failure in failures if failure]
+
+
+def check(ranks: RanksFixture, world: int, path: Path, whole: Path, **options: Any) -> None:
+    results = ranks(world).run(loaded_job, str(path), str(whole), 6, options, timeout=120)
+    report(f"{path.name}: {failure}" for rank in results for failure in rank)
+
+
+@pytest.mark.parametrize("world", [2, 3, *map(thorough, (1, 4))])
+@pytest.mark.parametrize("model_type", sweep(["llama", "qwen3", "mistral", "qwen2"], 2))
+def test_a_folder(ranks: RanksFixture, tmp_path: Path, world: int, model_type: str) -> None:
+    path = hf_folders.folder(tmp_path, model_type, tied=model_type == "qwen3", files=3)
+    assert len(list(path.glob("*.safetensors"))) >= 3
+    check(ranks, world, path, path)
+
+
+@pytest.mark.parametrize("options", sweep([{"ffn_only": True}, {"sequence_parallel": False}]))
+def test_options(ranks: RanksFixture, tmp_path: Path, options: dict[str, Any]) -> None:
+    path = hf_folders.folder(tmp_path, tied=True)
+    check(ranks, 2, path, path, **options)
+
+
+@pytest.mark.parametrize(("made_for", "world"), sweep([(4, 3), (3, 2), (2, 4), (1, 2)], 2))
+def test_shards_of_another_number_of_ranks(
+    ranks: RanksFixture, tmp_path: Path, made_for: int, world: int
+) -> None:
+    for model_type, options in (("qwen2", {}), ("llama", {"ffn_only": True})):
+        path = hf_folders.folder(tmp_path, model_type, tied=model_type == "llama")
+        shards = tmp_path / f"{model_type}-shards"
+        assert len(write_shards(plan_shards(path, made_for, **options), shards)) == made_for
+        check(ranks, world, shards, path)
+
+
+@pytest.mark.parametrize("kind", sweep(["Q8_0", "F16"]))
+def test_a_gguf_file(ranks: RanksFixture, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("gguf")
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", kind)
+    check(ranks, 3, path, path)
+
+
+def test_the_shards_of_a_gguf_file(ranks: RanksFixture, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", "Q4_1")
+    write_shards(plan_shards(path, 3), tmp_path / "shards")
+    check(ranks, 2, tmp_path / "shards", path)
+
+
+def dtype_job(path: str) -> list[str]:
+    mesh, failures = hf_models.mesh_of_all(), []
+    for dtype, want in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        model = tpkernels.from_pretrained(path, mesh, dtype=dtype, pack=dtype is not None)
+        found = {parameter.dtype for parameter in model.parameters()} | {model.dtype}
+        if found != {want} or model.model.rotary_emb.inv_freq.dtype != torch.float32:
+            failures.append(f"{dtype}: {found}")
+        packed = model.model.layers[0].mlp.up_proj._packed is not None
+        if packed != (dtype is not None):
+            failures.append(f"{dtype}: {packed=}")
+    return failures
+
+
+def test_dtypes_and_packing(ranks: RanksFixture, tmp_path: Path) -> None:
+    hf_models.make("llama").bfloat16().save_pretrained(tmp_path)
+    report(failure for rank in ranks(2).run(dtype_job, str(tmp_path)) for failure in rank)
+
+
+def plan_job(path: str, fused: bool) -> list[str]:
+    """A plan's parameters are DTensors with the values of torch's own."""
+    col, row = (FusedColwiseParallel, FusedRowwiseParallel) if fused else _TORCH
+    plan = {"model.layers.*.mlp.gate_proj": col(), "model.layers.*.mlp.up_proj": col()}
+    plan["model.layers.*.mlp.down_proj"] = row()
+    model = tpkernels.from_pretrained(path, hf_models.mesh_of_all(), plan)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.arange(12).view(1, 12)
+    wrong = wrong_logits(model(ids).logits.detach(), whole, ids)
+    failures = [] if wrong is None else [wrong]
+    weight = model.model.layers[1].mlp.down_proj.weight
+    if weight.to_local().shape[1] != (22 + 1) // dist.get_world_size():
+        failures.append(f"the shard has shape {weight.to_local().shape}")
+    if not torch.equal(weight.full_tensor(), whole.model.layers[1].mlp.down_proj.weight):
+        failures.append("down_proj differs")
+    return failures
+
+
+_TORCH: tuple[type[ParallelStyle], type[ParallelStyle]] = (ColwiseParallel, RowwiseParallel)
+
+
+@pytest.mark.parametrize("fused", sweep([True, False]))
+def test_a_plan(ranks: RanksFixture, tmp_path: Path, fused: bool) -> None:
+    path = hf_folders.folder(tmp_path)
+    results = ranks(2).run(plan_job, str(path), fused, timeout=120)
+    report(failure for rank in results for failure in rank)
+
+
+def test_a_base_model_and_tensors_without_use(ranks: RanksFixture, tmp_path: Path) -> None:
+    """A folder saved from the base model has names without the prefix."""
+    from safetensors.torch import load_file, save_file
+
+    model = hf_models.make("llama", tied=True).eval()
+    model.model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "norm.weight" in weights
+    weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check(ranks, 2, tmp_path, tmp_path)
+
+
+SHAPES = {
+    "tinyllama": ("llama", 2048, 5632, 32, 4),
+    "qwen3": ("qwen3", 1024, 3072, 16, 8),
+    "mistral": ("mistral", 2048, 7168, 16, 4),  # half its widths, for the memory of small machines
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_real_widths(ranks: RanksFixture, tmp_path: Path, name: str) -> None:
+    model_type, hidden, ffn, heads, groups = SHAPES[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=128 if model_type == "qwen3" else hidden // heads,
+        vocab_size=4096,
+        eos_token_id=None,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for world in (1, 2, 3, 4):
+        results = ranks(world).run(loaded_job, str(tmp_path), str(tmp_path), 64, {}, timeout=280)
+        report(f"{world}: {failure}" for rank in results for failure in rank)

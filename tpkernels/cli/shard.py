@@ -1,0 +1,124 @@
+"""``tpkernels shard``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tpkernels.bench.options import UsageError, check_workers, dtype_named
+from tpkernels.bench.output import byte_size, console, table
+from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.parallel.blueprint import Slot
+from tpkernels.parallel.shard_files import ShardPlan, plan_shards, write_shards
+
+
+def shard(
+    model: Annotated[
+        str, typer.Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
+    ],
+    ranks: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show how the model is split; write nothing.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
+    ffn_only: Annotated[
+        bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model that is in the folder of --out.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Show how a model is split over ranks, or write a file with each rank's shard.
+
+    `tpkernels.from_pretrained` reads the files on any number of ranks. Starts no ranks.
+    """
+    with exit_codes():
+        check_workers(tp=ranks)
+        if not dry_run and out is None:
+            raise UsageError("pass --out DIR to write the shards to, or --dry-run")
+        wanted = None if dtype is None else dtype_named(dtype)
+        screen = console()
+        try:
+            plan = plan_shards(model, ranks, ffn_only=ffn_only, dtype=wanted)
+            if as_json:
+                typer.echo(json.dumps(plan.to_json(), indent=2))
+            else:
+                _show(plan, screen)
+            if not dry_run and out is not None:
+                with screen.status("writing") as status:
+                    files = write_shards(
+                        plan,
+                        out,
+                        force=force,
+                        progress=lambda rank: status.update(f"writing the shard of rank {rank}"),
+                    )
+                if not as_json:
+                    screen.print(f"Wrote {len(files)} shards to {out}", markup=False)
+        except (OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+            raise UsageError(str(error)) from error
+
+
+_LEGEND = (
+    "Weights of linear layers are shown as kernels, input x output features; checkpoints hold them "
+    "transposed."
+)
+
+
+def _show(plan: ShardPlan, out: Console) -> None:
+    grid = table("parameter", ("full",), "on each rank")
+    grid.add_column("split")
+    for slot in plan.slots:
+        shapes = [_size(slot, shape) for shape in plan.shapes(slot)]
+        grid.add_row(
+            escape(slot.name), _size(slot, slot.shape), _by_rank(shapes), _split(slot, plan.ranks)
+        )
+    out.print(grid)
+    out.print(_LEGEND, markup=False)
+    sizes = [plan.nbytes(rank) for rank in range(plan.ranks)]
+    for text in _by_rank([f"{size} bytes ({byte_size(size)})" for size in sizes]).split("; "):
+        out.print(f"Parameters on each rank: {text}", markup=False)
+    groups = plan.blueprint.model.config.num_key_value_heads
+    for rank, names in plan.without().items():
+        modules = ", ".join(sorted({name.split(".")[-2] for name in names}))
+        out.print(
+            f"Rank {rank} has no part of {modules} and multiplies by zeros there. Attention is "
+            f"split by whole key-value groups, of which this model has {groups}.",
+            markup=False,
+        )
+
+
+def _size(slot: Slot, shape: Sequence[int]) -> str:
+    return "x".join(map(str, reversed(shape) if slot.linear else shape))
+
+
+def _split(slot: Slot, ranks: int) -> str:
+    if slot.split is None or ranks == 1:
+        return "whole on all ranks"
+    if not slot.linear:
+        return "vocabulary" if len(slot.shape) == 2 else "output features"
+    return "input features" if slot.split.dim else "output features"
+
+
+def _by_rank(texts: list[str]) -> str:
+    """One text if all ranks have the same, and otherwise each with its ranks."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    parts = []
+    for text, pairs in groupby(enumerate(texts), key=lambda pair: pair[1]):
+        ranks = [rank for rank, _ in pairs]
+        first, last = ranks[0], ranks[-1]
+        parts.append(f"{text} on {f'rank {first}' if first == last else f'ranks {first}-{last}'}")
+    return "; ".join(parts)

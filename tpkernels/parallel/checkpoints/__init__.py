@@ -1,0 +1,42 @@
+"""Checkpoints of which each rank reads only its slices: folders of safetensors files, folders that
+`tpkernels shard` has written, and GGUF files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tpkernels.parallel.checkpoints.checkpoint import Checkpoint
+from tpkernels.parallel.checkpoints.gguf_file import GGUFCheckpoint
+from tpkernels.parallel.checkpoints.safetensors_folder import SafetensorsCheckpoint
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at ``path``: a folder, or a GGUF file. Reads no weights.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder, or nothing to load in it.
+        ImportError: a package that the format needs is not installed.
+        ValueError: the file is of no known format.
+    """
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(place.glob("*.gguf"))
+        if (place / "config.json").exists() or not files:
+            return SafetensorsCheckpoint(place)
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ValueError(f"{place} has several GGUF files: {names}; pass the path of one")
+        place = files[0]
+    if not place.exists():
+        raise FileNotFoundError(
+            f"there is no {place}; pass a local folder or GGUF file, such as "
+            "huggingface_hub.snapshot_download returns"
+        )
+    if place.suffix != ".gguf":
+        raise ValueError(
+            f"{place} is not a GGUF file; pass the folder with config.json and *.safetensors"
+        )
+    return GGUFCheckpoint(place)

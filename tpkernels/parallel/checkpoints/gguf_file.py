@@ -1,0 +1,123 @@
+"""GGUF files. transformers translates their metadata and names, the ``gguf`` package reads their
+layout and dequantises.
+
+Llama's and Mistral's query and key weights are stored with the two halves of each head interleaved,
+as llama.cpp's rotary embedding wants them. Reading restores transformers' order head by head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpkernels.parallel.checkpoints.checkpoint import package
+from tpkernels.parallel.checkpoints.stored import Rows, Stored
+from tpkernels.text import of_error
+
+_INTERLEAVED = {"llama", "mistral"}  # model types
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GGUFCheckpoint:
+    """See `tpkernels.parallel.checkpoints.checkpoint.Checkpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self) -> Any:
+        package("gguf")
+        with _errors_of(self.path):
+            return package("transformers").AutoConfig.from_pretrained(
+                self.path.parent, gguf_file=self.path.name
+            )
+
+    def generation_config(self) -> Any:
+        return None
+
+    def dtype(self) -> torch.dtype:
+        """float32, to which quantised weights are decoded."""
+        return torch.float32
+
+    def tensors(self, model: nn.Module) -> Mapping[str, Stored]:
+        gguf = package("gguf")
+        names = _names(model)
+        config: Any = model.config
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        interleaved = config.model_type in _INTERLEAVED
+        with _errors_of(self.path):
+            reader = gguf.GGUFReader(self.path)
+        size = self.path.stat().st_size
+        stored = {}
+        for tensor in reader.tensors:
+            if tensor.name not in names:
+                continue
+            part = tensor.name.split(".")[-2]
+            shape = tuple(map(int, reversed(tensor.shape)))
+            block = shape[0] // heads[part] if interleaved and part in heads else 1
+            rows = _rows(gguf, self.path, tensor, shape, block)
+            if rows.begin + shape[0] * rows.row_bytes > size:
+                raise ValueError(
+                    f"{self.path} ends within {tensor.name}: it is truncated; copy or download it "
+                    "again"
+                )
+            stored[names[tensor.name]] = Stored.in_one(rows)
+        return stored
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turns what reading a damaged file raises into ValueErrors that name it: gguf and transformers
+    index into the file without checks, so that may be any kind of error."""
+    try:
+        yield
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read as a GGUF model of transformers: {of_error(error)}"
+        ) from error
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    """The model's names of tensors, by those in the file."""
+    module = package("transformers.modeling_gguf_pytorch_utils")
+    names: dict[str, str] = module.get_gguf_hf_weights_map(model, module.TensorProcessor())
+    return names
+
+
+def _rows(gguf: Any, path: Path, tensor: Any, shape: tuple[int, ...], block: int) -> Rows:
+    kind = tensor.tensor_type
+    dtype = _PLAIN.get(kind.name)
+    row_bytes = int(tensor.n_bytes) // shape[0]
+    decode: Callable[[torch.Tensor], torch.Tensor] | None = None
+    if dtype is None:
+        dtype = torch.float32
+
+        def decode(raw: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
+
+    if block > 1:
+        decode = _Uninterleave(dtype, decode, block)
+    return Rows(path, int(tensor.data_offset), shape, dtype, row_bytes, decode, block)
+
+
+class _Uninterleave:
+    """Decodes rows, and puts the two halves of each head of ``block`` rows one after the other."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        decode: Callable[[torch.Tensor], torch.Tensor] | None,
+        block: int,
+    ) -> None:
+        self._dtype, self._decode, self._block = dtype, decode, block
+
+    def __call__(self, raw: torch.Tensor) -> torch.Tensor:
+        values = raw.view(self._dtype) if self._decode is None else self._decode(raw)
+        heads = values.view(-1, self._block // 2, 2, values.shape[-1])
+        return heads.transpose(1, 2).reshape(values.shape)

@@ -1,0 +1,209 @@
+"""How a checkpoint is split over ranks, without any ranks; and files with each rank's shard.
+
+A parameter that is not split is in the file of rank 0 alone, and tied weights are stored once, so
+the files have together the size of the model. They are written next to their final place and moved
+when all are complete, the index last: a folder that was left half-way has no index, and is not
+loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpkernels import dtypes
+from tpkernels.nn.split import planned
+from tpkernels.parallel import blueprint, llama
+from tpkernels.parallel.blueprint import Blueprint, Slot
+from tpkernels.parallel.checkpoints import open_checkpoint
+from tpkernels.parallel.checkpoints.checkpoint import package
+from tpkernels.parallel.checkpoints.safetensors_folder import FORMAT, INDEX, SINGLE
+
+_COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
+_OURS = "model-rank-*-of-*.safetensors"
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How the parameters of a checkpoint are split over ``ranks`` ranks.
+
+    Args:
+        path: of the checkpoint.
+        ranks: their number.
+        blueprint: the model, split for that many ranks.
+    """
+
+    path: Path
+    ranks: int
+    blueprint: Blueprint
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The parameters, tied ones once."""
+        return self.blueprint.slots
+
+    def shapes(self, slot: Slot) -> list[tuple[int, ...]]:
+        """The shape of a parameter on each rank."""
+        return [slot.part(rank).shape for rank in range(self.ranks)]
+
+    def nbytes(self, rank: int) -> int:
+        """Bytes of the parameters that a rank holds."""
+        return sum(slot.part(rank).size * slot.parameter.dtype.itemsize for slot in self.slots)
+
+    def without(self) -> dict[int, list[str]]:
+        """The parameters of which a rank has nothing, by the rank."""
+        found: dict[int, list[str]] = {}
+        for slot in self.slots:
+            for rank in range(self.ranks):
+                if not slot.part(rank).size:
+                    found.setdefault(rank, []).append(slot.name)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values; shapes and dims as in the checkpoint."""
+        return {
+            "model": str(self.path),
+            "tp": self.ranks,
+            "parameters": [
+                {
+                    "name": slot.name,
+                    "dtype": dtypes.name(slot.parameter.dtype),
+                    "shape": list(slot.shape),
+                    "split_dim": None if slot.split is None else slot.split.dim,
+                    "local_shapes": [list(shape) for shape in self.shapes(slot)],
+                }
+                for slot in self.slots
+            ],
+            "bytes": [self.nbytes(rank) for rank in range(self.ranks)],
+        }
+
+
+def plan_shards(
+    path: str | os.PathLike[str],
+    ranks: int,
+    *,
+    ffn_only: bool = False,
+    dtype: torch.dtype | None = None,
+) -> ShardPlan:
+    """How `tpkernels.from_pretrained` splits a checkpoint. Reads no weights and needs no ranks.
+
+    Args:
+        path, ffn_only, dtype: as `tpkernels.from_pretrained` takes them.
+        ranks: number of ranks.
+
+    Raises:
+        ValueError: ``ranks`` is not positive.
+        FileNotFoundError, ImportError, ValueError, TypeError, NotImplementedError: as
+            `tpkernels.from_pretrained`.
+    """
+    if ranks < 1:
+        raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
+
+    def split(model: nn.Module) -> nn.Module:
+        llama.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only, pack=False)
+        return model
+
+    drawn = blueprint.draw(open_checkpoint(path), dtype, split, any_architecture=False)
+    return ShardPlan(Path(path), ranks, drawn)
+
+
+def write_shards(
+    plan: ShardPlan,
+    out: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    progress: Callable[[int], None] = lambda rank: None,
+) -> list[Path]:
+    """Writes each rank's shard to a file of its own, with an index, the configuration and the
+    tokenizer's files. `tpkernels.from_pretrained` reads the folder on any number of ranks. Needs
+    memory for one shard.
+
+    Args:
+        out: the folder; made if it is missing.
+        force: whether to replace a model that is in it.
+        progress: called with each rank before its file is written.
+
+    Returns:
+        The files with weights.
+
+    Raises:
+        FileExistsError: there is a model in ``out``, and ``force`` is not set.
+        ValueError: ``out`` is where the checkpoint is, or a file of that is truncated.
+        OSError: writing failed.
+    """
+    folder = Path(out)
+    package("safetensors.torch")
+    if plan.path.is_dir() and folder.exists() and folder.samefile(plan.path):
+        raise ValueError(f"{folder} is the checkpoint itself; choose another folder")
+    present = [name for name in (INDEX, SINGLE, "config.json") if (folder / name).exists()]
+    if present and not force:
+        raise FileExistsError(
+            f"{folder} has {' and '.join(present)}; choose another folder, or overwrite it with "
+            "--force (force=True)"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with _temporary(folder) as partial:
+        _copy_other_files(plan, partial)
+        files = _write_weights(plan, partial, progress)
+        (folder / INDEX).unlink(missing_ok=True)
+        for old in (folder / SINGLE, *folder.glob(_OURS)):
+            old.unlink(missing_ok=True)
+        for new in sorted(partial.iterdir(), key=lambda path: path.name == INDEX):
+            os.replace(new, folder / new.name)
+    return [folder / file for file in files]
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _copy_other_files(plan: ShardPlan, partial: Path) -> None:
+    if plan.path.is_dir():
+        for file in plan.path.iterdir():
+            if file.is_file() and file.suffix in _COPIED and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, partial / file.name)
+    plan.blueprint.model.config.save_pretrained(partial)  # with the dtype that is written
+
+
+def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], None]) -> list[str]:
+    """Writes the shards and the index; returns the names of the files with weights."""
+    save_file = package("safetensors.torch").save_file
+    places: dict[str, list[dict[str, Any]]] = {slot.name: [] for slot in plan.slots}
+    files = []
+    for rank in range(plan.ranks):
+        progress(rank)
+        file = f"model-rank-{rank:05}-of-{plan.ranks:05}.safetensors"
+        shard: dict[str, torch.Tensor] = {}
+        for slot in plan.slots:
+            part = slot.part(rank)
+            if part.size == 0 or (slot.split is None and rank != 0):
+                continue
+            shard[slot.name] = torch.empty(part.shape, dtype=slot.parameter.dtype)
+            slot.stored.read(part, shard[slot.name])
+            places[slot.name].append({"file": file, "offsets": list(part.offsets)})
+        save_file(shard, partial / file, metadata={"format": "pt"})
+        files.append(file)
+    total = sum(prod(slot.shape) * slot.parameter.dtype.itemsize for slot in plan.slots)
+    index = {
+        "metadata": {"format": FORMAT, "ranks": plan.ranks, "total_size": total},
+        "weight_map": places,
+        "shapes": {slot.name: list(slot.shape) for slot in plan.slots},
+    }
+    (partial / INDEX).write_text(json.dumps(index, indent=1))
+    return files

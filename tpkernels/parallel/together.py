@@ -1,0 +1,131 @@
+"""Work that all ranks do at once, each by itself, and that fails on all if it fails on one.
+
+Problem: loading takes longer than the group's timeout, and may fail on one rank alone. The others
+must neither wait for it nor go on without it.
+
+Algorithm: while a rank works, a thread takes part in rounds. In a round all ranks exchange whether
+they are at work, done, or failed and why. A round begins after a second at the latest, and at once
+on a rank that has ended. The first round in which nobody is at work, or somebody has failed, is the
+last on all ranks: all see the same messages. So every wait is bounded, and dead ranks are noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from enum import IntEnum
+
+import torch
+
+from tpkernels import groups
+from tpkernels.ops.all_gather import all_gather
+from tpkernels.text import of_error
+
+_INTERVAL = 1.0  # s, between rounds
+_LENGTH = 1024  # bytes of a message
+
+
+class Status(IntEnum):
+    """What a rank announces."""
+
+    WORKING = 0
+    DONE = 1
+    FAILED = 2
+
+
+class PeerFailedError(RuntimeError):
+    """The work failed on another rank."""
+
+
+class Work:
+    """One rank's part of the work; see `together`."""
+
+    def __init__(self, group: str, device: torch.device, what: str) -> None:
+        self.texts: list[str] = []  #: the final texts of all ranks, in rank order
+        self.text = ""  #: what this rank announces when it is done
+        self._group, self._device, self._what = group, device, what
+        self._status = Status.WORKING
+        self._ended, self._over = threading.Event(), threading.Event()
+        self._error: BaseException | None = None  # of the rounds
+
+    def check(self) -> None:
+        """Raises if the work has failed on another rank; call it between steps."""
+        if self._over.is_set():
+            self._raise()
+
+    def _rounds(self) -> None:
+        interval = min(_INTERVAL, groups.get(self._group).timeout / 4)
+        try:
+            while True:
+                self._ended.wait(interval)
+                replies = self._exchange()
+                statuses = [status for status, _ in replies]
+                if Status.FAILED in statuses or Status.WORKING not in statuses:
+                    self._conclude(replies)
+                    return
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _exchange(self) -> list[tuple[Status, str]]:
+        """The statuses of all ranks, and their texts. Collective."""
+        status = self._status
+        message = bytes([status, *(self.text.encode() if status else b"")])[:_LENGTH]
+        with groups.told_of_errors(self._group):
+            data = torch.tensor(list(message.ljust(_LENGTH, b"\0")), device=self._device)
+            everyone = all_gather(data.float(), self._group).view(-1, _LENGTH)
+        sent = [bytes(map(int, one)) for one in everyone.tolist()]
+        return [(Status(one[0]), one[1:].rstrip(b"\0").decode(errors="ignore")) for one in sent]
+
+    def _conclude(self, replies: list[tuple[Status, str]]) -> None:
+        self.texts = [text for _, text in replies]
+        failed = [rank for rank, (status, _) in enumerate(replies) if status is Status.FAILED]
+        if failed:
+            also = f" (also rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
+            self._error = PeerFailedError(
+                f"{self._what} failed on rank {failed[0]}{also}: {self.texts[failed[0]]}"
+            )
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """See `together`."""
+        thread = threading.Thread(target=self._rounds, name="tpkernels-together", daemon=True)
+        thread.start()
+        status = Status.DONE
+        try:
+            yield
+        except BaseException as error:
+            status = Status.FAILED
+            self.text = of_error(error)
+            raise
+        finally:
+            with groups.told_of_errors(self._group):
+                self._status = status
+                self._ended.set()
+                thread.join()
+        self._raise()
+
+
+@contextlib.contextmanager
+def together(group: str, device: torch.device, what: str) -> Iterator[Work]:
+    """Runs the block on all ranks. If it raises on one rank, it raises there, and
+    `PeerFailedError` on the others. Collective.
+
+    Args:
+        group: the group's name.
+        device: of the tensors that the ranks exchange.
+        what: what is done, for messages.
+
+    Raises:
+        PeerFailedError: the block failed on another rank.
+        TpkernelsError: a peer was lost, timed out or made a different call.
+    """
+    work = Work(group, device, what)
+    with work.run():
+        yield work
