@@ -64,7 +64,7 @@ class Driver(ABC):
         timeout = self._timeout if timeout is None else _checked(timeout)
         self._check_rank(rank)
         self._check_method(method)
-        message = _encoded("call", method, args, kwargs, rank)
+        message = request("call", method, args, kwargs, rank)
         with self._my_turn(timeout):
             outcomes = self._run(method, message, timeout)
         return outcomes[rank].value if rank is not None else [one.value for one in outcomes]
@@ -93,7 +93,7 @@ class Driver(ABC):
         timeout = self._timeout if timeout is None else _checked(timeout)
         self._check_rank(rank)
         self._check_method(method)
-        message = _encoded("stream", method, args, kwargs, rank, self._ahead)
+        message = request("stream", method, args, kwargs, rank, self._ahead)
         return self._items(method, message, rank, timeout)
 
     def close(self) -> None:
@@ -135,9 +135,8 @@ class Driver(ABC):
 
     # Jobs.
 
-    def _make(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _make(self, name: str, message: Message) -> None:
         """Makes the object on every rank."""
-        message = _encoded("make", name, args, kwargs)
         with self._my_turn(self._timeout):
             outcomes = self._run(name, message, self._timeout, close_on_error=True)
         self._methods = frozenset.intersection(*(frozenset(one.value) for one in outcomes))
@@ -162,8 +161,10 @@ class Driver(ABC):
                     self._send(message, job)
                     while (arrived := self._receive(job)) is not None:
                         source, reply = arrived
-                        if reply[0] != "item":  # the first last reply: the others stop too
+                        if reply[0] != "item":
                             job.note(source, reply)
+                            if source != rank and not job.failed:
+                                continue  # items may be on their way
                             self._stop(job)
                             break
                         yield reply[1]
@@ -258,13 +259,10 @@ class Driver(ABC):
         )
 
 
-def _encoded(kind: str, name: str, args: Sequence[Any], kwargs: Any, *rest: Any) -> Message:
-    try:
-        return messages.encode((kind, name, args, kwargs, *rest))
-    except (TypeError, ValueError):
-        for value, what in ((args, "args"), (kwargs, "kwargs")):
-            messages.encode(value, f"{name}: {what}")  # names the culprit
-        raise
+def request(kind: str, name: str, args: Sequence[Any], kwargs: Any, *rest: Any) -> Message:
+    """A message of `tpkernels.launch.servant`."""
+    what = ["", "", f"{name}: args", f"{name}: kwargs", *[""] * len(rest)]
+    return messages.encode((kind, name, args, kwargs, *rest), what)
 
 
 def _checked(timeout: float) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tpkernels.launch import messages
-from tpkernels.launch.driver import Driver
+from tpkernels.launch.driver import Driver, request
 from tpkernels.launch.job import GiveUp, Job
 from tpkernels.launch.mailbox import DriverBox, RankBox, SharedRings
 from tpkernels.launch.messages import Message
@@ -65,7 +65,7 @@ class Executor(Driver):
     ) -> None:
         super().__init__(nprocs, timeout)
         name = name_of(factory)
-        messages.encode((args, kwargs), name)
+        message = request("make", name, args, kwargs)
         rings = SharedRings.create(max(nprocs, 1))
         try:
             self._box = DriverBox(rings)
@@ -81,7 +81,7 @@ class Executor(Driver):
             rings.close()
         self._looking = threading.Lock()  # around Ranks, which threads must not share
         self._ranks.submit(serve)
-        self._make(name, args, kwargs)
+        self._make(name, message)
 
     @property
     def pids(self) -> list[int]:

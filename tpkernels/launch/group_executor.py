@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tpkernels.launch import messages
-from tpkernels.launch.driver import Driver
+from tpkernels.launch.driver import Driver, request
 from tpkernels.launch.executor import TIMEOUT
 from tpkernels.launch.group_wire import Wire
 from tpkernels.launch.job import GiveUp, Job
@@ -71,7 +71,7 @@ class GroupExecutor(Driver):
         if dist.get_rank(group) != 0:
             raise ValueError(f"rank {dist.get_rank(group)} calls serve_group(); rank 0 drives")
         name = name_of(factory)
-        messages.encode((args, kwargs), name)
+        message = request("make", name, args, kwargs)
         self._wire = Wire(group, timeout)
         self._servant = Servant(0)
         self._mine: Iterator[Message] = iter(())  # replies of this rank
@@ -80,7 +80,7 @@ class GroupExecutor(Driver):
         self._keeper = threading.Thread(
             target=self._keep_alive, name="tpkernels-executor", daemon=True
         )
-        self._make(name, args, kwargs)
+        self._make(name, message)
         self._keeper.start()
 
     def stream(

@@ -10,8 +10,9 @@ are refused, because they would arrive as something else.
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -51,22 +52,25 @@ class _Refused(Exception):
     pass
 
 
-def encode(value: Any, what: str = "the message") -> Message:
+def encode(value: Any, what: str | Sequence[str] = "the message") -> Message:
     """The message of a value. Contiguous tensors are not copied: send it before they change.
 
     Args:
-        what: the name of the value in errors.
+        what: the name of the value in errors, or the names of its items.
 
     Raises:
         TypeError: it holds something that cannot be sent; the error has the path to it.
         ValueError: an integer of more than 64 bits, or a value nested too deeply.
     """
     tensors: list[torch.Tensor] = []
-    try:
+    packed = b""
+    with contextlib.suppress(_Refused, ValueError):
         packed = _pack(value, tensors)
-    except (_Refused, ValueError) as error:
-        _explain(value, what)
-        raise ValueError(f"{what} is nested too deeply to be sent, or contains itself") from error
+    if not packed:
+        named = [(value, what)] if isinstance(what, str) else zip(value, what, strict=True)
+        for one, name in named:
+            _explain(one, name)
+        raise ValueError(f"{name} is nested too deeply to be sent, or contains itself")
     payloads = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
     frame = bytearray(_LENGTHS.pack(len(packed), sum(map(len, payloads))))
     frame += packed

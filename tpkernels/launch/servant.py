@@ -77,7 +77,8 @@ class Servant:
     ) -> Iterator[Message]:
         value = getattr(self._object, method)(*args, **kwargs)
         wanted = value if rank in (None, self._rank) else None
-        yield messages.encode(("result", wanted, self._seconds()), f"the result of {method}")
+        reply = ("result", wanted, self._seconds())
+        yield messages.encode(reply, ["", f"the result of {method}", ""])
 
     def _stream(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, steps: int
@@ -100,7 +101,7 @@ class Servant:
                 yield messages.encode(("end", self._seconds()))
                 return
             if self._wanted:
-                yield messages.encode(("item", item), "an item")
+                yield messages.encode(("item", item), ["", "an item"])
 
     def _stop(self) -> Iterator[Message]:
         items, self._items = self._items, None
