@@ -66,6 +66,14 @@ class Held:
             os.kill(os.getpid(), number)
         time.sleep(100)
 
+    def pid(self) -> int:
+        return os.getpid()
+
+    def kill_other(self, rank: int, name: str) -> None:
+        """Only that rank is disturbed."""
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), getattr(signal, name))
+
     def kill_soon(self, rank: int, seconds: float) -> None:
         if dist.get_rank() == rank:
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()

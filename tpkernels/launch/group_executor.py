@@ -2,7 +2,7 @@
 
 Problem: the ranks share no memory, none of them is another's parent, and rank 0 is one of them.
 
-Algorithm: messages travel through a gloo group of their own, so they meet no collective of the
+Algorithm: messages travel through connections of their own, so they meet no collective of the
 user. Rank 0 broadcasts a message and handles it too, as a rank (`tpkernels.launch.servant`), then
 receives the replies in rank order. Both kinds of executor do the same with the same messages.
 
@@ -41,7 +41,8 @@ _CLOSE, _IDLE = ("close",), ("idle",)
 class GroupExecutor(Driver):
     """Rank 0's side: calls methods of an object that every rank of a group holds, itself included.
 
-    All other ranks of the group call `serve_group` meanwhile.
+    All other ranks of the group call `serve_group` meanwhile. Rank 0 notices Ctrl-C when a wait for
+    another rank ends.
 
     A stream's ranks make a step only when its item is asked for.
 
@@ -100,7 +101,8 @@ class GroupExecutor(Driver):
         try:
             self._wire.broadcast(message)
         except RuntimeError as error:
-            self._give_up(job, error)
+            self._trouble = f"no answer: {error}"
+            raise GiveUp from error
         asked = messages.decode(bytes(message))  # a copy, as other ranks get
         self._mine = chain(self._mine, self._servant.handle(asked))
 
@@ -113,13 +115,10 @@ class GroupExecutor(Driver):
         try:
             return others[0], self._wire.receive(others[0], job.left())
         except RuntimeError as error:
-            self._give_up(job, error)
-            return None
-
-    def _give_up(self, job: Job, error: RuntimeError) -> None:
-        self._trouble = f"no answer: {error}"
-        job.lost = "timed out" not in str(error).lower()
-        raise GiveUp from error
+            self._trouble = f"no answer: {error}"
+            if "timed out" not in str(error).lower():
+                job.lose(Outcome(others[0], error=self._trouble, error_type="ConnectionError"))
+            raise GiveUp from error
 
     def _describe(self, outcome: Outcome) -> str:
         text = outcome.error.strip() if outcome.error else self._trouble
@@ -132,6 +131,7 @@ class GroupExecutor(Driver):
                     self._wire.broadcast(messages.encode(_IDLE))
                 except RuntimeError as error:
                     self._why_closed = f"a rank was lost: {error}"
+                    self._wire.close()
                 finally:
                     self._turn.release()
 

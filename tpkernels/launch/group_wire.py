@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the others over a gloo group that nothing else uses.
+"""Messages between rank 0 and the others over connections of gloo that nothing else uses.
 
 A transfer takes some 0.1 ms, however short it is. So the first has a fixed size, which holds most
 messages whole; what it lacks of the msgpack is the second, and each tensor is one more.
@@ -6,8 +6,6 @@ messages whole; what it lacks of the msgpack is the second, and each tensor is o
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,21 +16,26 @@ import torch.distributed as dist
 
 from tpkernels.launch import messages
 from tpkernels.launch.messages import Bytes, Message
-from tpkernels.launch.worker import LEAVE_SECONDS
 
 _FIRST_BYTES = 4096
+_TAG = 0
 
 
 class Wire:
     """One rank's end. Methods raise RuntimeError, as gloo does."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        self._group: Any = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=timeout),
-            backend="gloo",
-            use_local_synchronization=True,  # only the group's own ranks are here
+        pg = group or dist.group.WORLD
+        if pg is None:
+            raise ValueError("there is no process group: call torch.distributed.init_process_group")
+        store, self.rank, self.world = pg.get_group_store(), pg.rank(), pg.size()
+        # The store keeps what earlier wires have left there. All ranks count their wires alike.
+        count = store.add(f"tpkernels-executor/{self.rank}", 1)
+        self._gloo: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"tpkernels-executor/{count}/", store),
+            self.rank,
+            self.world,
+            timedelta(seconds=timeout),
         )
         self._sent: list[tuple[Any, torch.Tensor]] = []  # works, and the memory they read
 
@@ -49,31 +52,23 @@ class Wire:
         for work, _ in self._sent:
             work.wait()
         vectors = [_vector(part) for part in _transfers(message)]
-        self._sent = [(dist.isend(one, group=self._group, group_dst=0), one) for one in vectors]
+        self._sent = [(self._gloo.send([one], 0, _TAG), one) for one in vectors]
 
     def receive(self, rank: int, seconds: float) -> Any:
         until = time.monotonic() + seconds
 
         def take(out: Bytes) -> None:
-            work = dist.irecv(_vector(out), group=self._group, group_src=rank)
-            assert work is not None  # this rank is in the group
+            work = self._gloo.recv([_vector(out)], rank, _TAG)
             work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
 
         return _received(take)
 
     def close(self) -> None:
-        """Ends the group within a time limit; ranks that wait for this one get an error."""
-
-        def destroy() -> None:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(self._group)
-
-        thread = threading.Thread(target=destroy, daemon=True)
-        thread.start()
-        thread.join(LEAVE_SECONDS)
+        """Closes the connections. Ranks that wait for this one get an error."""
+        self._gloo = None
 
     def _broadcast(self, data: Bytes) -> None:
-        dist.broadcast(_vector(data), group=self._group, group_src=0)
+        self._gloo.broadcast(_vector(data), 0).wait()
 
 
 def _transfers(message: Message) -> Iterator[Bytes]:
