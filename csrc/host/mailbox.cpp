@@ -139,8 +139,10 @@ std::size_t Mailbox::wait(Bell& bell, double until_us, Amount amount) {
   }
   while (found == 0) {
     const std::uint64_t seen = bell.rings.load(std::memory_order_seq_cst);
+    delay();
     found = amount();
     if (found != 0) break;
+    delay();
     const double left_us = until_us - now_us();
     if (left_us <= 0 || !sleep(bell, seen, left_us / 1e6)) break;
   }
@@ -163,7 +165,9 @@ std::size_t Mailbox::write(const std::byte* data, std::size_t bytes, double seco
     const std::size_t part =
         std::min({free, bytes - done, contiguous, std::max<std::size_t>(capacity_ / kParts, 1)});
     std::memcpy(to, data + done, part);
+    delay();
     written.store(position + part, std::memory_order_release);
+    delay();
     ring(*arrivals_);
     done += part;
   }
@@ -187,7 +191,9 @@ std::size_t Mailbox::read(int reader, std::byte* out, std::size_t bytes, double 
     const std::byte* from = bytes_at(position, &contiguous);
     const std::size_t part = std::min({here, bytes - done, contiguous});
     std::memcpy(out + done, from, part);
+    delay();
     read.store(position + part, std::memory_order_release);
+    delay();
     ring(header().room);
     done += part;
   }

@@ -30,7 +30,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "host/arena.h"
@@ -70,6 +72,9 @@ class Mailbox {
 
   std::size_t capacity() const { return capacity_; }
 
+  // For tests: called between the steps of the protocol.
+  void set_delay(std::function<void()> delay) { delay_ = std::move(delay); }
+
  private:
   struct Header;  // the start of the region; a Count for each reader follows, then the ring
 
@@ -81,6 +86,9 @@ class Mailbox {
   std::size_t arrived(int reader) const;
   std::size_t distance(std::uint64_t written, std::uint64_t read) const;
   void check_process() const;
+  void delay() const {
+    if (delay_) delay_();
+  }
   template <class Amount>
   std::size_t wait(Bell& bell, double until_us, Amount amount);
 
@@ -91,6 +99,7 @@ class Mailbox {
   std::size_t capacity_;
   Patience patience_;
   std::uint32_t fork_generation_;
+  std::function<void()> delay_;
 };
 
 }  // namespace tpkernels::host

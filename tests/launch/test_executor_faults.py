@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,14 +17,6 @@ from tests.support.tiers import sweep
 from tpkernels.launch import Executor, RankError, driver, job, mailbox
 
 BIG = mailbox.RING_BYTES * 8
-
-
-def begun(marker: Path, ranks: int, within: float = 30.0) -> None:
-    """Waits until ``ranks`` ranks are in `Held.touch`."""
-    deadline = time.monotonic() + within
-    while not all(marker.with_name(f"{marker.name}.{rank}").exists() for rank in range(ranks)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def failure_of(executor: Executor, act: Callable[[], object]) -> RankError:
@@ -136,11 +124,11 @@ def test_a_stopped_rank_cannot_hold_a_large_message_up() -> None:
     assert error.outcomes[1].timed_out and "stopped by a signal" in str(error)
 
 
-def test_a_call_that_takes_too_long_says_where_the_ranks_are(tmp_path: Path) -> None:
+def test_a_call_that_takes_too_long_says_where_the_ranks_are() -> None:
     with Executor(2, Held, timeout=0.5) as executor:
-        error = failure_of(executor, lambda: executor.call("touch", str(tmp_path / "begun")))
+        error = failure_of(executor, lambda: executor.call("sleep", 100))
     assert all(outcome.timed_out for outcome in error.outcomes)
-    assert "still running" in str(error) and "in touch" in str(error)
+    assert "still running" in str(error) and "in sleep" in str(error)
 
 
 def test_a_rank_that_waits_for_one_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,163 +149,6 @@ def test_a_stream_waits_for_each_item_only() -> None:
         assert taken == 3
         error = failure_of(executor, lambda: list(executor.stream("late", 0, timeout=0.05)))
     assert error.outcomes[0].timed_out
-
-
-# Interrupts, forks, other threads.
-
-INTERRUPTED = """
-import os, sys, time
-from tpkernels.launch import Executor
-if __name__ == "__main__":
-    executor = Executor(2, "tests.support.held:Held")
-    print(*executor.pids, flush=True)
-    how = sys.argv[1]
-    try:
-        if how == "stream":
-            for _ in executor.stream("count", 1 << 40):
-                pass
-        executor.call("touch", sys.argv[2])
-    except KeyboardInterrupt:
-        begin = time.monotonic()
-        executor.close()
-        print(*executor.exitcodes, time.monotonic() - begin < 5, flush=True)
-        sys.exit(7)
-"""
-
-
-def start(script: str, tmp_path: Path, *args: str) -> subprocess.Popen[str]:
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(script))
-    (tmp_path / "tmp").mkdir()
-    return subprocess.Popen(
-        [sys.executable, str(path), *args],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "TMPDIR": str(tmp_path / "tmp"),
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def nothing_left(tmp_path: Path, pids: list[int]) -> None:
-    assert gone(pids)
-    deadline = time.monotonic() + 20  # for the fork server to notice, and to clean up
-    while (left := list((tmp_path / "tmp").iterdir())) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left
-
-
-@pytest.mark.parametrize("how", sweep(["call", "stream"]))
-def test_an_interrupt_ends_a_call(how: str, tmp_path: Path) -> None:
-    with start(INTERRUPTED, tmp_path, how, str(tmp_path / "begun")) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        if how == "call":
-            begun(tmp_path / "begun", 2)
-        else:
-            time.sleep(0.3)
-        parent.send_signal(signal.SIGINT)
-        exits = parent.stdout.readline()
-        assert parent.wait(30) == 7
-    assert exits in ("-9 -9 True\n", "0 0 True\n")
-    nothing_left(tmp_path, pids)
-
-
-PARENT = """
-import os, signal, sys, threading
-import torch
-from tpkernels.launch import Executor
-if __name__ == "__main__":
-    executor = Executor(2, "tests.support.held:Held")
-    print(*executor.pids, flush=True)
-    how = sys.argv[1]
-    end = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    if how == "idle":
-        end()
-    elif how == "call":
-        threading.Timer(0.3, end).start()
-        executor.call("sleep", 100)
-    elif how == "message":
-        os.kill(executor.pids[0], signal.SIGSTOP)
-        threading.Timer(0.3, end).start()
-        executor.call("echo", torch.zeros(1 << 24))
-    elif how == "stream":
-        items = executor.stream("count", 1 << 40, 1 << 20)
-        next(items)
-        end()
-"""
-
-
-@pytest.mark.parametrize("how", sweep(["call", "idle", "message", "stream", "exit"]))
-def test_a_killed_driver_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
-    with start(PARENT, tmp_path, how) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert parent.wait(60) == (0 if how == "exit" else -signal.SIGKILL)
-    assert len(pids) == 2
-    nothing_left(tmp_path, pids)
-
-
-def test_a_fork_is_not_the_driver() -> None:
-    with Executor(1, Held) as executor:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                executor.call("rank")
-            except RuntimeError as error:
-                code = 0 if "this process is a fork" in str(error) else 2
-            executor.close()
-            os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert executor.call("rank") == [0]
-
-
-def test_closing_ends_the_call_of_another_thread() -> None:
-    executor = Executor(2, Held)
-    pids, errors = executor.pids, list[BaseException]()
-
-    def call() -> None:
-        try:
-            executor.call("sleep", 100)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    time.sleep(0.2)
-    executor.close()
-    thread.join(5)
-    assert not thread.is_alive() and gone(pids)
-    assert isinstance(errors[0], RuntimeError) and "closed during a call" in str(errors[0])
-
-
-def test_executors_leave_no_descriptors_and_no_mappings() -> None:
-    def held() -> tuple[int, int]:
-        maps = Path("/proc/self/maps").read_text()
-        return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels")
-
-    def use() -> None:
-        with Executor(2, Held) as executor:
-            executor.call("echo", torch.zeros(10))
-            next(executor.stream("count", 100))
-
-    use()
-    before = held()
-    for _ in range(4):
-        use()
-    assert held() == before
-
-
-def test_ranks_hold_the_memory_without_a_descriptor() -> None:
-    with Executor(2, Held) as executor:
-        for pid in [os.getpid(), *executor.pids]:
-            links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-            assert not [link for link in links if "memfd:tpkernels (" in os.path.realpath(link)]
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            assert "/memfd:tpkernels (deleted)" in maps
 
 
 @pytest.mark.slow

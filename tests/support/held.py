@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,11 +81,6 @@ class Held:
         begin = time.monotonic()
         time.sleep(seconds)
         return f"{note}{begin} {time.monotonic()}"
-
-    def touch(self, path: str) -> None:
-        """Tells the test that the call has begun, then stays in it."""
-        Path(f"{path}.{dist.get_rank()}").touch()
-        time.sleep(100)
 
     # Streams.
 
