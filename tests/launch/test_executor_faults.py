@@ -147,6 +147,7 @@ def test_a_stream_waits_for_each_item_only() -> None:
             time.sleep(0.5)
             taken += 1
         assert taken == 3
+        assert list(executor.stream("paced", 4, 0.25)) == [0, 1, 2, 3]  # 1 s in all
         error = failure_of(executor, lambda: list(executor.stream("late", 0, timeout=0.05)))
     assert error.outcomes[0].timed_out
 

@@ -130,6 +130,18 @@ def test_idle_ranks_outlast_the_timeout(ranks: RanksFixture) -> None:
     ranks(2).run(idle_job, 1.0)
 
 
+def again_job() -> None:
+    """Rank 0 comes late: the others must not take the addresses of its last executor."""
+    for _ in range(3):
+        if dist.get_rank() == 0:
+            time.sleep(0.2)
+        driving(lambda executor: executor.call("rank"))
+
+
+def test_executors_one_after_the_other(ranks: RanksFixture) -> None:
+    ranks(2).run(again_job)
+
+
 def test_a_group_of_some_ranks(ranks: RanksFixture) -> None:
     assert ranks(3).run(subgroup_job) == [None, [1, 2], None]
 
