@@ -138,7 +138,7 @@ def build(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
         weaker = [f"-DWITHOUT_{without}", "-include", str(NATIVE / "relaxed.h")]
 
         def compile_one(source: Path) -> Path:
-            protocol = source.stem in ("channel", "channel_wait")
+            protocol = source.stem in ("channel", "channel_wait", "mailbox")
             options = weaker if without and protocol else []
             return _compile(toolchain, source, folder, options)
 
@@ -174,10 +174,13 @@ def test_threads_and_processes_under_address_sanitizer(build: Build) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ordering", ["ACQUIRE", "RELEASE"])
-def test_a_missing_ordering_is_reported(build: Build, ordering: str) -> None:
+@pytest.mark.parametrize(
+    "case", ["words_order_data_under_delays", "mailbox_orders_bytes_under_delays"]
+)
+def test_a_missing_ordering_is_reported(build: Build, case: str, ordering: str) -> None:
     """The values are right all the same, on x86: only the sanitizer can tell."""
     toolchain, program = build("thread", ordering)
-    run = toolchain.run(program, "--threads-only", "--only=words_order_data_under_delays")
+    run = toolchain.run(program, "--threads-only", f"--only={case}")
     assert run.returncode != 0, run.stdout
     assert "WARNING: ThreadSanitizer: data race" in run.stdout, run.stdout
 

@@ -59,6 +59,8 @@ class Ranks:
         env: added to the environment of the ranks, which is otherwise a copy of the parent's. It is
             set after torch is imported, so it does not affect what torch reads on import.
         start_timeout: seconds within which all ranks must join the group.
+        shared: an object that may hold descriptors, pickled by multiprocessing as the ranks start.
+            Every job gets it as the keyword ``shared``.
 
     Raises:
         RankError: a rank did not start.
@@ -72,6 +74,7 @@ class Ranks:
         threads: int = 1,
         env: Mapping[str, str] | None = None,
         start_timeout: float = 60.0,
+        shared: Any = None,
     ) -> None:
         if world < 1 or threads < 1:
             raise ValueError(f"world and threads must be at least 1, got {world=}, {threads=}")
@@ -84,11 +87,12 @@ class Ranks:
         self._outcomes: dict[int, Outcome] = {}
         self._started = time.monotonic()
         self._closed = False
+        self._pid = os.getpid()
         self._store = store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # All ranks are on this machine: use loopback, whatever the host name resolves to.
         environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
         environ["OMP_NUM_THREADS"] = str(threads)
-        setup = worker.Setup(world, backend, threads, environ, store.port, start_timeout)
+        setup = worker.Setup(world, backend, threads, environ, store.port, start_timeout, shared)
         atexit.register(self.close)
         try:
             context = fork_server()
@@ -181,8 +185,9 @@ class Ranks:
         return [(self._outcomes | late)[rank] for rank in range(self.world)]
 
     def close(self) -> None:
-        """Ends every rank; idle ones leave their group first, within a time limit. Idempotent."""
-        if self._closed:
+        """Ends every rank; idle ones leave their group first, within a time limit. Idempotent, and
+        without effect in a fork of the process that started them."""
+        if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -227,13 +232,15 @@ class Ranks:
         now = time.monotonic()
         return replace(outcome, seconds=now - self._started, ended=now)
 
+    def describe(self, outcome: Outcome) -> str:
+        """What went wrong on a rank, for an error's message."""
+        process = self._processes[outcome.rank]
+        head = f"rank {outcome.rank} (pid {process.pid}), after {outcome.seconds:.1f} s"
+        return f"{head}: {process.describe(outcome)}"
+
     def _raise_failures(self, what: str, outcomes: Sequence[Outcome]) -> None:
         failed = [outcome for outcome in outcomes if not outcome.ok]
         if not failed:
             return
         parts = [f"{what} failed on {len(failed)} of {self.world} ranks"]
-        for outcome in failed:
-            process = self._processes[outcome.rank]
-            head = f"rank {outcome.rank} (pid {process.pid}), after {outcome.seconds:.1f} s"
-            parts.append(f"{head}: {process.describe(outcome)}")
-        raise RankError("\n\n".join(parts), outcomes)
+        raise RankError("\n\n".join([*parts, *map(self.describe, failed)]), outcomes)

@@ -24,6 +24,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import parent_process
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Setup:
     environ: dict[str, str]
     port: int
     timeout: float
+    shared: Any = None  #: handed over by multiprocessing; jobs get it as the keyword ``shared``
 
 
 def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
@@ -75,7 +77,7 @@ def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
     if answer(pipe, rank, partial(join_group, rank, setup)):
         with contextlib.suppress(EOFError, OSError):
             while job := pipe.recv_bytes():  # LEAVE is empty
-                answer(pipe, rank, partial(run_job, job))
+                answer(pipe, rank, partial(run_job, job, setup.shared))
     shut_down()
 
 
@@ -113,10 +115,12 @@ def join_group(rank: int, setup: Setup) -> None:
     )
 
 
-def run_job(job: bytes) -> Any:
+def run_job(job: bytes, shared: Any) -> Any:
     stream = io.BytesIO(job)
     sys.path[:] = pickle.load(stream)  # first: importing the function may need it
     fn, args, kwargs = pickle.load(stream)
+    if shared is not None:
+        kwargs["shared"] = shared
     return fn(*args, **kwargs)
 
 
@@ -139,11 +143,15 @@ def answer(pipe: connection.Connection, rank: int, work: Callable[[], Any]) -> b
 
 
 def failure(rank: int, error: BaseException) -> Outcome:
-    frames = error.__traceback__
-    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
+    frames, ours = error.__traceback__, os.path.dirname(__file__)
+    while frames and frames.tb_next and _folder_of(frames) == ours:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     return Outcome(rank, error=text, error_type=type(error).__name__)
+
+
+def _folder_of(frames: TracebackType) -> str:
+    return os.path.dirname(frames.tb_frame.f_code.co_filename)
 
 
 def shut_down() -> None:

@@ -1,0 +1,194 @@
+// The mailbox between threads and between forked processes, one of which dies.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "host/mailbox.h"
+
+namespace tpkernels::test {
+namespace {
+
+using host::Arena;
+using host::Mailbox;
+
+constexpr double kSlice = 5;  // s; a lost wake-up costs this
+
+std::shared_ptr<Arena> mailboxes(int regions, std::size_t capacity, int readers) {
+  return make_arena(regions, Mailbox::region_bytes(capacity, readers));
+}
+
+std::byte byte_at(std::size_t position) {
+  return static_cast<std::byte>(position * 2654435761u >> 13);
+}
+
+// Random sizes and pauses. Mostly none, sometimes long enough for the other side to fall asleep.
+class Source {
+ public:
+  explicit Source(std::uint64_t seed) : random_(seed) {}
+  std::size_t size(std::size_t most) {
+    constexpr std::size_t kSizes[] = {1, 16, 900, 9000};
+    return std::min(most, kSizes[random_() % 4]);
+  }
+  void pause() {
+    CHECK(now_ms() - start_ < kSlice * 1e3, "a wake-up was lost");
+    if (random_() % 16 == 0) sleep_ms(static_cast<double>(random_() % 100) * 0.01);
+  }
+
+ private:
+  std::mt19937_64 random_;
+  double start_ = now_ms();
+};
+
+// One end, with random delays between the steps of the protocol.
+class End : public Mailbox {
+ public:
+  End(const std::shared_ptr<Arena>& arena, int region, int readers, std::uint64_t seed,
+      double spin_us = 0)
+      : Mailbox(arena, region, readers, region, spin_us) {
+    set_delay([random = std::mt19937_64(seed)]() mutable {
+      const auto drawn = random() % 64;
+      if (drawn == 0) sleep_ms(0.2);
+      if (drawn < 8) std::this_thread::yield();
+    });
+  }
+};
+
+void write_all(Mailbox& box, std::size_t total, std::uint64_t seed) {
+  Source source(seed);
+  std::vector<std::byte> part;
+  for (std::size_t at = 0; at < total; at += part.size()) {
+    part.resize(source.size(total - at));
+    for (std::size_t i = 0; i < part.size(); ++i) part[i] = byte_at(at + i);
+    CHECK(box.write(part.data(), part.size(), kSlice) == part.size(), "a wake-up was lost");
+    source.pause();
+  }
+}
+
+void read_all(Mailbox& box, int reader, std::size_t total, std::uint64_t seed) {
+  Source source(seed);
+  std::vector<std::byte> part;
+  for (std::size_t at = 0; at < total; at += part.size()) {
+    part.resize(source.size(total - at));
+    CHECK(box.read(reader, part.data(), part.size(), kSlice) == part.size(), "a wake-up was lost");
+    for (std::size_t i = 0; i < part.size(); ++i) {
+      CHECK(part[i] == byte_at(at + i), "byte " + std::to_string(at + i));
+    }
+    source.pause();
+  }
+}
+
+constexpr std::size_t kTotal = 300000, kCapacity = 5000;  // most messages wrap around
+constexpr int kReaders = 2;
+
+}  // namespace
+
+TEST_CASE(mailbox_orders_bytes_under_delays, kThreads) {
+  for (const double spin_us : {0.0, 50.0}) {
+    const auto arena = mailboxes(1, kCapacity, kReaders);
+    std::vector<std::thread> threads;
+    std::exception_ptr failed[kReaders + 1];
+    for (int end = 0; end <= kReaders; ++end) {
+      threads.emplace_back([&, end] {
+        const std::uint64_t seed = options().seed * 1000 + static_cast<unsigned>(end);
+        try {
+          End box(arena, 0, kReaders, seed, spin_us);
+          end < kReaders ? read_all(box, end, kTotal, seed) : write_all(box, kTotal, seed);
+        } catch (...) {
+          failed[end] = std::current_exception();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::exception_ptr& error : failed) {
+      if (error) std::rethrow_exception(error);
+    }
+  }
+}
+
+// A small ring that is full or empty most of the time. Nobody polls, so each side sleeps often, and
+// each store has to wake the other.
+TEST_CASE(mailbox_loses_no_wake_up, kThreads) {
+  constexpr std::size_t kControl = 4 * 64;  // two bells, two counts
+  const auto arena = make_arena(1, kControl + 8);
+  const int total = 200 * options().calls;
+  const double start = now_ms();
+  int wrong = -1;
+  const auto run = [&](bool writer) {
+    End box(arena, 0, 1, options().seed + (writer ? 1 : 2));
+    for (int at = 0; at < total; at += 8) {
+      std::byte bytes[8];
+      std::fill(bytes, bytes + 8, byte_at(static_cast<unsigned>(at)));
+      const std::size_t moved =
+          writer ? box.write(bytes, 8, kSlice) : box.read(0, bytes, 8, kSlice);
+      const bool right = moved == 8 && now_ms() - start < kSlice * 1e3 &&
+                         bytes[7] == byte_at(static_cast<unsigned>(at));
+      if (!right) wrong = at;
+      if (!right) return;
+    }
+  };
+  std::thread other([&] { run(true); });
+  run(false);
+  other.join();
+  CHECK(wrong < 0, "at byte " + std::to_string(wrong));
+}
+
+TEST_CASE(mailbox_between_processes, kFork) {
+  const auto arena = mailboxes(1, kCapacity, kReaders);
+  std::vector<pid_t> pids;
+  for (int reader = 0; reader < kReaders; ++reader) {
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+      try {
+        End box(arena, 0, kReaders, options().seed + static_cast<unsigned>(reader));
+        read_all(box, reader, kTotal, options().seed + static_cast<unsigned>(reader));
+        _exit(0);
+      } catch (const std::exception&) {
+        _exit(1);
+      }
+    }
+    pids.push_back(pid);
+  }
+  End box(arena, 0, kReaders, options().seed + 98);
+  write_all(box, kTotal, options().seed + 99);
+  for (const pid_t pid : pids) {
+    int status = -1;
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0, std::to_string(status));
+  }
+}
+
+// A reader that is killed at any moment leaves a ring on which the writer waits no longer than it
+// is asked to, and which another end can go on reading.
+TEST_CASE(mailbox_survives_a_killed_reader, kFork) {
+  Source source(options().seed);
+  for (int round = 0; round < 20; ++round) {
+    const auto arena = mailboxes(1, kCapacity, 1);
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+      Mailbox box(arena, 0, 1, 0, 0);
+      read_all(box, 0, std::size_t{1} << 40, 1);
+      _exit(0);
+    }
+    Mailbox box(arena, 0, 1, 0, 0);
+    write_all(box, 20000, options().seed + static_cast<unsigned>(round));
+    kill(pid, SIGKILL);
+    int status = 0;
+    CHECK(waitpid(pid, &status, 0) == pid && WIFSIGNALED(status));
+    const std::vector<std::byte> more(2 * box.capacity());
+    const double start = now_ms();
+    CHECK(box.write(more.data(), more.size(), 0.02) <= box.capacity());
+    CHECK(now_ms() - start < 1000);
+    std::vector<std::byte> rest(2 * box.capacity());
+    CHECK(box.read(0, rest.data(), rest.size(), 0) <= box.capacity());
+    CHECK(box.write(more.data(), box.capacity(), 0) == box.capacity());
+  }
+}
+
+}  // namespace tpkernels::test
