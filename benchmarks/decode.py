@@ -57,7 +57,7 @@ def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
     else:
         variants["tpkernels"] = Variant(lambda y: tpkernels.all_reduce_(y, group))
     if vllm:
-        all_reduce = _vllm_all_reduce(vllm, group)
+        all_reduce = vllm_all_reduce(vllm, group)
         variants["vllm"] = Variant(all_reduce, *packed)
         if product:
             variants["vllm all"] = Variant(all_reduce, _pack_for_vllm, _multiply_by_vllm)
@@ -85,7 +85,7 @@ def _multiply_by_vllm(x: torch.Tensor, weight: tuple[torch.Tensor, int]) -> torc
     return y
 
 
-def _vllm_all_reduce(library: str, group: dist.ProcessGroup) -> Callable[[Any], torch.Tensor]:
+def vllm_all_reduce(library: str, group: dist.ProcessGroup) -> Callable[[Any], torch.Tensor]:
     torch.ops.load_library(library)
     ops, names = torch.ops._C, [f"/tpkernels-{random.getrandbits(30)}"]
     dist.broadcast_object_list(names)

@@ -6,8 +6,10 @@ protocol and its proof). Symmetric tensors that users make are arenas of their o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -267,8 +269,18 @@ class HostWorkspace:
         self._device = None
 
 
+def _is_crowded(pids: Sequence[int]) -> bool:
+    """Whether the ranks are more than the cores they may use together. An engine may have bound
+    each to a core of its own."""
+    cores = os.sched_getaffinity(0)
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ended, or is in another pid namespace
+            cores |= os.sched_getaffinity(pid)
+    return len(pids) > len(cores)
+
+
 def _channel(link: MappedArena, participant: Participant, capacity: int) -> _C.host.Channel:
-    crowded = participant.world > len(os.sched_getaffinity(0))
+    crowded = _is_crowded(link.pids)
     return _C.host.Channel(
         link.arena,
         participant.rank,
