@@ -140,6 +140,7 @@ def test_a_rank_that_waits_for_one_that_raised(monkeypatch: pytest.MonkeyPatch) 
     assert "rank 0 was told to" in str(error) and "in fail" in str(error)
 
 
+@pytest.mark.thorough
 def test_a_stream_waits_for_each_item_only() -> None:
     with Executor(1, Held, timeout=0.6) as executor:
         taken = 0

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
 from tests.support.held import Held
-from tests.support.tiers import sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels.launch import GroupExecutor, RankError, Ranks, group_wire, serve_group
 
 TIMEOUT = 20.0
@@ -126,6 +126,7 @@ def one_job() -> Any:
     return driving(lambda executor: executor.call("rank"))
 
 
+@pytest.mark.thorough
 def test_idle_ranks_outlast_the_timeout(ranks: RanksFixture) -> None:
     ranks(2).run(idle_job, 1.0)
 
@@ -182,7 +183,7 @@ def lost_job(how: str, timeout: float) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", thorough("SIGSTOP")])
 def test_a_rank_that_is_lost_in_a_call_is_reported(how: str) -> None:
     timeout = 2.0
     with Ranks(3) as ranks:

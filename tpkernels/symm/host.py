@@ -29,10 +29,12 @@ _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
 _FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
 # Of a GPU's first workspace; it grows when a call needs more.
 _FIRST_WORDS, _FIRST_BYTES = 1 << 10, 1 << 20
-# How long a waiter polls at most before it sleeps (csrc/host/patience.h), and after how long it
-# starts to yield its core between polls: at once if ranks outnumber cores.
+# How long a waiter polls at most before it sleeps (csrc/host/patience.h). If ranks outnumber cores,
+# it yields its core between polls; else not, because whoever gets it keeps it for long: vLLM's
+# workers share their cores with its engine, which is always busy. With the plugin it decodes a
+# batch of 8 at 0.77 of its own speed where waiters yield after 5 us, and at 1.14 where they do not
+# (benchmarks/results/cpu-2core-vllm.md).
 _SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
-_YIELD_US = 5.0
 
 
 class HostWorkspace:
@@ -288,6 +290,6 @@ def _channel(link: MappedArena, participant: Participant, capacity: int) -> _C.h
         link.pids,
         timeout=participant.timeout,
         spin_us=_CROWDED_SPIN_US if crowded else _SPIN_US,
-        yield_us=0.0 if crowded else _YIELD_US,
+        yield_us=0.0 if crowded else _SPIN_US,
         capacity=capacity,
     )
