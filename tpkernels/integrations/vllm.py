@@ -49,7 +49,7 @@ def choose(requested: str, version: str, platform: str) -> Choice:
         return Choice("off", f"vLLM {version} has not been tested, only {tested}")
     if platform == "cpu":
         if requested == "auto":
-            return Choice("all_reduce", "vLLM's own packed products are faster than torch's")
+            return Choice("all_reduce", "outside of compiled graphs, and with vLLM's own products")
         return Choice(requested, f"{VARIABLE}={requested}")
     if platform == "cuda" and requested == "fused":
         return Choice("fused", f"{VARIABLE}=fused; not measured on GPUs")
@@ -77,6 +77,6 @@ def register() -> None:
         return
     parts = importlib.import_module("tpkernels.integrations.vllm_parts")
     if platform == "cpu":
-        parts.replace_communicator(type(current_platform))
+        parts.replace_communicator(type(current_platform), in_graphs=requested != "auto")
     if choice.mode == "fused":
         parts.replace_row_parallel()
