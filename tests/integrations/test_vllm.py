@@ -43,6 +43,8 @@ def test_what_is_replaced_and_why(
 ) -> None:
     choice = vllm.choose(requested, version, platform)
     assert choice.mode == mode and reason in choice.reason
+    asked_for = requested in ("all_reduce", "fused")
+    assert choice.warn == (mode == "off" and (asked_for or "tested" in reason))
 
 
 def test_an_unknown_mode_is_refused() -> None:

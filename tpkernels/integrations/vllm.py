@@ -28,10 +28,11 @@ logger = logging.getLogger("vllm.tpkernels")  # has vLLM's handlers
 
 @dataclass(frozen=True)
 class Choice:
-    """What is replaced, and why."""
+    """What is replaced, and why; ``warn``: that is not what a user would expect."""
 
     mode: str
     reason: str
+    warn: bool = False
 
 
 def choose(requested: str, version: str, platform: str) -> Choice:
@@ -46,7 +47,7 @@ def choose(requested: str, version: str, platform: str) -> Choice:
         return Choice("off", f"{VARIABLE}=off")
     if ".".join(version.split(".")[:2]) not in TESTED:
         tested = ", ".join(f"{each}.*" for each in TESTED)
-        return Choice("off", f"vLLM {version} has not been tested, only {tested}")
+        return Choice("off", f"vLLM {version} has not been tested, only {tested}", warn=True)
     if platform == "cpu":
         if requested == "auto":
             return Choice("all_reduce", "outside of compiled graphs, and with vLLM's own products")
@@ -54,8 +55,10 @@ def choose(requested: str, version: str, platform: str) -> Choice:
     if platform == "cuda" and requested == "fused":
         return Choice("fused", f"{VARIABLE}=fused; not measured on GPUs")
     if platform == "cuda":
-        return Choice("off", "on GPUs nothing is known to be faster than vLLM")
-    return Choice("off", f"there are no kernels for '{platform}'")
+        reason = "on GPUs nothing is known to be faster than vLLM"
+    else:
+        reason = f"there are no kernels for '{platform}'"
+    return Choice("off", reason, warn=requested != "auto")
 
 
 def register() -> None:
@@ -70,8 +73,7 @@ def register() -> None:
     platform = "cuda" if current_platform.is_cuda() else current_platform.device_type
     requested = os.environ.get(VARIABLE, "auto")
     choice = choose(requested, __version__, platform)
-    failed = choice.mode == "off" and requested not in ("off", "auto")
-    level = logging.WARNING if failed or "tested" in choice.reason else logging.INFO
+    level = logging.WARNING if choice.warn else logging.INFO
     logger.log(level, "tpkernels: %s (%s)", choice.mode, choice.reason)
     if choice.mode == "off":
         return
