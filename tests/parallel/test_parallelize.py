@@ -17,6 +17,7 @@ from tests.support.nn_reference import shard
 from tests.support.ranked import recorded_calls, report
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
+from tpkernels.parallel import llama
 
 pytest.importorskip("transformers")
 
@@ -34,6 +35,33 @@ def logits_job(model_type: str) -> list[str]:
 def test_logits_and_gradients(ranks: RanksFixture, world: int, model_type: str) -> None:
     results = ranks(world).run(logits_job, model_type, timeout=120)
     report(failure for rank in results for failure in rank)
+
+
+def prefill_job() -> list[str]:
+    """Sequences that are just long enough to be split, and sequences one token shorter."""
+    model, mesh = hf_models.make("qwen3"), hf_models.mesh_of_all()
+    failures, made = [], []
+    for longer in (0, 1):
+        llama.PROMPT_ROWS, before = hf_models.TOKENS, llama.PROMPT_ROWS
+        tokens = hf_models.TOKENS * mesh.size() - 1 + longer
+        try:
+            failures += hf_models.differences(model, "prefill", mesh, tokens=tokens)
+            parallel = tpkernels.parallelize(
+                copy.deepcopy(model), mesh, sequence_parallel="prefill"
+            )
+        finally:
+            llama.PROMPT_ROWS = before
+        with recorded_calls() as calls, torch.no_grad():
+            parallel(input_ids=hf_models.batch(tokens)["input_ids"], use_cache=False)
+        made.append(set(calls) - {"all_gather", "all_reduce"})
+    if made != [{"matmul_all_reduce"}, {"all_gather_matmul", "matmul_reduce_scatter"}]:
+        failures.append(f"ops of sequences that are not and are split: {made}")
+    return failures
+
+
+@pytest.mark.parametrize("world", hf_models.SWEEP)
+def test_only_long_sequences_are_split(ranks: RanksFixture, world: int) -> None:
+    report(failure for rank in ranks(world).run(prefill_job, timeout=120) for failure in rank)
 
 
 def ffn_only_job() -> list[str]:
@@ -76,7 +104,7 @@ def generate_job(model_type: str) -> list[str]:
     single = hf_models.make(model_type).eval()
     want = single.generate(**prompt, max_new_tokens=5, do_sample=False)
     failures = []
-    for sequence, pack in ((True, False), (False, False), (True, True), (False, True)):
+    for sequence, pack in ((True, False), (False, True), ("prefill", False)):
         parallel = copy.deepcopy(single)
         mesh = hf_models.mesh_of_all()
         tpkernels.parallelize(parallel, mesh, sequence_parallel=sequence, pack=pack)

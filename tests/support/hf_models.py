@@ -99,7 +99,12 @@ def error(got: torch.Tensor, want: torch.Tensor, of: torch.Tensor) -> float:
 
 
 def differences(
-    model: Any, sequence: bool, mesh: DeviceMesh, *, ffn_only: bool = False
+    model: Any,
+    sequence: bool | str,
+    mesh: DeviceMesh,
+    *,
+    ffn_only: bool = False,
+    tokens: int = TOKENS,
 ) -> list[str]:
     """What is wrong with a parallel copy of ``model``.
 
@@ -114,8 +119,8 @@ def differences(
         parallel = tpkernels.parallelize(
             copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, ffn_only=ffn_only
         )
-        logits, loss, grads = run(exact)
-        got_logits, got_loss, got = run(parallel)
+        logits, loss, grads = run(exact, tokens)
+        got_logits, got_loss, got = run(parallel, tokens)
     failures |= {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
     for name, _ in parallel.named_parameters():
         failures[name] = far(got.get(name), shard(parallel, name, grads[name]), 1e-11)
@@ -126,8 +131,8 @@ def differences(
     parallel = tpkernels.parallelize(
         copy.deepcopy(model), mesh, sequence_parallel=sequence, ffn_only=ffn_only
     )
-    logits_32, _, grads_32 = run(single)
-    got_logits, _, got = run(parallel)
+    logits_32, _, grads_32 = run(single, tokens)
+    got_logits, _, got = run(parallel, tokens)
     limits = {"logits": error(logits_32, logits, logits)}
     errors = {"logits": error(got_logits, logits, logits)}
     worst = max(error(grads_32[name], whole, whole) for name, whole in grads.items())

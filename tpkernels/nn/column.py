@@ -127,6 +127,7 @@ def column_parallel(
     layers: Sequence[ColumnParallelLinear],
     *,
     shard_sizes: Sequence[int] | None = None,
+    sequence_parallel: bool | None = None,
 ) -> list[torch.Tensor]:
     """Applies several column-parallel layers of one group to the same input, as one operation: with
     sequence parallelism they share one all-gather, without it one all-reduce of the input's
@@ -136,6 +137,7 @@ def column_parallel(
         x: the input, [..., in_features].
         layers: the layers.
         shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
+        sequence_parallel: for this call; by default the layers'.
 
     Returns:
         The output of each layer, in order.
@@ -166,7 +168,7 @@ def column_parallel(
         finished = finished and not (layer.empty or layer.gather_output)
     each_bias = biases if biased else None
     outputs: list[torch.Tensor]
-    if first.sequence_parallel:
+    if first.sequence_parallel if sequence_parallel is None else sequence_parallel:
         _, outputs = run_all_gather_matmul(
             x,
             weights,

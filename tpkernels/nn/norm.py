@@ -47,8 +47,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        weight = self.weight if self.group is None else copy_to_ranks(self.weight, self.group)
-        return F.rms_norm(x, (self.hidden_size,), weight.to(x.dtype), self.eps)
+        weight = self.shared_weight().to(x.dtype)
+        return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
+
+    def shared_weight(self) -> torch.Tensor:
+        """The weight, whose gradient is summed over the ranks if each has a part of the input."""
+        return self.weight if self.group is None else copy_to_ranks(self.weight, self.group)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, group={self.group!r}"

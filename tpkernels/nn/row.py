@@ -80,6 +80,7 @@ class RowParallelLinear(ParallelLinear):
         *,
         residual: torch.Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
+        sequence_parallel: bool | None = None,
     ) -> torch.Tensor:
         """x [..., in_features of this rank] -> [..., out_features], all rows or this rank's.
 
@@ -87,6 +88,7 @@ class RowParallelLinear(ParallelLinear):
             x: the input.
             residual: of the output's shape, added after the bias; the output gets its dtype.
             shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
+            sequence_parallel: for this call; by default the layer's.
         """
         w = self._packed
         if w is None:
@@ -100,7 +102,7 @@ class RowParallelLinear(ParallelLinear):
         # reason given in `column_parallel`.
         out_dtype = None if residual is None else residual.dtype
         y: torch.Tensor
-        if not self.sequence_parallel:
+        if not (self.sequence_parallel if sequence_parallel is None else sequence_parallel):
             y = run_matmul_all_reduce(x, w, self.group, self.bias, residual, out_dtype=out_dtype)
             return y
         y = run_matmul_reduce_scatter(

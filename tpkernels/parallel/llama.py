@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -36,6 +36,7 @@ from tpkernels.parallel.shared_input import (
     SEQUENCE_DIM,
     GatherRows,
     OwnRowsLinear,
+    OwnRowsNorm,
     Rows,
     SharedInputLinear,
     ShareInput,
@@ -44,6 +45,9 @@ from tpkernels.parallel.shared_input import (
 
 GATE_UP = ("gate_proj", "up_proj")
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+PROMPT_ROWS = 16  #: tokens per rank from which ``sequence_parallel="prefill"`` splits a sequence
+
+SequenceParallel = bool | Literal["prefill"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,12 @@ class Parts:
 
 
 def apply(
-    model: nn.Module, group: str, *, sequence_parallel: bool, ffn_only: bool = False, pack: bool
+    model: nn.Module,
+    group: str,
+    *,
+    sequence_parallel: SequenceParallel,
+    ffn_only: bool = False,
+    pack: bool,
 ) -> None:
     """See `tpkernels.parallelize`. All modules are checked before the first is replaced.
 
@@ -106,9 +115,11 @@ def _replace_all(
     layers: list[Parts],
     group: str,
     architecture: Architecture,
-    sequence_parallel: bool,
+    sequence_parallel: SequenceParallel,
 ) -> None:
-    rows = Rows(position(group)[1]) if sequence_parallel else None
+    world = position(group)[1]
+    fewest = PROMPT_ROWS * world if sequence_parallel == "prefill" else 1
+    rows = Rows(world, fewest) if sequence_parallel else None
     head = getattr(model, "lm_head", None)
     embedding = sharded_embedding(VocabParallelEmbedding, base.embed_tokens, group)
     if head is not None:
@@ -120,7 +131,7 @@ def _replace_all(
     for parts in layers:
         _replace(parts, group, architecture, rows)
     if rows is not None:
-        base.norm = _norm(base.norm, group)
+        base.norm = _norm(base.norm, group, rows)
         base.layers[0].register_forward_pre_hook(SplitRows(group, rows), with_kwargs=True)
         base.norm.register_forward_hook(GatherRows(group, rows))
 
@@ -190,8 +201,14 @@ def _parts(base: nn.Module, prefix: str, architecture: Architecture, world: int)
         yield Parts(layer, heads)
 
 
-def _norm(norm: Any, group: str) -> RMSNorm:
-    parallel = RMSNorm(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
+def _norm(norm: Any, group: str, rows: Rows | None = None) -> RMSNorm:
+    """The norm that each rank applies to its rows, or without ``rows`` to its heads."""
+    size, eps = norm.weight.shape[0], norm.variance_epsilon
+    if rows is None:
+        parallel = RMSNorm(size, eps, group=group, device="meta")
+    else:
+        parallel = OwnRowsNorm(size, eps, group=group, device="meta")
+        parallel.rows = rows
     parallel.weight = norm.weight
     return parallel.train(norm.training)
 
@@ -212,7 +229,7 @@ def _replace(parts: Parts, group: str, architecture: Architecture, rows: Rows | 
     _replace_mlp(parts.layer.get_submodule("mlp"), group, rows)
     if rows is not None:
         for name in LAYER_NORMS:
-            setattr(parts.layer, name, _norm(getattr(parts.layer, name), group))
+            setattr(parts.layer, name, _norm(getattr(parts.layer, name), group, rows))
 
 
 def _replace_mlp(mlp: nn.Module, group: str, rows: Rows | None) -> None:

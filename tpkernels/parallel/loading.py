@@ -16,6 +16,7 @@ from tpkernels.nn.linear import pack_
 from tpkernels.parallel import blueprint
 from tpkernels.parallel.blueprint import Blueprint, Slot
 from tpkernels.parallel.checkpoints import open_checkpoint
+from tpkernels.parallel.llama import SequenceParallel
 from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize
 from tpkernels.parallel.together import together
 
@@ -30,7 +31,7 @@ def from_pretrained(
     ffn_only: bool = False,
     dtype: torch.dtype | None = None,
     *,
-    sequence_parallel: bool | None = None,
+    sequence_parallel: SequenceParallel | None = None,
     pack: bool = False,
 ) -> Any:
     """Loads a causal language model of transformers, split over the ranks of ``mesh``. All ranks
@@ -71,8 +72,8 @@ def from_pretrained(
     group, device = groups.name_of(mesh), _device_of(mesh)
 
     def split(model: nn.Module) -> nn.Module:
-        options = {} if plan is not None else {"sequence_parallel": rows_split}
-        return parallelize(model, mesh, plan=plan, ffn_only=ffn_only, **options)
+        rows = None if plan is not None else rows_split
+        return parallelize(model, mesh, plan=plan, ffn_only=ffn_only, sequence_parallel=rows)
 
     with together(group, device, f"opening {path}") as work:
         found = blueprint.draw(open_checkpoint(path), dtype, split, plan is not None)

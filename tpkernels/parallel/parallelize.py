@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
-from tpkernels.parallel import llama, plans, saving
+from tpkernels.parallel import batching, llama, plans, saving
+from tpkernels.parallel.llama import SequenceParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -22,7 +23,7 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     plan: Mapping[str, ParallelStyle] | None = None,
-    sequence_parallel: bool | None = None,
+    sequence_parallel: SequenceParallel | None = None,
     ffn_only: bool = False,
     pack: bool = False,
 ) -> Model:
@@ -58,8 +59,9 @@ def parallelize(
             ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
         sequence_parallel: without a plan, whether each rank has only its rows of the sequence
             between the matmuls. The norms are then split too, and each matmul overlaps with its
-            collective. For generation token by token, False saves one collective per matmul. None
-            means True, unless ``ffn_only`` is set.
+            collective. For generation token by token, False saves one collective per matmul.
+            "prefill" does both: it splits sequences of 16 tokens a rank and more, and no shorter
+            ones. None means True, unless ``ffn_only`` is set.
         ffn_only: without a plan, whether only the feed-forward layers are split. Embedding,
             attention and head are then computed by every rank in full, and there is no sequence
             parallelism.
@@ -83,6 +85,7 @@ def parallelize(
     group = groups.name_of(mesh)
     llama.apply(model, group, sequence_parallel=sequence_parallel, ffn_only=ffn_only, pack=pack)
     saving.attach(model, group)
+    batching.attach(model, mesh)
     return model
 
 
@@ -99,8 +102,14 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def check_options(plan: object, sequence_parallel: bool | None, ffn_only: bool, pack: bool) -> bool:
-    """Checks that the options can be combined; returns whether rows are split."""
+def check_options(
+    plan: object, sequence_parallel: SequenceParallel | None, ffn_only: bool, pack: bool
+) -> SequenceParallel:
+    """Checks that the options can be combined; returns when rows are split."""
+    if sequence_parallel not in (True, False, "prefill", None):
+        raise ValueError(
+            f'sequence_parallel is {sequence_parallel!r}; it can be True, False, "prefill" or None'
+        )
     if plan is not None and pack:
         raise NotImplementedError(
             "pack=True packs the layers of tpkernels.nn, and a plan makes none; leave out one"
@@ -109,6 +118,6 @@ def check_options(plan: object, sequence_parallel: bool | None, ffn_only: bool, 
         raise ValueError("ffn_only=True and a plan both say what is split; leave out one")
     if ffn_only and sequence_parallel:
         raise ValueError(
-            "ffn_only=True computes attention on whole rows; leave out sequence_parallel=True"
+            "ffn_only=True computes attention on whole rows; leave out sequence_parallel"
         )
     return not ffn_only if sequence_parallel is None else sequence_parallel

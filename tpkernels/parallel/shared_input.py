@@ -16,7 +16,7 @@ torch.compile traces into one graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 
 from tpkernels.nn import (
     ColumnParallelLinear,
+    RMSNorm,
     RowParallelLinear,
     column_parallel,
     gather_from_ranks,
@@ -51,14 +52,15 @@ class SharedInputLinear(ColumnParallelLinear):
 
 @dataclass
 class Rows:
-    """How the sequence is split in the layer that is running: rows of each rank."""
+    """How the sequence is split in the forward that is running."""
 
     world: int
-    sizes: list[int] = field(default_factory=list)
+    fewest: int = 1  #: shorter sequences are not split; all ranks have all their rows
+    sizes: list[int] | None = None  #: rows of each rank; None: not split
 
     def split(self, tokens: int) -> None:
-        """Splits a sequence of this many tokens."""
-        self.sizes = shard_sizes(tokens, self.world)
+        """Begins a sequence of this many tokens."""
+        self.sizes = shard_sizes(tokens, self.world) if tokens >= self.fewest else None
 
 
 class OwnRowsLinear(RowParallelLinear):
@@ -67,7 +69,17 @@ class OwnRowsLinear(RowParallelLinear):
     rows: Rows | None = None  #: None: no sequence parallelism
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x, shard_sizes=None if self.rows is None else self.rows.sizes)
+        sizes = None if self.rows is None else self.rows.sizes
+        return super().forward(x, shard_sizes=sizes, sequence_parallel=sizes is not None)
+
+
+class OwnRowsNorm(RMSNorm):
+    """A norm of this rank's rows, or of all rows while the sequence is not split."""
+
+    rows: Rows
+
+    def shared_weight(self) -> torch.Tensor:
+        return self.weight if self.rows.sizes is None else super().shared_weight()
 
 
 @dataclass(frozen=True)
@@ -87,8 +99,9 @@ class ShareInput:
             if "position_embeddings" in kwargs:
                 self.rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
             sizes = self.rows.sizes
+        if sizes is not None:
             shape[SEQUENCE_DIM] = sum(sizes)
-        outputs = column_parallel(x, layers, shard_sizes=sizes)
+        outputs = column_parallel(x, layers, shard_sizes=sizes, sequence_parallel=sizes is not None)
         for layer, output in zip(layers, outputs, strict=True):
             layer.output = output
         placeholder = x.new_zeros(()).expand(shape)
@@ -107,6 +120,8 @@ class SplitRows:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         x, *rest = args
         self.rows.split(x.shape[SEQUENCE_DIM])
+        if self.rows.sizes is None:
+            return args, kwargs
         mine = split_over_ranks(x, self.group, SEQUENCE_DIM, self.rows.sizes)
         return (mine, *rest), kwargs
 
@@ -119,4 +134,6 @@ class GatherRows:
     rows: Rows
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if self.rows.sizes is None:
+            return output
         return gather_from_ranks(output, self.group, SEQUENCE_DIM, self.rows.sizes)
