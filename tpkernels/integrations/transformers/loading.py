@@ -1,0 +1,67 @@
+"""A model on the ranks of the default process group, and its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tpkernels
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    ffn_only: bool = False,
+    pack: bool = False,
+) -> Any:
+    """The model at ``path``, split over all ranks for inference. Collective.
+
+    Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`.
+
+    Args:
+        path, dtype, ffn_only, pack: as `tpkernels.from_pretrained` takes them.
+
+    Raises:
+        As `tpkernels.from_pretrained`.
+    """
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return tpkernels.from_pretrained(
+        path,
+        mesh,
+        ffn_only=ffn_only,
+        dtype=dtype,
+        sequence_parallel=None if ffn_only else "prefill",
+        pack=pack,
+    )
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer in a model's folder or GGUF file.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: it has no tokenizer, or one that transformers cannot read.
+    """
+    from transformers import AutoTokenizer
+
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"there is no {place}")
+    files = sorted(place.glob("*.gguf")) if place.is_dir() else [place]
+    options: dict[str, Any] = {}
+    if files and not (place / "config.json").exists():
+        place, options = files[0].parent, {"gguf_file": files[0].name}
+    try:
+        return AutoTokenizer.from_pretrained(place, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(
+            f"{path} has no tokenizer that transformers can read: {error}; copy tokenizer.json and "
+            "tokenizer_config.json to the model's folder"
+        ) from error
