@@ -96,7 +96,7 @@ def ranks_share_gpus(world: int) -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world)) > torch.cuda.device_count()
 
 
-def _backend(world: int, device: str) -> str:
+def backend_of(world: int, device: str) -> str:
     """gloo if ranks share a GPU, which NCCL does not support."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" and not ranks_share_gpus(world) else "gloo"
 
@@ -107,7 +107,7 @@ def open_session(
 ) -> Iterator[Session]:
     """``world`` ranks of ``threads`` threads each. A `Session.run` that exceeds ``timeout`` seconds
     fails. No process is left behind after the block, or after a failure."""
-    backend = _backend(world, device)
+    backend = backend_of(world, device)
     if not under_torchrun():
         env = _SHARED_GPU if device == "cuda" and backend == "gloo" else None
         with Ranks(world, threads=threads, backend=backend, env=env) as ranks:

@@ -16,6 +16,7 @@ import tpkernels
 def load_model(
     path: str | os.PathLike[str],
     *,
+    device: str = "cpu",
     dtype: torch.dtype | None = None,
     ffn_only: bool = False,
     pack: bool = False,
@@ -26,11 +27,11 @@ def load_model(
 
     Args:
         path, dtype, ffn_only, pack: as `tpkernels.from_pretrained` takes them.
+        device: the type of device that the ranks compute on.
 
     Raises:
         As `tpkernels.from_pretrained`.
     """
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     return tpkernels.from_pretrained(
         path,

@@ -1,0 +1,151 @@
+"""``tpkernels generate``: text on several ranks, as a stream and as JSON; what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from tests.support import hf_text
+from tpkernels.cli import app
+
+transformers = pytest.importorskip("transformers")
+
+PROMPT = "the cat sat on"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    hf_text.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def words(folder: Path) -> list[str]:
+    """What follows the prompt, by transformers in one process."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(tokens, skip_special_tokens=True).split()
+
+
+def invoke(folder: Path, *args: object) -> Result:
+    command = ["generate", "--model", str(folder), *map(str, args)]
+    return CliRunner().invoke(app, command)
+
+
+def done(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_text_is_that_of_one_process(folder: Path, words: list[str]) -> None:
+    """With a second prompt beside it, and a stop string that the first text has."""
+    assert len(words) > 5 and words[3] not in words[:3]
+    common = ("--prompt", PROMPT, "--prompt", "it was", "--max-new-tokens", 8, "--tp", 2, "--json")
+    whole = done(invoke(folder, *common))
+    assert whole["completions"][0]["text"].split() == words
+    assert whole["completions"][0]["finish_reason"] == "length"
+    assert whole["ranks"] == 2 and whole["dtype"] == "float32"
+    assert 0 < whole["seconds_to_first_token"] <= whole["seconds"]
+
+    cut = done(invoke(folder, *common, "--stop", words[3]))["completions"][0]
+    assert cut["text"].split() == words[: words.index(words[3])]
+    assert cut["finish_reason"] == "stop"
+
+
+@pytest.mark.thorough
+def test_a_stream(folder: Path, words: list[str]) -> None:
+    result = invoke(folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stream")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == words
+    assert "8 tokens on 1 ranks" in result.stderr
+
+
+@pytest.mark.thorough
+def test_samples_depend_on_the_seed_alone(folder: Path) -> None:
+    options = ("--prompt", "the", "--chat", "--temperature", 1, "--top-k", 20, "--json")
+    texts = [
+        done(invoke(folder, *options, "--max-new-tokens", 8, "--tp", tp, "--seed", seed))
+        for tp, seed in ((1, 3), (3, 3), (1, 4))
+    ]
+    one, other, different = (result["completions"][0]["tokens"] for result in texts)
+    assert one == other != different
+
+
+@pytest.mark.thorough
+def test_under_torchrun(folder: Path, words: list[str]) -> None:
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command = [*launch, "-m", "tpkernels", "generate", "--model", str(folder), "--prompt", PROMPT]
+    result = subprocess.run(
+        [*command, "--max-new-tokens", "8", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["completions"][0]["text"].split() == words
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--temperature", -1), "temperature is -1.0"),
+        (("--top-p", 0), "top_p is 0.0"),
+        (("--max-new-tokens", 0), "max_new_tokens is 0"),
+        (("--stream", "--json"), "leave out one"),
+        (("--stream", "--prompt", "more"), "--stream takes one --prompt"),
+        (("--dtype", "int4"), "int4"),
+        (("--tp", 0), "--nproc is 0"),
+    ],
+)
+def test_refused_before_ranks_start(
+    folder: Path, options: tuple[object, ...], message: str
+) -> None:
+    result = invoke(folder, "--prompt", PROMPT, *options)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ("", ("--prompt", "the " * 60), "the model takes 64 in all"),
+        pytest.param("", ("--prompt", ""), "has no tokens", marks=pytest.mark.thorough),
+        pytest.param("tokenizer", ("--prompt", PROMPT), "no tokenizer", marks=pytest.mark.thorough),
+        pytest.param("chat", ("--prompt", "a", "--chat"), "template", marks=pytest.mark.thorough),
+        pytest.param("weights", ("--prompt", PROMPT), "safetensors", marks=pytest.mark.thorough),
+    ],
+)
+def test_refused_by_what_the_model_is(
+    tmp_path: Path, change: str, options: tuple[object, ...], message: str
+) -> None:
+    hf_text.save(tmp_path, chat=change != "chat")
+    for file in {"tokenizer": "tokenizer*.json", "weights": "*.safetensors"}.get(change, "-"), "-":
+        for path in tmp_path.glob(file):
+            path.unlink()
+    result = invoke(tmp_path, "--max-new-tokens", 8, "--tp", 1, *options)
+    assert result.exit_code in (1, 2), result.output
+    assert message in result.stderr
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    result = invoke(tmp_path / "none", "--prompt", PROMPT, "--tp", 1)
+    assert result.exit_code in (1, 2), result.output
+    assert "there is no" in result.stderr

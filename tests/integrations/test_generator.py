@@ -1,0 +1,131 @@
+"""Generation on several ranks: the tokens of one process, step by step, and ended at any step."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import hf_models, hf_text
+from tests.support.cases import RanksFixture
+from tpkernels.integrations.transformers.generator import Generator, Sampling
+from tpkernels.launch import Executor
+
+transformers = pytest.importorskip("transformers")
+
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11]]
+GREEDY = Sampling(max_new_tokens=12)
+SAMPLED = Sampling(max_new_tokens=12, temperature=0.9, top_k=9, top_p=0.9, seed=7)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    hf_text.save(path)
+    return path
+
+
+def generate_job(path: str, sampling: Sampling) -> list[list[int]]:
+    """The tokens of each prompt."""
+    steps = Generator(path).generate(PROMPTS, sampling.to_message())
+    return [list(tokens) for tokens in zip(*steps, strict=True)]
+
+
+def of_one_process(path: Path, sampling: Sampling) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.tensor([PROMPTS[0], [0, 0, 0, *PROMPTS[1]]])
+    sampled = {"temperature": sampling.temperature, "top_k": 9, "top_p": 0.9}
+    torch.manual_seed(sampling.seed)
+    tokens = model.generate(
+        ids,
+        attention_mask=torch.tensor([[1] * 5, [0, 0, 0, 1, 1]]),
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=sampling.temperature > 0,
+        pad_token_id=2,
+        **(sampled if sampling.temperature else {}),
+    )
+    return tokens[:, 5:].tolist()
+
+
+@pytest.mark.parametrize("world", hf_models.SWEEP)
+def test_tokens_are_those_of_one_process(ranks: RanksFixture, folder: Path, world: int) -> None:
+    for sampling in (GREEDY, SAMPLED):
+        want = of_one_process(folder, sampling)
+        assert len({*want[0]}) > 2  # not one token for ever
+        for got in ranks(world).run(generate_job, str(folder), sampling, timeout=120):
+            assert got == want
+
+
+def prefill_job(path: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens after a prompt that is split over the ranks, by this and by transformers."""
+    prompt = [1 + number % (hf_models.VOCAB - 1) for number in range(60)]
+    generator = Generator(path)
+    got = list(generator.generate([prompt], Sampling(max_new_tokens=3).to_message()))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    want = model.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
+    return got, want[0, 60:].view(-1, 1).tolist()
+
+
+@pytest.mark.thorough
+def test_a_long_prompt(ranks: RanksFixture, folder: Path) -> None:
+    for got, want in ranks(2).run(prefill_job, str(folder), timeout=60):
+        assert got == want
+
+
+def test_an_executor_ends_generation_at_any_step(folder: Path) -> None:
+    want = of_one_process(folder, GREEDY)
+    with Executor(2, Generator, str(folder), timeout=60) as executor:
+        for steps in (1, 3):
+            stream: Any = executor.stream("generate", PROMPTS, GREEDY.to_message())
+            got = list(islice(stream, steps))
+            stream.close()
+            assert got == [list(tokens) for tokens in zip(*want, strict=True)][:steps]
+        assert executor.call("describe", rank=1)["ends"] == [2]
+        whole = list(executor.stream("generate", PROMPTS, GREEDY.to_message()))
+        assert whole == [list(tokens) for tokens in zip(*want, strict=True)]
+
+
+def failing_job(path: str) -> str:
+    """An error in the model's forward, at the third token."""
+    generator = Generator(path)
+    forwards = []
+
+    def fail(*_: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == 3:
+            raise ArithmeticError("third forward")
+
+    generator._model.register_forward_pre_hook(fail)
+    seen = []
+    try:
+        for tokens in generator.generate(PROMPTS, GREEDY.to_message()):
+            seen.append(tokens)
+    except ArithmeticError as error:
+        return f"{len(seen)} tokens, then {error}"
+    return "no error"
+
+
+@pytest.mark.thorough
+def test_an_error_of_the_model_is_raised(ranks: RanksFixture, folder: Path) -> None:
+    outcomes = ranks(2).run(failing_job, str(folder), timeout=60)
+    assert outcomes == ["2 tokens, then third forward"] * 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"seed": -1},
+    ],
+)
+def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong).check()

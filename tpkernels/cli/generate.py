@@ -1,0 +1,175 @@
+"""``tpkernels generate``."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tpkernels.bench.options import UsageError, check_workers, dtype_named
+from tpkernels.bench.session import backend_of, device_named, under_torchrun, world_size
+from tpkernels.cli import options
+from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.integrations.transformers.completions import Completions
+from tpkernels.integrations.transformers.generator import Generator, Sampling
+from tpkernels.integrations.transformers.loading import load_tokenizer
+from tpkernels.launch.drivers import driving
+
+
+def generate(
+    model: Annotated[
+        Path, typer.Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
+    ],
+    prompt: Annotated[
+        list[str], typer.Option(help="Text to continue; several are continued together.")
+    ],
+    nproc: options.Ranks = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message to a chat model.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens after which a text ends.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="0: always the likeliest token; 1: as the model predicts.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the likeliest tokens of this total probability.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed samples the same; by default random.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End a text before this string; may be repeated.")
+    ] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print text as it is generated.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object; see the docs.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
+    ] = None,
+    ffn_only: Annotated[
+        bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")
+    ] = False,
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Pack the weights for the CPU; takes memory for a copy.")
+    ] = False,
+    device: options.Device = None,
+    threads: options.Threads = 1,
+    timeout: Annotated[int, typer.Option(help="Seconds for loading, and for each token.")] = 300,
+) -> None:
+    """Continue prompts with a model of the Llama family on several ranks.
+
+    The text does not depend on the number of ranks, except where two tokens are equally likely
+    up to rounding. Also under torchrun: torchrun --nproc-per-node 2 -m -- tpkernels generate ...
+    """
+    with exit_codes():
+        world = world_size(nproc, 2)
+        check_workers(threads=threads)
+        where = device_named(device)
+        dtype_name = None if dtype is None else str(dtype_named(dtype)).removeprefix("torch.")
+        if stream and as_json:
+            raise UsageError("--stream prints text, --json one object at the end; leave out one")
+        if stream and len(prompt) > 1:
+            raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
+        sampling = Sampling(
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            secrets.randbits(32) if seed is None else seed,
+        )
+        try:
+            sampling.check()
+            with ThreadPoolExecutor(1) as loading:
+                tokenizer = loading.submit(load_tokenizer, model)
+                with driving(
+                    world,
+                    Generator,
+                    str(model),
+                    where,
+                    dtype_name,
+                    ffn_only,
+                    pack,
+                    torchrun=under_torchrun(),
+                    backend=backend_of(world, where),
+                    threads=threads,
+                    timeout=timeout,
+                ) as driver:
+                    if driver is None:
+                        return
+                    completions = Completions(
+                        tokenizer.result(),
+                        [_tokens(tokenizer.result(), text, chat) for text in prompt],
+                        driver.call("describe", rank=0),
+                        sampling,
+                        stop or (),
+                    )
+                    with closing(completions.run(driver)) as pieces:
+                        for texts in pieces:
+                            if stream:
+                                typer.echo(texts[0], nl=False)
+                                sys.stdout.flush()
+        except (OSError, ValueError, ImportError) as error:
+            raise UsageError(str(error)) from error
+        _show(completions, prompt, world, stream=stream, as_json=as_json)
+
+
+def _tokens(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return list(tokenizer(text)["input_ids"])
+    if not tokenizer.chat_template:
+        raise UsageError("the model's tokenizer has no chat template; leave out --chat")
+    message = [{"role": "user", "content": text}]
+    return list(
+        tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    )
+
+
+def _show(
+    done: Completions, prompts: list[str], world: int, *, stream: bool, as_json: bool
+) -> None:
+    """The texts on standard output, the times on standard error; or all in one JSON object."""
+    times, decoded = done.times, sum(len(each.tokens) for each in done.texts)
+    rate = (times.steps - 1) / (times.end - times.first) if times.steps > 1 else None
+    if as_json:
+        completions = [
+            {
+                "prompt": prompt,
+                "prompt_tokens": len(tokens),
+                "text": each.text,
+                "tokens": each.tokens,
+                "finish_reason": each.reason,
+            }
+            for prompt, tokens, each in zip(prompts, done.prompts, done.texts, strict=True)
+        ]
+        result = {
+            "ranks": world,
+            "dtype": done.facts["dtype"],
+            "seed": done.sampling.seed if done.sampling.temperature else None,
+            "seconds_to_first_token": times.first,
+            "seconds": times.end,
+            "steps_per_second": rate,
+            "completions": completions,
+        }
+        typer.echo(json.dumps(result, indent=2))
+        return
+    if stream:
+        typer.echo()
+    for prompt, each in zip(prompts, done.texts, strict=True):
+        if len(prompts) > 1:
+            typer.echo(f"{prompt}:")
+        if not stream:
+            typer.echo(each.text)
+    speed = "" if rate is None else f", then {rate:.1f} tokens/s for each prompt"
+    typer.echo(
+        f"{decoded} tokens on {world} ranks in {times.end:.2f} s: the first after "
+        f"{times.first:.2f} s{speed}",
+        err=True,
+    )

@@ -1,0 +1,90 @@
+"""The driver's side of generation: prompts to tokens, tokens to text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpkernels.integrations.transformers.generator import Sampling
+from tpkernels.integrations.transformers.text import TextStream
+from tpkernels.launch.driver import Driver
+
+
+@dataclass
+class Times:
+    """In seconds from the beginning: the first token, and the end. ``steps``: forwards made."""
+
+    first: float = 0.0
+    end: float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class Completions:
+    """The completions of one call.
+
+    Args:
+        tokenizer: of transformers.
+        prompts: token ids.
+        facts: `generator.Generator.describe`.
+        stop: strings that end a text.
+    """
+
+    tokenizer: Any
+    prompts: list[list[int]]
+    facts: dict[str, Any]
+    sampling: Sampling
+    stop: Sequence[str] = ()
+    times: Times = field(default_factory=Times)
+    texts: list[TextStream] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampling.check()
+        if "" in self.stop:
+            raise ValueError("a stop string is empty; leave it out")
+        for number, prompt in enumerate(self.prompts):
+            self._check(prompt, f"prompt {number}" if len(self.prompts) > 1 else "the prompt")
+        self.texts = [
+            TextStream(self.tokenizer, self.facts["ends"], self.stop, self.sampling.max_new_tokens)
+            for _ in self.prompts
+        ]
+
+    def _check(self, prompt: list[int], what: str) -> None:
+        most, new = self.facts["positions"], self.sampling.max_new_tokens
+        if not prompt:
+            raise ValueError(f"{what} has no tokens; pass some text")
+        if len(prompt) + new > most:
+            raise ValueError(
+                f"{what} has {len(prompt)} tokens, and {new} new ones are wanted; the model takes "
+                f"{most} in all: shorten the prompt, or ask for fewer"
+            )
+        if max(prompt) >= self.facts["vocabulary"]:
+            raise ValueError(
+                f"{what} has the token {max(prompt)}, but the model's vocabulary has "
+                f"{self.facts['vocabulary']}: the tokenizer is of another model"
+            )
+
+    def run(self, driver: Driver) -> Generator[list[str], None, None]:
+        """Generates, and yields the new text of each prompt, token by token. Closing the iterator
+        ends generation.
+
+        Args:
+            driver: an executor whose ranks hold a `generator.Generator`.
+
+        Raises:
+            RankError: it failed on a rank.
+        """
+        begin = time.perf_counter()
+        steps = driver.stream("generate", self.prompts, self.sampling.to_message())
+        try:
+            for tokens in steps:
+                self.times.steps += 1
+                self.times.end = time.perf_counter() - begin
+                self.times.first = self.times.first or self.times.end
+                yield [each.push(token) for each, token in zip(self.texts, tokens, strict=True)]
+                if all(each.reason is not None for each in self.texts):
+                    break
+        finally:
+            steps.close()  # type: ignore[attr-defined]
