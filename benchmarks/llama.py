@@ -1,18 +1,26 @@
-"""A Llama of 100 million parameters: tensor-parallel ranks of one thread against one process with
-as many threads.
+"""A Llama on tensor-parallel ranks of one thread, beside what one would use instead.
 
     python -m benchmarks.llama --tokens 24 --repeat 7
+    python -m benchmarks.llama --size 1b --tokens 8 --repeat 3
     python -m benchmarks.llama --compile --repeat 7
 
-One process with as many threads is what a user of one socket would take instead. Both stay up, and
-take turns. Random weights, bf16, greedy. Prints medians: the prefill of 512 tokens and, at each
-batch size, decoding by `generate`; with --compile, forwards of 1, 8 and 512 tokens.
+    threads        one process with as many threads as there are ranks, the baseline
+    thread         one process with one thread
+    transformers   ranks, split by transformers itself (``tp_plan="auto"``, over gloo)
+    ranks          ranks, split by `tpkernels.from_pretrained`
+    packed         the same with packed weights
+    prefill        the same, and rows are split in prompts (``sequence_parallel="prefill"``)
+
+All stay up, and take turns. Random weights, bf16, greedy. Prints medians: the prefill of 512 tokens
+and, at each batch size, decoding by `generate`, its short prompt included; with --compile, forwards
+of 1, 8 and 512 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,29 +33,59 @@ import tpkernels
 from tpkernels.launch import Ranks
 
 PREFILL, PROMPT, BATCHES, FORWARDS = 512, 32, (1, 8), (1, 8, 512)
+SETUPS = ("threads", "thread", "transformers", "ranks", "packed", "prefill")
+SIZES: dict[str, dict[str, int]] = {
+    "100m": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 8192,
+    },
+    "1b": {  # TinyLlama-1.1B
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
+}
 _models: dict[str, Any] = {}  # of this process
 
 
-def make(how: str, compiled: bool) -> None:
-    """The model as this process has it: whole, or its shard of it (``packed``: for inference)."""
+def save(size: str, folder: str) -> None:
+    """Writes the model with random weights."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        vocab_size=8192,
-        max_position_embeddings=2048,
-    )
-    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
-    if how != "threads":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        options = {"pack": True} if how == "packed" else {}
-        model = tpkernels.parallelize(model, mesh, sequence_parallel=False, **options)
-    _models[how] = torch.compile(model) if compiled else model
+    config = transformers.LlamaConfig(**SIZES[size], max_position_embeddings=2048)
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02) if parameter.dim() > 1 else parameter.data.fill_(1)
+    model.save_pretrained(folder)
+
+
+def make(how: str, folder: str, compiled: bool) -> None:
+    """The model as this process has it: whole, or its shard of it."""
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    if how in ("threads", "thread"):
+        model = load(folder, dtype=torch.bfloat16)
+    elif how == "transformers":
+        model = load(folder, dtype=torch.bfloat16, tp_plan="auto")
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        rows = "prefill" if how == "prefill" else False
+        model = tpkernels.from_pretrained(
+            folder, mesh, sequence_parallel=rows, pack=how in ("packed", "prefill")
+        )
+    _models[how] = torch.compile(model.eval()) if compiled else model.eval()
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -84,32 +122,40 @@ def once(how: str, new: int, compiled: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nproc", type=int, default=2, help="ranks, and threads of the process")
+    parser.add_argument("--size", choices=SIZES, default="100m")
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=SETUPS)
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each generate")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=4, help="repetitions before: auto's trials")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
-    with Ranks(1, threads=args.nproc) as whole, Ranks(args.nproc, threads=1) as ranks:
-        setups = {"threads": whole, "ranks": ranks, "packed": ranks}
-        for how, processes in setups.items():
-            processes.run(make, how, args.compile, timeout=600)
-        found: dict[str, list[dict[str, float]]] = {how: [] for how in setups}
+    folders = tempfile.TemporaryDirectory()
+    with (
+        folders as folder,
+        Ranks(1, threads=args.nproc) as whole,
+        Ranks(1, threads=1) as single,
+        Ranks(args.nproc, threads=1) as ranks,
+    ):
+        single.run(save, args.size, folder, timeout=600)
+        processes = {
+            how: {"threads": whole, "thread": single}.get(how, ranks) for how in args.setups
+        }
+        for how, each in processes.items():
+            each.run(make, how, folder, args.compile, timeout=600)
+        found: dict[str, list[dict[str, float]]] = {how: [] for how in processes}
         for repetition in range(args.warmup + args.repeat):
-            for how, processes in setups.items():
-                result = processes.run(once, how, args.tokens, args.compile, timeout=600)[0]
+            for how, each in processes.items():
+                result = each.run(once, how, args.tokens, args.compile, timeout=600)[0]
                 if repetition >= args.warmup:
                     found[how].append(result)
-    for what in found["threads"][0]:
-        medians = {how: statistics.median(one[what] for one in found[how]) for how in setups}
-        base = medians.pop("threads")
-        faster = {
+    for what in next(iter(found.values()))[0]:
+        medians = {how: statistics.median(one[what] for one in found[how]) for how in found}
+        base = next(iter(medians.values()))
+        ratio = {
             how: base / value if what.endswith("ms") else value / base
             for how, value in medians.items()
         }
-        print(
-            f"{what}: {args.nproc} threads {base:.1f}, "
-            + ", ".join(f"{how} {medians[how]:.1f} ({faster[how]:.2f}x)" for how in medians)
-        )
+        print(what, *(f"{how} {medians[how]:.1f} ({ratio[how]:.2f}x)" for how in medians), sep="; ")
 
 
 if __name__ == "__main__":

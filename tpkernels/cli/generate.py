@@ -57,9 +57,6 @@ def generate(
     ffn_only: Annotated[
         bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")
     ] = False,
-    pack: Annotated[
-        bool, typer.Option("--pack", help="Pack the weights for the CPU; takes memory for a copy.")
-    ] = False,
     device: options.Device = None,
     threads: options.Threads = 1,
     timeout: Annotated[int, typer.Option(help="Seconds for loading, and for each token.")] = 300,
@@ -96,7 +93,6 @@ def generate(
                     where,
                     dtype_name,
                     ffn_only,
-                    pack,
                     torchrun=under_torchrun(),
                     backend=backend_of(world, where),
                     threads=threads,

@@ -56,27 +56,17 @@ class Generator:
         path: a model's folder or GGUF file.
         device: the type of device that the ranks compute on.
         dtype: torch's name of a dtype; None: the checkpoint's.
-        ffn_only, pack: as `tpkernels.from_pretrained` takes them.
+        ffn_only: as `tpkernels.from_pretrained` takes them.
 
     Raises:
         As `tpkernels.from_pretrained`.
     """
 
     def __init__(
-        self,
-        path: str,
-        device: str = "cpu",
-        dtype: str | None = None,
-        ffn_only: bool = False,
-        pack: bool = False,
+        self, path: str, device: str = "cpu", dtype: str | None = None, ffn_only: bool = False
     ) -> None:
-        self._model = load_model(
-            path,
-            device=device,
-            dtype=None if dtype is None else DTYPES[dtype],
-            ffn_only=ffn_only,
-            pack=pack,
-        )
+        wanted = None if dtype is None else DTYPES[dtype]
+        self._model = load_model(path, device=device, dtype=wanted, ffn_only=ffn_only)
 
     def describe(self) -> dict[str, Any]:
         """Facts about the model: the most tokens it takes, its vocabulary's size, the tokens that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
+from tpkernels.nn import pack_
 
 
 def load_model(
@@ -19,28 +21,31 @@ def load_model(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     ffn_only: bool = False,
-    pack: bool = False,
 ) -> Any:
     """The model at ``path``, split over all ranks for inference. Collective.
 
-    Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`.
+    Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
+    CPUs the weights of the parallel layers are packed, if the processor has instructions for them.
 
     Args:
-        path, dtype, ffn_only, pack: as `tpkernels.from_pretrained` takes them.
+        path, dtype, ffn_only: as `tpkernels.from_pretrained` takes them.
         device: the type of device that the ranks compute on.
 
     Raises:
         As `tpkernels.from_pretrained`.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    return tpkernels.from_pretrained(
+    model = tpkernels.from_pretrained(
         path,
         mesh,
         ffn_only=ffn_only,
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
-        pack=pack,
     )
+    if device == "cpu":
+        with contextlib.suppress(NotImplementedError):
+            pack_(model, drop=True)
+    return model
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
