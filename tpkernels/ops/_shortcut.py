@@ -38,17 +38,23 @@ _STATES = outside_modes(_plain_states)
 
 
 def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
-    """What to call in place of ``torch.ops.tpkernels.<op>.default``. ``overwrites``: it changes its
-    first argument."""
+    """What to call in place of ``torch.ops.tpkernels.<op>.default``, which takes the shortcut too:
+    it is what compiled graphs call. ``overwrites``: the op changes its first argument."""
     overload = getattr(torch.ops.tpkernels, op).default
+    through_dispatcher = overload._op
+
+    def dispatched(*args: Any, **options: Any) -> Any:
+        return through_dispatcher(*args, **options)
+
     short = _C.calls.make_shortcut(
         arguments_of(overload._schema),
         kernel_of(op),
-        overload,
+        dispatched,
         _STATES,
         key_set("ADInplaceOrView").raw_repr(),
         overwrites,
     )
+    overload._op = short
 
     def call(*args: Any, **options: Any) -> Any:
         if is_dynamo_compiling():  # it knows the op, not the shortcut
