@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def test_a_long_prompt(ranks: RanksFixture, folder: Path) -> None:
         assert got == want
 
 
+@pytest.mark.thorough
 def test_an_executor_ends_generation_at_any_step(folder: Path) -> None:
     want = of_one_process(folder, GREEDY)
     with Executor(2, Generator, str(folder), timeout=60) as executor:
@@ -86,6 +88,22 @@ def test_an_executor_ends_generation_at_any_step(folder: Path) -> None:
         assert executor.call("describe", rank=1)["ends"] == [2]
         whole = list(executor.stream("generate", PROMPTS, GREEDY.to_message()))
         assert whole == [list(tokens) for tokens in zip(*want, strict=True)]
+
+
+def paused_job(path: str) -> tuple[int, int]:
+    """Forwards of a generator that is left alone after three tokens, and after it is closed."""
+    generator, forwards = Generator(path), []
+    generator._model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    steps: Any = generator.generate(PROMPTS, Sampling(max_new_tokens=40).to_message())
+    list(islice(steps, 3))
+    time.sleep(0.3)
+    paused = len(forwards)
+    steps.close()
+    return paused, len(forwards)
+
+
+def test_ranks_make_no_step_before_it_is_wanted(ranks: RanksFixture, folder: Path) -> None:
+    assert ranks(2).run(paused_job, str(folder), timeout=60) == [(3, 3)] * 2
 
 
 def failing_job(path: str) -> str:
