@@ -14,6 +14,7 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.groups import empty, finalize, init
+from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
@@ -42,5 +43,6 @@ __all__ = [
     "pack",
     "parallelize",
     "shard_sizes",
+    "spmd",
 ]
 __all__ += ops.__all__

@@ -1,0 +1,105 @@
+"""``tpkernels.spmd``: closures and lambdas on ranks with a mesh, from scripts without a guard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tpkernels.launch import RankError
+
+
+def test_a_closure_on_a_mesh() -> None:
+    """With an argument, a keyword, and a variable of the caller; results are tensors."""
+    offset = torch.tensor([10.0])
+
+    def work(mesh: Any, x: torch.Tensor, *, factor: int) -> Any:
+        y = tpkernels.all_reduce((x + offset) * dist.get_rank(), mesh["y"])
+        return mesh.mesh_dim_names, list(mesh.get_coordinate()), factor * y
+
+    results = tpkernels.spmd(work, 4, (2, 2), torch.ones(2), factor=3)
+    assert [coordinate for _, coordinate, _ in results] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert results[0][0] == ("x", "y")
+    assert [y.tolist() for *_, y in results] == [[33.0] * 2] * 2 + [[165.0] * 2] * 2
+
+
+SCRIPT = """
+import torch.distributed as dist
+import tpkernels
+
+class Box:
+    def __init__(self, value): self.value = value
+
+boxes = tpkernels.spmd(lambda mesh: Box(dist.get_rank() + mesh.size()), 2, mesh_dim_names=["tp"])
+print([box.value for box in boxes], all(type(box) is Box for box in boxes))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["a file", "standard input"])
+def test_a_script_needs_no_guard(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, str(path) if how == "a file" else "-"],
+        input=None if how == "a file" else SCRIPT,
+        cwd=Path(tpkernels.__file__).parent.parent,
+        env={**os.environ, "PYTHONPATH": str(Path(tpkernels.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.stdout.splitlines() == ["[2, 3] True"], run.stdout + run.stderr
+
+
+def test_an_error_comes_with_the_traceback_of_its_rank() -> None:
+    def work(mesh: Any) -> None:
+        if mesh.get_local_rank() == 1:
+            raise ArithmeticError("on the second rank")
+
+    with pytest.raises(RankError, match=r"rank 1 \(pid(.|\n)*in work(.|\n)*on the second rank"):
+        tpkernels.spmd(work, 2)
+
+
+@pytest.mark.thorough
+def test_a_dead_rank_and_one_that_takes_too_long() -> None:
+    with pytest.raises(RankError, match="SIGKILL"):
+        tpkernels.spmd(lambda mesh: os.kill(os.getpid(), 9), 1)
+    with pytest.raises(RankError, match="still running"):
+        tpkernels.spmd(lambda mesh: threading.Event().wait(), 1, timeout=1)
+
+
+def test_a_result_that_cannot_be_copied() -> None:
+    with pytest.raises(RankError, match="cannot pickle"):
+        tpkernels.spmd(lambda mesh: threading.Lock(), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((4, (2, 3)), {}, ValueError, "has 6 ranks, but nprocs is 4"),
+        ((0,), {}, ValueError, r"mesh_shape \(0,\)"),
+        ((4, (2, 2)), {"mesh_dim_names": ["x"]}, ValueError, "2 dims, but the names are"),
+        ((1, (1, 1, 1, 1)), {}, ValueError, "pass mesh_dim_names"),
+        ((1, None, threading.Lock()), {}, TypeError, "cannot be copied to the ranks"),
+    ],
+)
+def test_bad_input_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.setattr("tpkernels.launch.spmd.Ranks", None)
+    with pytest.raises(error, match=message):
+        tpkernels.spmd(print, *arguments, **options)

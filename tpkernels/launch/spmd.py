@@ -1,0 +1,105 @@
+"""``tpkernels.spmd``: one function on several ranks of this machine, from a script or a notebook.
+
+Problem: what is typed into a notebook, a lambda or a closure cannot be imported by another process.
+
+Algorithm: cloudpickle sends such functions by value, and functions of modules by name. The ranks
+therefore need not import the caller's main script, which they otherwise would: without a guard
+(``if __name__ == "__main__"``) it would start ranks itself.
+
+Both pickles stay within the processes of one user on one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from tpkernels.launch.ranks import Ranks
+
+_NAMES = ("x", "y", "z")  # of the mesh's dims
+
+
+def spmd(
+    fn: Callable[..., Any],
+    nprocs: int,
+    mesh_shape: Sequence[int] | None = None,
+    *args: Any,
+    mesh_dim_names: Sequence[str] | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    timeout: float = 300.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls ``fn(mesh, *args, **kwargs)`` on new ranks, with the default process group initialised,
+    and returns the results by rank. The ranks end with the call.
+
+    Args:
+        fn: any function, also a lambda, a closure, or one defined in a notebook. It and its
+            arguments are copied to the ranks: they do not see later changes of the caller's
+            variables, nor the caller theirs. What it prints appears where this process's standard
+            output goes, which in a notebook is the server's terminal.
+        nprocs: number of ranks.
+        mesh_shape: of the mesh, whose product is ``nprocs``; by default one dim.
+        mesh_dim_names: by default "x", "y" and "z".
+        device: type of the mesh, "cpu" or "cuda". With "cuda" the process group is NCCL, and rank r
+            uses GPU r modulo their number.
+        threads: of torch in each rank.
+        timeout: seconds for the call.
+
+    Raises:
+        ValueError: ``mesh_shape`` does not fit ``nprocs``, or the names do not fit the shape.
+        TypeError: ``fn`` or an argument cannot be copied, such as an open file or a process group.
+        RankError: it raised on a rank, a rank died, or it took too long. The message has the
+            traceback of each.
+    """
+    import cloudpickle
+
+    shape = (nprocs,) if mesh_shape is None else tuple(mesh_shape)
+    if prod(shape) != nprocs or min(shape, default=0) < 1:
+        raise ValueError(f"mesh_shape {shape} has {prod(shape)} ranks, but nprocs is {nprocs}")
+    names = _NAMES[: len(shape)] if mesh_dim_names is None else tuple(mesh_dim_names)
+    if len(names) != len(shape) or len(set(names)) != len(names):
+        raise ValueError(
+            f"mesh_shape {shape} has {len(shape)} dims, but the names are {names}; pass "
+            "mesh_dim_names with a name for each"
+        )
+    try:
+        job = cloudpickle.dumps((fn, args, kwargs))
+    except Exception as error:  # pickle, and what it calls, raise several kinds
+        raise TypeError(
+            f"{fn!r} and its arguments cannot be copied to the ranks: {error}; make what cannot be "
+            "copied inside of the function"
+        ) from error
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    with contextlib.ExitStack() as stack:
+        with _without_main():
+            ranks = stack.enter_context(Ranks(nprocs, backend=backend, threads=threads))
+        results = ranks.run(_call, job, device, shape, names, timeout=timeout)
+    return [cloudpickle.loads(result) for result in results]
+
+
+def _call(job: bytes, device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> bytes:
+    """Runs on each rank."""
+    import cloudpickle
+
+    fn, args, kwargs = cloudpickle.loads(job)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    result: bytes = cloudpickle.dumps(fn(mesh, *args, **kwargs))
+    return result
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes that multiprocessing starts meanwhile do not import the main script."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
