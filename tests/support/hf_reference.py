@@ -14,11 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpkernels
-from tests.support import hf_models
 
 NEW = 64  # tokens after each prompt
 _NEW_ALONE = 16  # after the first prompt by itself
 _PROMPTS_WITH_LOGITS = 2
+# Allowed errors, mean and largest, in terms of transformers' own. The same sums in another order
+# and with partial sums rounded had 1.0 and 1.0 times its errors for SmolLM2 on one rank, 1.2 and
+# 1.9 on two, 1.4 and 2.2 on three, 1.2 and 1.4 on four; the largest is that of one position.
+_TIMES = 2, 3
 
 
 def write(model: Any, prompts: torch.Tensor, path: Path) -> None:
@@ -28,10 +31,14 @@ def write(model: Any, prompts: torch.Tensor, path: Path) -> None:
         texts = tokens[:_PROMPTS_WITH_LOGITS]
         logits = model(texts).logits
         exact = model.double()(texts).logits
-    # The same sums in another order, and those that are sent rounded once more.
-    limit = 2 * hf_models.error(logits, exact, exact)
-    reference = {"prompts": prompts, "tokens": tokens, "exact": exact, "limit": limit}
-    torch.save(reference, path)
+    reference = {"prompts": prompts, "tokens": tokens, "exact": exact}
+    torch.save(reference | {"errors": _errors(logits, exact)}, path)
+
+
+def _errors(logits: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """The root of the mean square, and the largest, relative to the largest logit."""
+    off = (logits.double() - exact) / exact.abs().max()
+    return float(off.square().mean().sqrt()), float(off.abs().max())
 
 
 def generated(model: Any, prompts: torch.Tensor, new: int = NEW) -> torch.Tensor:
@@ -56,9 +63,10 @@ def differences(path: str, reference: str, mesh: DeviceMesh, options: dict[str, 
         logits = model(want["tokens"][:_PROMPTS_WITH_LOGITS]).logits
     if logits.shape != want["exact"].shape:
         return [f"logits have shape {list(logits.shape)}"]
-    off = hf_models.error(logits, want["exact"], want["exact"])
-    if not off <= want["limit"]:
-        failures.append(f"logits are off by {off:.3g}, allowed {want['limit']:.3g}")
+    pairs = zip(_errors(logits, want["exact"]), want["errors"], _TIMES, strict=True)
+    for off, single, times in pairs:
+        if not off <= times * single:
+            failures.append(f"logits are off by {off:.3g}; transformers by {single:.3g}")
     for count, new in ((len(want["prompts"]), NEW), (1, _NEW_ALONE)):
         prompts = want["prompts"][:count]
         tokens = generated(model, prompts, new)
