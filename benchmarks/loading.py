@@ -3,12 +3,13 @@ whole model on each rank and cutting it.
 
     python -m benchmarks.loading --tp 4 --repeat 5
     python -m benchmarks.loading --tp 4 --repeat 5 --cold
+    python -m benchmarks.loading --tp 4 --repeat 5 --gguf FILE
 
 The checkpoint is a random TinyLlama of 8 layers in bf16, in a temporary folder. Peak memory is the
 growth of VmHWM (/proc/self/status), which counts anonymous memory and mapped files, between the
 moment before loading, with all packages imported, and the moment after. Every load has processes of
 its own. The ways of loading are interleaved. With --cold, the files are dropped from the page cache
-before each load; the system may refuse.
+before each load; the system may refuse. With --gguf, a given file is loaded by shards alone.
 """
 
 from __future__ import annotations
@@ -82,13 +83,22 @@ def load(way: str, folder: str) -> dict[str, Any]:
     return {"seconds": seconds, "peak": peak, "shard": sum(slices), "largest": max(slices)}
 
 
-def forget(folder: Path) -> None:
-    """Drops the files from the page cache."""
+def forget(place: Path) -> None:
+    """Drops a file, or the files of a folder, from the page cache."""
     os.sync()
-    for path in folder.iterdir():
+    for path in place.iterdir() if place.is_dir() else [place]:
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)
+
+
+def make_all(base: Path, layers: int, tp: int) -> dict[str, Path]:
+    """Writes the checkpoint in a folder for each of `WAYS`."""
+    whole, pieces = base / "whole", base / "pieces"
+    with Ranks(1) as maker:
+        maker.run(make, str(whole), layers, timeout=600)
+    write_shards(plan_shards(whole, tp), pieces)
+    return {way: pieces if "files" in way else whole for way in WAYS}
 
 
 def main() -> None:
@@ -97,23 +107,25 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--gguf", type=Path, metavar="FILE")
     options = parser.parse_args()
-    fork_server(preload=["transformers.models.llama.modeling_llama", "safetensors.torch"])
+    fork_server(preload=["transformers.models.llama.modeling_llama", "safetensors.torch", "gguf"])
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/var/tmp")) as base:
-        whole, pieces = Path(base) / "whole", Path(base) / "pieces"
-        with Ranks(1) as maker:
-            maker.run(make, str(whole), options.layers, timeout=600)
-        write_shards(plan_shards(whole, options.tp), pieces)
-        nbytes = sum(path.stat().st_size for path in whole.glob("*.safetensors"))
+        if options.gguf is not None:
+            places = {WAYS[0]: options.gguf}
+        else:
+            places = make_all(Path(base), options.layers, options.tp)
+        first = places[WAYS[0]]
+        files = first.glob("*.safetensors") if first.is_dir() else [first]
+        nbytes = sum(path.stat().st_size for path in files)
         print(f"{nbytes / 1e9:.3f} GB, {options.tp} ranks, 1 thread each, cold={options.cold}")
-        results: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in WAYS}
+        results: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in places}
         for _ in range(options.repeat):
-            for way in WAYS:
-                folder = pieces if "files" in way else whole
+            for way, place in places.items():
                 if options.cold:
-                    forget(folder)
+                    forget(place)
                 with Ranks(options.tp) as ranks:
-                    results[way].append(ranks.run(load, way, str(folder), timeout=600))
+                    results[way].append(ranks.run(load, way, str(place), timeout=600))
         for way, runs in results.items():
             _print(way, runs)
 

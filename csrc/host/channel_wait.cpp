@@ -2,25 +2,19 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <chrono>
 #include <optional>
 
 #include "host/channel.h"
+#include "host/clock.h"
 #include "host/futex.h"
 #include "host/region.h"
 
 namespace tpkernels::host {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr double kSlice = 0.02;  // s between checks of the peers while asleep
 // s between checks of words that the waiter cannot sleep on: at first, and after backing off.
 constexpr double kBlindSlice = 5e-4, kLongestBlindSlice = 5e-3;
-
-double now_us() {
-  return std::chrono::duration<double, std::micro>(Clock::now().time_since_epoch()).count();
-}
 
 // Reports a wait to the callback of set_on_wait.
 class WaitReport {

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include "host/clock.h"
 #include "host/fork.h"
 #include "host/futex.h"
 
@@ -17,11 +17,6 @@ namespace {
 
 constexpr std::size_t kParts = 4;  // of a full ring: a reader copies one while the next is written
 constexpr double kYieldUs = 5;     // after this, yield the core between polls
-
-double now_us() {
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double, std::micro>(since).count();
-}
 
 void ring(Bell& bell) {
   bell.rings.fetch_add(1, std::memory_order_seq_cst);

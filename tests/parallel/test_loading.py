@@ -161,32 +161,3 @@ def test_a_base_model_and_tensors_without_use(ranks: RanksFixture, tmp_path: Pat
     weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     check(ranks, 2, tmp_path, tmp_path)
-
-
-SHAPES = {
-    "tinyllama": ("llama", 2048, 5632, 32, 4),
-    "qwen3": ("qwen3", 1024, 3072, 16, 8),
-    "mistral": ("mistral", 2048, 7168, 16, 4),  # half its widths, for the memory of small machines
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
-def test_real_widths(ranks: RanksFixture, tmp_path: Path, name: str) -> None:
-    model_type, hidden, ffn, heads, groups = SHAPES[name]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        model_type,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=128 if model_type == "qwen3" else hidden // heads,
-        vocab_size=4096,
-        eos_token_id=None,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    for world in (1, 2, 3, 4):
-        results = ranks(world).run(loaded_job, str(tmp_path), str(tmp_path), 64, {}, timeout=280)
-        report(f"{world}: {failure}" for rank in results for failure in rank)

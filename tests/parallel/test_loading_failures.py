@@ -24,7 +24,7 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT
 from tests.support.ranked import messages_of
 from tpkernels.launch import Ranks
-from tpkernels.parallel import loading
+from tpkernels.parallel import blueprint, loading
 from tpkernels.parallel.checkpoints.safetensors_folder import INDEX
 
 pytest.importorskip("transformers")
@@ -199,6 +199,7 @@ def test_pieces_that_do_not_fit(
 def late_job(path: str) -> tuple[str, float]:
     """A file is cut off after it was checked; rank 1 alone notices, while rank 0 is slow."""
     fill, rank = loading._fill, dist.get_rank()
+    hf_models.make("llama")  # the import of transformers is not timed
 
     def fill_late(*args: Any) -> None:
         if rank == 0:
@@ -221,26 +222,29 @@ def test_a_rank_that_fails_late_stops_the_others(ranks: RanksFixture, tmp_path: 
     assert seconds < PROMPT < 0.3 * 21  # it did not read all of its 21 tensors
 
 
-def slow_job(path: str) -> float:
-    """Rank 1 reads for longer than the group's timeout."""
+def slow_job(path: str, step: str) -> float:
+    """Rank 1 takes longer for a step than the group's timeout."""
     group = dist.new_group()
     assert group is not None
     tpkernels.init(group, timeout=1.0)
-    restore = loading._restore_buffers
+    module: Any = {"package": blueprint, "_restore_buffers": loading}[step]
+    original = getattr(module, step)
 
-    def restore_late(model: Any) -> None:
+    def late(*args: Any) -> Any:
         time.sleep(1.6 * dist.get_rank())
-        restore(model)
+        return original(*args)
 
     begin = time.monotonic()
-    with mock.patch.object(loading, "_restore_buffers", restore_late):
+    with mock.patch.object(module, step, late):
         tpkernels.from_pretrained(path, dist.device_mesh.DeviceMesh.from_group(group, "cpu"))
     return time.monotonic() - begin
 
 
-def test_the_others_wait_for_a_slow_rank(ranks: RanksFixture, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["package", "_restore_buffers"])
+def test_the_others_wait_for_a_slow_rank(ranks: RanksFixture, tmp_path: Path, step: str) -> None:
+    """Such as one that takes long to import transformers, or to read."""
     path = hf_folders.folder(tmp_path)
-    assert all(seconds > 1.5 for seconds in ranks(2).run(slow_job, str(path), timeout=60))
+    assert all(seconds > 1.5 for seconds in ranks(2).run(slow_job, str(path), step, timeout=60))
 
 
 def dying_job(path: str) -> tuple[str, float]:

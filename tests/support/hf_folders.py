@@ -42,12 +42,16 @@ def change_config(path: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-def gguf_file(path: Path, kind: str) -> Path:
+def gguf_file(
+    path: Path, kind: str, *, vocabulary: int = hf_models.VOCAB, names_size: bool = True
+) -> Path:
     """A Llama in a GGUF file, of the widths that quantised blocks need: 2 layers, 8 heads in 4
     key-value groups.
 
     Args:
         kind: F32, or a quantisation of the matrices.
+        vocabulary: number of tokens.
+        names_size: their number has an entry of its own.
     """
     import gguf
     import transformers
@@ -59,7 +63,7 @@ def gguf_file(path: Path, kind: str) -> Path:
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
-        vocab_size=hf_models.VOCAB,
+        vocab_size=vocabulary,
         max_position_embeddings=64,
     )
     model = transformers.LlamaForCausalLM(config)
@@ -73,8 +77,10 @@ def gguf_file(path: Path, kind: str) -> Path:
     writer.add_head_count_kv(4)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(hf_models.VOCAB)
-    writer.add_token_list([f"t{i}" for i in range(hf_models.VOCAB)])
+    if names_size:
+        writer.add_vocab_size(vocabulary)
+    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
+    writer.add_token_types([1] * vocabulary)
     for name, value in model.state_dict().items():
         data = value.mul(3).numpy()
         own = _own_name(name)
