@@ -112,6 +112,21 @@ def test_gradients_of_gradients(ranks: RanksFixture) -> None:
     report(one for rank in ranks(2).run(second_job) for one in rank)
 
 
+def autocast_job() -> set[torch.dtype]:
+    mesh = make_mesh((2,))
+    x, w = draw("x", (6, 4), mesh, (R,)).sharded, draw("w", (4, 6), mesh, (S1,)).sharded
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return {
+            tpkernels.sharded_matmul(x, w, [R], plan.strategy).dtype
+            for plan in tpmesh.plans(x, w, [R])
+        }
+
+
+def test_autocast_changes_no_dtype(ranks: RanksFixture) -> None:
+    """Whether a plan has an op, which autocast would change, is the planner's choice."""
+    assert ranks(2).run(autocast_job) == [{torch.float32}] * 2
+
+
 def explained_job() -> str:
     mesh = make_mesh((2,))
     x, w = draw("x", (6, 4), mesh, (S0,)).sharded, draw("w", (4, 8), mesh, (S1,)).sharded

@@ -64,7 +64,8 @@ def run(
     """This rank's part of the result, contiguous. x and w are its parts of the operands."""
     x = _run_steps([s for s in plan.before if s.operand == "x"], problem, problem.x, x, place)
     w = _run_steps([s for s in plan.before if s.operand == "w"], problem, problem.w, w, place)
-    y = _product(plan, problem, x, w, place)
+    with torch.autocast(x.device.type, enabled=False):  # the same dtype by every plan
+        y = _product(plan, problem, x, w, place)
     return _run_steps(plan.after, problem, plan.product, y, place).contiguous()
 
 
