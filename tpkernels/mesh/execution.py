@@ -88,15 +88,11 @@ def _run_step(
 ) -> torch.Tensor:
     algorithm = algorithm_like(place.algorithm, has_matmul=False, last_dim=False)
     if step.tensor_dim is None:
-        return all_reduce(t, place.group(step), algorithm=algorithm) if t.numel() else t
+        return all_reduce(t, place.group(step), algorithm=algorithm)
     dim, sizes = step.tensor_dim, place.sizes(step, shape, placements)
     rank = place.coordinate[step.mesh_dim]
-    across = t.shape[1 - dim]  # the same on all ranks of the group
     if step.kind == "slice":
         return t.narrow(dim, sum(sizes[:rank]), sizes[rank])
-    if not across * sum(sizes):
-        size = sum(sizes) if step.kind == "all_gather" else sizes[rank]
-        return t.new_empty((size, across) if dim == 0 else (across, size))
     if step.kind == "all_gather":
         return all_gather(t, place.group(step), dim, shard_sizes=sizes, algorithm=algorithm)
     return reduce_scatter(t, place.group(step), dim, shard_sizes=sizes, algorithm=algorithm)
