@@ -72,6 +72,19 @@ def test_refusals(ranks: RanksFixture) -> None:
             assert re.match(pattern, message), message
 
 
+def outside_job() -> list[str]:
+    """Rank 1 is in no mesh."""
+    mesh = DeviceMesh("cpu", [0])
+    x, w = of((3, 4), mesh, S0), of((4, 5), mesh, R)
+    return messages_of([lambda: tpkernels.sharded_matmul(x, w)])
+
+
+def test_a_rank_outside_the_mesh(ranks: RanksFixture) -> None:
+    inside, outside = ranks(2).run(outside_job)
+    assert inside == ["nothing"]
+    assert re.match(r"ValueError: this rank is not in the mesh DeviceMesh", outside[0])
+
+
 def disagreeing_job() -> list[str]:
     """Rank 0 gathers w, rank 1 gathers the result."""
     mesh = make_mesh((2,))

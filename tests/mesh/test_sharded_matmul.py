@@ -40,6 +40,7 @@ class Product:
     out: Placements | None
     shape: tuple[int, int, int] = (7, 5, 6)
     strategy: str = "auto"
+    algorithm: str = "auto"
     dtype: torch.dtype = torch.float32
     integers: bool = True
 
@@ -64,7 +65,9 @@ def check(product: Product, mesh: DeviceMesh) -> list[str]:
         return draw(name, shape, mesh, placements, dtype, integers)
 
     x, w = drawn("x", (m, k), product.x), drawn("w", (k, n), product.w)
-    y = tpkernels.sharded_matmul(x.sharded, w.sharded, product.out, product.strategy)
+    y = tpkernels.sharded_matmul(
+        x.sharded, w.sharded, product.out, product.strategy, algorithm=product.algorithm
+    )
     out = product.out or tuple(y.placements)
     wrong = []
     if Partial() in out and product.out is None:
@@ -182,6 +185,12 @@ def every_strategy(products: list[Product], mesh_shape: tuple[int, ...]) -> list
 @pytest.mark.parametrize("world", sweep((2, 3, 4)))
 def test_every_strategy(ranks: RanksFixture, world: int) -> None:
     run(ranks, (world,), every_strategy(spread(every(1)), (world,)))
+
+
+@pytest.mark.parametrize("algorithm", sweep(("pipelined", "ring", "direct", "unfused")))
+def test_every_algorithm(ranks: RanksFixture, algorithm: str) -> None:
+    """Also those that cannot do a collective alone, or split the product along the summed dim."""
+    run(ranks, (2,), every_strategy(spread(every(1, algorithm=algorithm)), (2,)))
 
 
 @pytest.mark.thorough
