@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -138,6 +139,29 @@ def autocast_job() -> set[torch.dtype]:
 def test_autocast_changes_no_dtype(ranks: RanksFixture) -> None:
     """Whether a plan has an op, which autocast would change, is the planner's choice."""
     assert ranks(2).run(autocast_job) == [{torch.float32}] * 2
+
+
+def compiled_job() -> bool:
+    mesh = make_mesh((2,), ["compiled"])
+    x, w = draw("x", (6, 4), mesh, (S0,)), draw("w", (4, 6), mesh, (S1,))
+
+    @torch.compile(backend="eager")
+    def twice(a: DTensor, b: DTensor) -> torch.Tensor:
+        return 2 * tpkernels.sharded_matmul(a, b, [R])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo")  # the planner would be traced with warnings
+        y = twice(x.sharded, w.sharded)
+    (grad,) = torch.autograd.grad(y.sum(), x.sharded)
+    want = 2 * w.value.sum(1).float().expand(3, 4)
+    return torch.equal(y.to_local().double(), 2 * x.value @ w.value) and torch.equal(
+        grad.to_local(), want
+    )
+
+
+@pytest.mark.thorough
+def test_a_call_within_a_compiled_function(ranks: RanksFixture) -> None:
+    assert ranks(2).run(compiled_job, timeout=120) == [True, True]
 
 
 def explained_job() -> str:

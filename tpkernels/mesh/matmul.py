@@ -17,6 +17,7 @@ from tpkernels.planning.algorithms import check_algorithm
 _MOST_MESH_DIMS = 2
 
 
+@torch.compiler.disable(reason="tpkernels plans a sharded product outside of graphs")
 def sharded_matmul(
     x: DTensor,
     w: DTensor,
