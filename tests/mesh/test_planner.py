@@ -118,8 +118,9 @@ def test_a_strategy_by_name() -> None:
     assert str(plan) == "[all-gather x dim 0 over mesh dim 0 + matmul]"
 
 
-def test_the_result_is_never_partial_unless_asked_for() -> None:
-    for x, w in itertools.product(placements_of(2), repeat=2):
+@pytest.mark.parametrize("dims", sweep((1, 2)))
+def test_the_result_is_never_partial_unless_asked_for(dims: int) -> None:
+    for x, w in itertools.product(placements_of(dims), repeat=2):
         plans = plans_for(problem(x, w))
         assert plans and all(P not in plan.out for plan in plans)
 
