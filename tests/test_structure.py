@@ -42,6 +42,7 @@ ALLOWED = {
     "nccl": LEAVES | {"symm", "groups", "nccl"},
     "numerics": {"dtypes", "shards", "numerics"},
     "compile": {"dtypes", "groups", "compile"},
+    "mesh": LEAVES - {"_C"} | {"planning", "groups", "ops", "mesh"},
     "nn": LEAVES - {"_C"} | {"groups", "ops", "local", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "ops", "nn", "parallel"},
     "launch": {"_C", "defaults", "launch"},

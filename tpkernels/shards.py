@@ -24,6 +24,12 @@ def shard_sizes(total: int, world: int) -> list[int]:
     return [total // world + (rank < total % world) for rank in range(world)]
 
 
+def chunk_sizes(total: int, world: int) -> list[int]:
+    """The split of ``torch.chunk`` and DTensor: the last ranks may have fewer rows, or none."""
+    chunk = -(-total // world)
+    return [max(0, min(chunk, total - rank * chunk)) for rank in range(world)]
+
+
 def check_sizes(sizes: Sequence[int], world: int) -> tuple[int, ...]:
     """``sizes`` as a tuple, if it can be a split over ``world`` ranks.
 

@@ -30,7 +30,7 @@ from tpkernels.cli import app
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # They take long, and tests of their own show that they work.
 SLOW = {"tpkernels bench", "tpkernels tune", "tpkernels demo", "tpkernels profile"}
-PUBLIC = ("", ".compile", ".nccl", ".nn", ".numerics", ".parallel")
+PUBLIC = ("", ".compile", ".mesh", ".nccl", ".nn", ".numerics", ".parallel")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -82,7 +82,10 @@ def run_job(source: str, name: str) -> None:
     exec(compile(source, name, "exec"), {"__name__": name})
 
 
-@pytest.mark.parametrize("name", ["failures", "models", "numerics", "ops", "performance"])
+ON_TWO_RANKS = ["failures", "mesh", "models", "numerics", "ops", "performance"]
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_python_on_two_ranks(ranks: RanksFixture, name: str) -> None:
     if name == "models":
         pytest.importorskip("transformers")
@@ -107,7 +110,7 @@ def test_python_of_nccl(ranks: RanksFixture, fake_nccl: Build) -> None:
 
 
 def test_all_pages_with_python_are_run() -> None:
-    run = {"README", "compile", "failures", "models", "nccl", "numerics", "ops", "performance"}
+    run = {"README", "compile", "nccl"} | set(ON_TWO_RANKS)
     assert {page.stem for page in PAGES if program(page)} == run
 
 

@@ -57,6 +57,18 @@ def test_speak(tmp_path: Path) -> None:
     assert "The same words on each number of ranks." in result.stdout
 
 
+@pytest.mark.thorough
+def test_mesh_splits(tmp_path: Path) -> None:
+    said = said_by("mesh_splits.py", tmp_path)
+    names = ["M", "K", "N", "M and K", "M and N", "K and N", "M, N and K"]
+    assert re.findall(r"^(\S.*): a mesh of", said, re.MULTILINE) == names
+    moved = [int(one) for one in re.findall(r"communication: .* \((\d+) bytes", said)]
+    assert moved == [0, 128, 0, 128, 0, 128, 384]  # of [8, 16] @ [16, 4] in float32
+    assert said.count("equal to the unsharded product: True") == 7
+    assert "first: matmul (0 bytes in all); second: [matmul + all-reduce out" in said
+    assert said.endswith("= [34, 29]\n")
+
+
 # What these show is in the quick tier without torchrun: nn/, parallel/ and
 # compile/test_models.py.
 

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from tpkernels.integers import ceil_div
 from tpkernels.nn import check
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.shards import chunk_sizes
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _checked(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Linear:
 
 def _enough(style: object, module: nn.Module, what: str, size: int, mesh: DeviceMesh) -> None:
     """Checks that every rank has some of the features: the ops take no empty matrices."""
-    sizes = _sizes(size, mesh.size())
+    sizes = chunk_sizes(size, mesh.size())
     if not all(sizes):
         raise ValueError(
             f"{type(style).__name__} of {module}: {what} {size} over {mesh.size()} ranks is "
@@ -247,14 +247,8 @@ def _local(x: torch.Tensor, dim: int, layouts: _Layouts) -> tuple[torch.Tensor, 
 
 
 def _uneven(total: int, world: int) -> list[int] | None:
-    """`_sizes`, or None if they are all equal."""
-    return None if total % world == 0 else _sizes(total, world)
-
-
-def _sizes(total: int, world: int) -> list[int]:
-    """DTensor's split of ``total`` rows, which is that of ``torch.chunk``."""
-    chunk = ceil_div(total, world)
-    return [max(0, min(chunk, total - rank * chunk)) for rank in range(world)]
+    """The sizes of the shards, or None if they are all equal."""
+    return None if total % world == 0 else chunk_sizes(total, world)
 
 
 def _output(

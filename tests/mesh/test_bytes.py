@@ -1,0 +1,104 @@
+"""The bytes that a plan names are those that its ranks send, counted in the transport.
+
+`ring` sends every byte through ``PeerLinks``, and none twice (algorithms/test_ring.py). The other
+algorithms move the same tensors through shared memory or by the backend's collectives, where
+nothing counts them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.meshes import S0, S1, P, Placements, R, draw, placements_of
+from tests.support.ranked import apart
+from tpkernels import mesh as tpmesh
+from tpkernels.transport import point_to_point as links
+from tpkernels.transport.point_to_point import PeerLinks
+
+SHAPE = (7, 5, 6)
+
+Operands = tuple[Placements, Placements, Placements]
+
+
+def sent_job(mesh_shape: tuple[int, ...], operands: list[Operands]) -> list[tuple[str, int, int]]:
+    """(what, bytes in the plan, bytes that this rank sends) of every plan of each product."""
+    sent = 0
+    begin = PeerLinks._start
+
+    def count(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
+        nonlocal sent
+        if tag != links._GREETING_TAG:
+            sent += sum(tensor.nbytes for tensor, _ in sends)
+        return begin(link, sends, receives, tag)
+
+    m, k, n = SHAPE
+    results = []
+    with apart():
+        mesh = init_device_mesh("cpu", mesh_shape)
+        PeerLinks._start = count  # type: ignore[method-assign]
+        try:
+            for x, w, out in operands:
+                a, b = draw("x", (m, k), mesh, x).sharded, draw("w", (k, n), mesh, w).sharded
+                for plan in tpmesh.plans(a, b, out):
+                    sent = 0
+                    tpkernels.sharded_matmul(a, b, out, plan.strategy, algorithm="ring")
+                    results.append((f"{x} {w} {out}: {plan}", plan.nbytes, sent))
+        finally:
+            PeerLinks._start = begin  # type: ignore[method-assign]
+    return results
+
+
+ONE_DIM: list[Operands] = [
+    ((x,), (w,), (out,)) for x, w, out in itertools.product((R, S0, S1, P), repeat=3)
+]
+TWO_DIMS: list[Operands] = [
+    ((S0, S1), (S0, R), (S0, R)),
+    ((S1, R), (R, S0), (R, R)),
+    ((S0, S0), (S1, S1), (R, S1)),
+    ((P, S0), (S1, P), (S1, S0)),
+]
+EACH_ON_TWO: list[Operands] = [
+    (x, w, out)
+    for i, x in enumerate(placements_of(2))
+    for j, w in enumerate(placements_of(2))
+    for o, out in enumerate(placements_of(2))
+    if (i + 3 * j + 5 * o) % 16 == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "operands"),
+    [
+        pytest.param((2,), ONE_DIM[5::6], id="a few on 2"),
+        pytest.param((2, 2), TWO_DIMS[:1], id="one on 2x2"),
+        *(
+            pytest.param(shape, operands, id=f"{shape}", marks=pytest.mark.thorough)
+            for shape, operands in [
+                ((2,), ONE_DIM),
+                ((3,), ONE_DIM),
+                ((4,), ONE_DIM),
+                ((2, 2), TWO_DIMS),
+                ((3, 2), TWO_DIMS),
+            ]
+        ),
+        pytest.param((2, 2), EACH_ON_TWO, id="many on 2x2", marks=pytest.mark.slow),
+    ],
+)
+def test_as_many_bytes_travel_as_planned(
+    ranks: RanksFixture, mesh_shape: tuple[int, ...], operands: list[Operands]
+) -> None:
+    by_rank = ranks(math.prod(mesh_shape)).run(sent_job, mesh_shape, operands, timeout=280)
+    moved = 0
+    for plans in zip(*by_rank, strict=True):
+        what, planned, _ = plans[0]
+        total = sum(sent for _, _, sent in plans)
+        assert total == planned, f"{what}: {total} bytes"
+        moved += total
+    assert moved

@@ -1,0 +1,184 @@
+"""Wrong input to ``sharded_matmul``, ranks that disagree, and gradients of gradients."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.meshes import S0, S1, P, R, draw, make_mesh
+from tests.support.ranked import messages_of, report
+from tpkernels import mesh as tpmesh
+
+
+def of(shape: tuple[int, ...], mesh: DeviceMesh, *placements: Any, **options: Any) -> DTensor:
+    local = torch.ones(shape, **options)
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def refusals_job() -> list[str]:
+    mesh, other = make_mesh((2,)), init_device_mesh("cpu", (1, 2))
+    cube = init_device_mesh("cpu", (1, 1, 2))
+    x, w = of((3, 4), mesh, S0), of((4, 5), mesh, R)
+    matmul: Any = tpkernels.sharded_matmul
+    return messages_of(
+        [
+            lambda: matmul(torch.ones(3, 4), w),
+            lambda: matmul(of((3, 4, 2), mesh, R), w),
+            lambda: matmul(x, of((4, 5), other, R, R)),
+            lambda: matmul(of((3, 4), cube, R, R, R), of((4, 5), cube, R, R, R)),
+            lambda: matmul(of((3, 4), mesh, S0, device="meta"), w),
+            lambda: matmul(x, of((4, 5), mesh, R, dtype=torch.bfloat16)),
+            lambda: matmul(of((3, 4), mesh, R, dtype=torch.int32), w),
+            lambda: matmul(x, of((5, 4), mesh, R)),
+            lambda: matmul(x, w, [R, R]),
+            lambda: matmul(x, w, [Shard(2)]),
+            lambda: matmul(x, w, [Partial("avg")]),
+            lambda: matmul(x, w, None, "rows"),
+            lambda: matmul(x, w, None, "sum_x"),
+            lambda: matmul(x, w, algorithm="quick"),
+            lambda: tpmesh.plans(x, of((5, 4), mesh, R)),
+        ]
+    )
+
+
+def test_refusals(ranks: RanksFixture) -> None:
+    expected = [
+        r"TypeError: x is a Tensor, not a DTensor; make it one with .*distribute_tensor or",
+        r"ValueError: x has shape \[3, 4, 2\]; it must be a matrix",
+        r"ValueError: x is on DeviceMesh.* and w on DeviceMesh.*; both must be on the same mesh",
+        r"NotImplementedError: the mesh has 3 dims \(1, 1, 2\); meshes of one and two dims",
+        r"ValueError: x is on meta but its mesh on cpu; move its shards there",
+        r"TypeError: x is float32 but w is bfloat16; they must be equal",
+        r"NotImplementedError: x has dtype int32; supported: float32",
+        r"ValueError: x has shape \[6, 4\] and w \[5, 4\]: x's columns must be w's rows",
+        r"ValueError: out_placements has 2 placements; the mesh has 1 dims: pass one for each",
+        r"ValueError: out_placements has Shard\(2\), but a matrix has dims 0 and 1",
+        r"NotImplementedError: out_placements has Partial.*avg.*; supported: Shard, Replicate and",
+        r"ValueError: no strategy 'rows' for S0 @ R -> any on a mesh of \(2,\); there are 'auto'",
+        r"ValueError: no strategy 'sum_x' for S0 @ R -> any",
+        r"ValueError: unknown algorithm 'quick'; there are auto, unfused",
+        r"ValueError: x has shape \[6, 4\] and w \[5, 4\]",
+    ]
+    for got in ranks(2).run(refusals_job):
+        for message, pattern in zip(got, expected, strict=True):
+            assert re.match(pattern, message), message
+
+
+def outside_job() -> list[str]:
+    """Rank 1 is in no mesh."""
+    mesh = DeviceMesh("cpu", [0])
+    x, w = of((3, 4), mesh, S0), of((4, 5), mesh, R)
+    return messages_of([lambda: tpkernels.sharded_matmul(x, w)])
+
+
+def test_a_rank_outside_the_mesh(ranks: RanksFixture) -> None:
+    inside, outside = ranks(2).run(outside_job)
+    assert inside == ["nothing"]
+    assert re.match(r"ValueError: this rank is not in the mesh DeviceMesh", outside[0])
+
+
+def disagreeing_job() -> list[str]:
+    """Rank 0 gathers w, rank 1 gathers the result."""
+    mesh = make_mesh((2,))
+    x, w = draw("x", (6, 4), mesh, (R,)).sharded, draw("w", (4, 6), mesh, (S1,)).sharded
+    strategy = ("none", "N")[dist.get_rank()]
+    return messages_of([lambda: tpkernels.sharded_matmul(x, w, [R], strategy)])
+
+
+def test_ranks_that_disagree_about_the_plan(ranks: RanksFixture) -> None:
+    for (message,) in ranks(2).run(disagreeing_job):
+        assert re.match(r"CollectiveMismatchError: rank \d is in all_gather", message), message
+
+
+def second_job() -> list[str]:
+    """The gradient of a gradient, against plain torch."""
+    mesh = make_mesh((2,), ["second"])
+    x, w = draw("x", (5, 4), mesh, (S0,)), draw("w", (4, 3), mesh, (S1,))
+
+    def second(a: Any, b: Any, product: Any, whole: Any) -> list[torch.Tensor]:
+        y = product(a, b)
+        first = torch.autograd.grad((whole(y * y)).sum(), [a, b], create_graph=True)
+        total = sum((whole(one * one)).sum() for one in first)
+        return [whole(one) for one in torch.autograd.grad(total, [a, b])]  # type: ignore[arg-type]
+
+    a, b = (one.value.float().requires_grad_() for one in (x, w))
+    want = second(a, b, torch.matmul, lambda t: t)
+    got = second(
+        x.sharded, w.sharded, tpkernels.sharded_matmul, lambda t: t.redistribute(placements=[R])
+    )
+    return [
+        f"{i}: {one.to_local()} {other}"
+        for i, (one, other) in enumerate(zip(got, want, strict=True))
+        if not torch.equal(one.to_local(), other)
+    ]
+
+
+def test_gradients_of_gradients(ranks: RanksFixture) -> None:
+    report(one for rank in ranks(2).run(second_job) for one in rank)
+
+
+def autocast_job() -> set[torch.dtype]:
+    mesh = make_mesh((2,))
+    x, w = draw("x", (6, 4), mesh, (R,)).sharded, draw("w", (4, 6), mesh, (S1,)).sharded
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return {
+            tpkernels.sharded_matmul(x, w, [R], plan.strategy).dtype
+            for plan in tpmesh.plans(x, w, [R])
+        }
+
+
+def test_autocast_changes_no_dtype(ranks: RanksFixture) -> None:
+    """Whether a plan has an op, which autocast would change, is the planner's choice."""
+    assert ranks(2).run(autocast_job) == [{torch.float32}] * 2
+
+
+def compiled_job() -> bool:
+    mesh = make_mesh((2,), ["compiled"])
+    x, w = draw("x", (6, 4), mesh, (S0,)), draw("w", (4, 6), mesh, (S1,))
+
+    @torch.compile(backend="eager")
+    def twice(a: DTensor, b: DTensor) -> torch.Tensor:
+        return 2 * tpkernels.sharded_matmul(a, b, [R])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo")  # the planner would be traced with warnings
+        y = twice(x.sharded, w.sharded)
+    (grad,) = torch.autograd.grad(y.sum(), x.sharded)
+    want = 2 * w.value.sum(1).float().expand(3, 4)
+    return torch.equal(y.to_local().double(), 2 * x.value @ w.value) and torch.equal(
+        grad.to_local(), want
+    )
+
+
+@pytest.mark.thorough
+def test_a_call_within_a_compiled_function(ranks: RanksFixture) -> None:
+    assert ranks(2).run(compiled_job, timeout=120) == [True, True]
+
+
+def explained_job() -> str:
+    mesh = make_mesh((2,))
+    x, w = draw("x", (6, 4), mesh, (S0,)).sharded, draw("w", (4, 8), mesh, (S1,)).sharded
+    return tpmesh.explain(x, w, [P])
+
+
+def test_explain(ranks: RanksFixture) -> None:
+    lines = ranks(2).run(explained_job)[0].splitlines()
+    assert lines[0] == "[6, 4] S0 @ [4, 8] S1 on a mesh of 2"
+    assert lines[1].split() == ["strategy", "result", "bytes", "flops", "steps"]
+    assert lines[2].split(maxsplit=4)[:4] == ["K", "P", "224", "384"]
+
+
+@pytest.mark.parametrize("name", ["sharded_matmul", "all_gather"])
+def test_names_are_imported_on_first_use(name: str) -> None:
+    assert callable(getattr(tpmesh, name))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(tpmesh, "nothing")  # noqa: B009

@@ -1,0 +1,27 @@
+"""Sharded matrix products and collectives on device meshes, thin over the ops; DTensor is the array
+type."""
+
+from typing import Any
+
+__all__ = [
+    "MatmulPlan",
+    "Step",
+    "all_gather",
+    "all_reduce",
+    "explain",
+    "plans",
+    "reduce_scatter",
+    "sharded_matmul",
+    "sharded_mean",
+    "sharded_sum",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the names on first use: DTensor's import takes half as long as torch itself."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tpkernels.mesh import collectives, matmul, planner, steps
+
+    homes = (matmul, collectives, planner, steps)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

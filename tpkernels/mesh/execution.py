@@ -1,0 +1,151 @@
+"""What a rank does in a plan: the steps on its shards, and the product with the step that is one op
+with it.
+
+Shards may be empty. Ranks of one group agree on whether there is anything to send, because their
+shards differ only along the dim that the step moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.groups import name_of
+from tpkernels.mesh.layout import Placements, split_sizes
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
+from tpkernels.mesh.steps import Step
+from tpkernels.ops._autograd import algorithm_like
+from tpkernels.ops.all_gather import all_gather
+from tpkernels.ops.all_gather_matmul import all_gather_matmul
+from tpkernels.ops.all_reduce import all_reduce
+from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
+from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.ops.reduce_scatter import reduce_scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank is.
+
+    Attributes:
+        mesh: that of the DTensors.
+        coordinate: this rank's, one index for each mesh dim.
+        algorithm: of the ops.
+    """
+
+    mesh: DeviceMesh
+    coordinate: tuple[int, ...]
+    algorithm: str
+
+    def group(self, step: Step) -> str:
+        return name_of((self.mesh, step.mesh_dim))
+
+    def sizes(self, step: Step, shape: Sequence[int], placements: Placements) -> tuple[int, ...]:
+        """Of the shards that the step gathers or leaves, in its group. ``placements`` may be those
+        before or after the step: only earlier mesh dims matter."""
+        assert step.tensor_dim is not None  # an all-reduce has no shards
+        return split_sizes(
+            shape[step.tensor_dim],
+            placements,
+            self.mesh.shape,
+            self.coordinate,
+            step.mesh_dim,
+            step.tensor_dim,
+        )
+
+
+def run(
+    plan: MatmulPlan, problem: MatmulProblem, x: torch.Tensor, w: torch.Tensor, place: Place
+) -> torch.Tensor:
+    """This rank's part of the result, contiguous. x and w are its parts of the operands."""
+    x = _run_steps([s for s in plan.before if s.operand == "x"], problem, problem.x, x, place)
+    w = _run_steps([s for s in plan.before if s.operand == "w"], problem, problem.w, w, place)
+    with torch.autocast(x.device.type, enabled=False):  # the same dtype by every plan
+        y = _product(plan, problem, x, w, place)
+    return _run_steps(plan.after, problem, plan.product, y, place).contiguous()
+
+
+def _run_steps(
+    steps: Sequence[Step],
+    problem: MatmulProblem,
+    placements: Placements,
+    t: torch.Tensor,
+    place: Place,
+) -> torch.Tensor:
+    for step in steps:
+        if place.mesh.shape[step.mesh_dim] > 1:
+            t = _run_step(step, problem.shape(step.operand), placements, t, place)
+        placements = step.after(placements)
+    return t
+
+
+def _run_step(
+    step: Step, shape: Sequence[int], placements: Placements, t: torch.Tensor, place: Place
+) -> torch.Tensor:
+    algorithm = algorithm_like(place.algorithm, has_matmul=False, last_dim=False)
+    if step.tensor_dim is None:
+        return all_reduce(t, place.group(step), algorithm=algorithm)
+    dim, sizes = step.tensor_dim, place.sizes(step, shape, placements)
+    rank = place.coordinate[step.mesh_dim]
+    if step.kind == "slice":
+        return t.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    if step.kind == "all_gather":
+        return all_gather(t, place.group(step), dim, shard_sizes=sizes, algorithm=algorithm)
+    return reduce_scatter(t, place.group(step), dim, shard_sizes=sizes, algorithm=algorithm)
+
+
+def _product(
+    plan: MatmulPlan, problem: MatmulProblem, x: torch.Tensor, w: torch.Tensor, place: Place
+) -> torch.Tensor:
+    step = plan.fused
+    if step is None:
+        return torch.matmul(x, w)
+    if step.operand == "x":
+        sizes = place.sizes(step, problem.shape("x"), plan.x)
+        return _gathered(x, w, place.group(step), sizes, place.algorithm)
+    if step.operand == "w":
+        sizes = place.sizes(step, problem.shape("w"), plan.w)
+        return _gathered(w.t(), x.t(), place.group(step), sizes, place.algorithm).t()
+    whole = (x.shape[0], w.shape[1])
+    if step.tensor_dim is None:
+        if not prod(whole):
+            return x.new_empty(whole)
+        x, w = _with_a_summand(x, w)
+        return matmul_all_reduce(x, w, place.group(step), algorithm=place.algorithm)
+    sizes = place.sizes(step, problem.shape("out"), plan.product)
+    if not prod(whole):
+        shard = list(whole)
+        shard[step.tensor_dim] = sizes[place.coordinate[step.mesh_dim]]
+        return x.new_empty(shard)
+    return matmul_reduce_scatter(
+        *_with_a_summand(x, w),
+        place.group(step),
+        step.tensor_dim,
+        shard_sizes=sizes,
+        algorithm=place.algorithm,
+    )
+
+
+def _gathered(
+    x: torch.Tensor, w: torch.Tensor, group: str, sizes: Sequence[int], algorithm: str
+) -> torch.Tensor:
+    """``concat_r(x_r) @ w``. The ops take no w without columns, which may be this rank's alone: it
+    gets one."""
+    rows, columns = sum(sizes), w.shape[1]
+    if not rows * x.shape[1]:
+        return x.new_zeros(rows, columns)
+    if not columns:
+        w = w.new_zeros(w.shape[0], 1)
+    y = all_gather_matmul(x, w, group, 0, shard_sizes=sizes, algorithm=algorithm)
+    return y[:, :columns]
+
+
+def _with_a_summand(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and w, which the ops do not take with K = 0; that may be so on this rank alone."""
+    if x.shape[1]:
+        return x, w
+    return x.new_zeros(x.shape[0], 1), w.new_zeros(1, w.shape[1])

@@ -1,0 +1,102 @@
+"""Where the parts of a DTensor lie: sizes of shards, and what a mesh holds of a tensor in all.
+
+A DTensor splits a dim as ``torch.chunk`` does, mesh dims from left to right: with ``(Shard(0),
+Shard(0))`` mesh dim 1 splits the chunk that mesh dim 0 has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TypeAlias
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from tpkernels.shards import chunk_sizes
+
+Placements: TypeAlias = tuple[Placement, ...]
+
+
+def split_sizes(
+    length: int,
+    placements: Placements,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    mesh_dim: int,
+    tensor_dim: int,
+) -> tuple[int, ...]:
+    """Sizes of the shards of ``tensor_dim`` over ``mesh_dim``, in the group of that mesh dim to
+    which the rank at ``coordinate`` belongs.
+
+    Args:
+        length: of the whole tensor in ``tensor_dim``.
+        placements: those on the mesh dims before ``mesh_dim`` count.
+    """
+    for before in range(mesh_dim):
+        if placements[before] == Shard(tensor_dim):
+            length = chunk_sizes(length, mesh_shape[before])[coordinate[before]]
+    return tuple(chunk_sizes(length, mesh_shape[mesh_dim]))
+
+
+def local_shape(
+    shape: Sequence[int],
+    placements: Placements,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> tuple[int, ...]:
+    """The shape of what the rank at ``coordinate`` holds."""
+    local = list(shape)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = chunk_sizes(local[placement.dim], mesh_shape[mesh_dim])
+            local[placement.dim] = sizes[coordinate[mesh_dim]]
+    return tuple(local)
+
+
+def held_elements(shape: Sequence[int], placements: Placements, mesh_shape: Sequence[int]) -> int:
+    """Elements that all ranks of the mesh hold together: those of the tensor, once for each rank
+    along the mesh dims that do not split it. Exact for uneven shards, too."""
+    copies = [
+        size
+        for size, placement in zip(mesh_shape, placements, strict=True)
+        if not isinstance(placement, Shard)
+    ]
+    return prod(shape) * prod(copies)
+
+
+def text_of(placements: Placements) -> str:
+    """``S0,R`` for ``(Shard(0), Replicate())``; P for Partial."""
+    return ",".join(
+        f"S{one.dim}" if isinstance(one, Shard) else "R" if isinstance(one, Replicate) else "P"
+        for one in placements
+    )
+
+
+def checked(
+    placements: Sequence[Placement], tensor_dims: int, mesh_dims: int, what: str
+) -> Placements:
+    """The placements of a tensor, with dims counted from 0.
+
+    Raises:
+        ValueError: one placement too many or too few, or a dim that the tensor does not have.
+        NotImplementedError: a placement other than Shard, Replicate and a sum's Partial.
+    """
+    if len(placements) != mesh_dims:
+        raise ValueError(
+            f"{what} has {len(placements)} placements; the mesh has "
+            f"{mesh_dims} dims: pass one for each"
+        )
+    result: list[Placement] = []
+    for one in placements:
+        if type(one) is Shard:
+            if not -tensor_dims <= one.dim < tensor_dims:
+                raise ValueError(f"{what} has Shard({one.dim}), but a matrix has dims 0 and 1")
+            result.append(Shard(one.dim % tensor_dims))
+        elif type(one) is Replicate or (type(one) is Partial and one.reduce_op == "sum"):
+            result.append(one)
+        else:
+            raise NotImplementedError(
+                f"{what} has {one!r}; supported: Shard, Replicate and Partial('sum'): redistribute "
+                "it first"
+            )
+    return tuple(result)

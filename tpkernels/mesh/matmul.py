@@ -1,0 +1,188 @@
+"""``x @ w`` of DTensors, by the cheapest plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from tpkernels import dtypes
+from tpkernels.mesh import execution
+from tpkernels.mesh.layout import Placements, checked, text_of
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose, plans_for
+from tpkernels.planning.algorithms import check_algorithm
+
+_MOST_MESH_DIMS = 2
+
+
+@torch.compiler.disable(reason="tpkernels plans a sharded product outside of graphs")
+def sharded_matmul(
+    x: DTensor,
+    w: DTensor,
+    out_placements: Sequence[Placement] | None = None,
+    strategy: str = "auto",
+    *,
+    algorithm: str = "auto",
+) -> DTensor:
+    """``x @ w`` on a mesh of one or two dims, wherever the operands lie and the result is wanted.
+
+    Args:
+        x: [M, K], each mesh dim Shard(0), Shard(1), Replicate() or Partial().
+        w: [K, N], the same; K may be sharded otherwise than in ``x``.
+        out_placements: of the result, one for each mesh dim; Partial() leaves the sum to the
+            caller. None: those of the cheapest plan whose result is not Partial.
+        strategy: what each mesh dim splits, such as "M" or "M,K" (see `plans`), or "auto": the
+            plan that moves the fewest bytes; among these the one with the fewest flops.
+        algorithm: of the ops that the plan is made of.
+
+    Returns:
+        The product, a DTensor with the given placements. Shards are DTensor's: those of
+        ``torch.chunk``, of which the last may be smaller or empty.
+
+    The gradients are sharded products again, planned in the same way. They have the placements of
+    ``x`` and ``w``; that of a Partial operand is replicated.
+
+    Raises:
+        TypeError, ValueError: invalid arguments; nothing has been sent.
+        NotImplementedError: valid but not supported: three mesh dims or more, a dtype, an
+            algorithm, or a placement.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+    """
+    problem = _problem(x, w, out_placements)
+    if algorithm != "auto":
+        check_algorithm(algorithm)
+    coordinate = x.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in the mesh {x.device_mesh}")
+    plan = choose(problem, strategy)
+    place = execution.Place(mesh=x.device_mesh, coordinate=tuple(coordinate), algorithm=algorithm)
+    result: DTensor = _ShardedMatmul.apply(x, w, plan, problem, place)
+    return result
+
+
+def plans(
+    x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None = None
+) -> tuple[MatmulPlan, ...]:
+    """All plans of `sharded_matmul` for these operands, the cheapest first. Local."""
+    return plans_for(_problem(x, w, out_placements))
+
+
+def explain(x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None = None) -> str:
+    """The plans as a table: strategy, result, bytes received by all ranks together, flops of all
+    ranks together, and the steps. Steps in brackets are one op with the product. Local."""
+    problem = _problem(x, w, out_placements)
+    header = (
+        f"[{problem.m}, {problem.k}] {text_of(problem.x)} @ [{problem.k}, {problem.n}] "
+        f"{text_of(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}"
+    )
+    table = [("strategy", "result", "bytes", "flops", "steps")]
+    table += [
+        (plan.strategy, text_of(plan.out), str(plan.nbytes), str(plan.flops), str(plan))
+        for plan in plans_for(problem)
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}"
+        f"  {row[4]}"
+        for row in table
+    ]
+    return "\n".join([header, *lines])
+
+
+def _problem(x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None) -> MatmulProblem:
+    """The checks, before anything is sent."""
+    for name, one in (("x", x), ("w", w)):
+        if not isinstance(one, DTensor):
+            raise TypeError(
+                f"{name} is a {type(one).__name__}, not a DTensor; make it one with "
+                "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
+            )
+        if one.ndim != 2:
+            raise ValueError(f"{name} has shape {list(one.shape)}; it must be a matrix")
+    mesh = x.device_mesh
+    if w.device_mesh != mesh:
+        raise ValueError(f"x is on {mesh} and w on {w.device_mesh}; both must be on the same mesh")
+    if mesh.ndim > _MOST_MESH_DIMS:
+        raise NotImplementedError(
+            f"the mesh has {mesh.ndim} dims {mesh.shape}; meshes of one and two dims are supported"
+        )
+    for name, one in (("x", x), ("w", w)):
+        if one.device.type != mesh.device_type:
+            raise ValueError(
+                f"{name} is on {one.device} but its mesh on {mesh.device_type}; move its shards "
+                "there, and make it a DTensor again"
+            )
+        dtypes.check_supported(one.dtype, name)
+    if x.dtype != w.dtype:
+        raise TypeError(
+            f"x is {dtypes.name(x.dtype)} but w is {dtypes.name(w.dtype)}; they must be equal"
+        )
+    if x.shape[1] != w.shape[0]:
+        raise ValueError(
+            f"x has shape {list(x.shape)} and w {list(w.shape)}: x's columns must be w's rows"
+        )
+    return _problem_of(x, w, out_placements)
+
+
+def _problem_of(
+    x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None
+) -> MatmulProblem:
+    dims = x.device_mesh.ndim
+    return MatmulProblem(
+        m=x.shape[0],
+        k=x.shape[1],
+        n=w.shape[1],
+        mesh_shape=tuple(x.device_mesh.shape),
+        x=checked(x.placements, 2, dims, "x"),
+        w=checked(w.placements, 2, dims, "w"),
+        out=None if out_placements is None else checked(out_placements, 2, dims, "out_placements"),
+        itemsize=x.dtype.itemsize,
+    )
+
+
+class _ShardedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: DTensor,
+        w: DTensor,
+        plan: MatmulPlan,
+        problem: MatmulProblem,
+        place: execution.Place,
+    ) -> DTensor:
+        ctx.save_for_backward(x, w)
+        ctx.place = place
+        y = execution.run(plan, problem, x.to_local(), w.to_local(), place)
+        return DTensor.from_local(
+            y,
+            place.mesh,
+            plan.out,
+            run_check=False,
+            shape=torch.Size((problem.m, problem.n)),
+            stride=(problem.n, 1),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        x, w = ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _planned(grad, w.t(), x.placements, ctx.place)
+        if ctx.needs_input_grad[1]:
+            grad_w = _planned(x.t(), grad, w.placements, ctx.place)
+        return grad_x, grad_w, None, None, None
+
+
+def _planned(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> DTensor:
+    """A product of the backward, with the placements of the gradient of an operand that has those
+    ``of``. Each addend of a Partial operand has the gradient of the sum.
+
+    The groups are those of the forward: DTensor keeps meshes in caches by value, and a transposed
+    DTensor may be on an equal mesh whose groups have ended.
+    """
+    out = tuple(Replicate() if isinstance(one, Partial) else one for one in of)
+    problem = _problem_of(a, b, out)
+    result: DTensor = _ShardedMatmul.apply(a, b, choose(problem, "auto"), problem, place)
+    return result

@@ -1,0 +1,220 @@
+"""Every way to compute a sharded matrix product on a mesh, and the cheapest.
+
+Problem: ``MatmulProblem``, pure data. Nothing here touches a device or a process group.
+
+Algorithm: on each mesh dim the ranks split the product in one of a few ways (`_SPLITS`), which
+fixes where x and w must lie before the local product and where the result lies after it. For
+every combination of splits over the mesh dims, the cheapest steps lead there from where x and w
+are, and from the result to where it is wanted (a shortest path over placements, `_routes`). One
+step next to the product, the one that moves the most, becomes one op with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from tpkernels.mesh.layout import Placements, text_of
+from tpkernels.mesh.steps import Step, steps_from
+
+# What the ranks along a mesh dim split: where x [M, K] and w [K, N] lie, and the result then.
+_SPLITS: Mapping[str, tuple[Placement, Placement, Placement]] = MappingProxyType(
+    {
+        "M": (Shard(0), Replicate(), Shard(0)),
+        "N": (Replicate(), Shard(1), Shard(1)),
+        "K": (Shard(1), Shard(0), Partial()),
+        "none": (Replicate(), Replicate(), Replicate()),
+        "sum_x": (Partial(), Replicate(), Partial()),
+        "sum_w": (Replicate(), Partial(), Partial()),
+    }
+)
+SPLITS = tuple(_SPLITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulProblem:
+    """A sharded matrix product, the same on all ranks.
+
+    Attributes:
+        m, k, n: of the whole product.
+        mesh_shape: ranks along each mesh dim.
+        x, w: placements of the operands, one for each mesh dim.
+        out: those of the result; None: any without Partial.
+        itemsize: bytes of an element.
+    """
+
+    m: int
+    k: int
+    n: int
+    mesh_shape: tuple[int, ...]
+    x: Placements
+    w: Placements
+    out: Placements | None
+    itemsize: int
+
+    def shape(self, operand: str) -> tuple[int, int]:
+        """Of the whole "x", "w" or "out"."""
+        return {"x": (self.m, self.k), "w": (self.k, self.n), "out": (self.m, self.n)}[operand]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulPlan:
+    """One way to compute a `MatmulProblem`.
+
+    Attributes:
+        strategy: what each mesh dim splits: "M", "N", "K"; "none": its ranks all compute the same;
+            "sum_x", "sum_w": each multiplies its addend of the Partial x or w.
+        before: steps on x and w before the product.
+        fused: the step that is one op with the product, or None.
+        after: steps on the result.
+        x, w: placements of the operands of the local product, a ``fused`` gather included.
+        product: placements of its result, a ``fused`` reduction included.
+        out: placements of the result.
+        nbytes: received by all ranks of the mesh together.
+        flops: of all ranks of the mesh together.
+    """
+
+    strategy: str
+    before: tuple[Step, ...]
+    fused: Step | None
+    after: tuple[Step, ...]
+    x: Placements
+    w: Placements
+    product: Placements
+    out: Placements
+    nbytes: int
+    flops: int
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, in order."""
+        return (*self.before, *([self.fused] if self.fused else []), *self.after)
+
+    def __str__(self) -> str:
+        texts = [str(step) for step in self.before]
+        if self.fused is None:
+            texts.append("matmul")
+        elif self.fused.operand == "out":
+            texts.append(f"[matmul + {self.fused}]")
+        else:
+            texts.append(f"[{self.fused} + matmul]")
+        return "; ".join(texts + [str(step) for step in self.after])
+
+
+@functools.lru_cache(maxsize=4096)
+def _routes(
+    operand: str,
+    shape: tuple[int, int],
+    start: Placements,
+    mesh_shape: tuple[int, ...],
+    itemsize: int,
+) -> Mapping[Placements, tuple[Step, ...]]:
+    """The steps that move the fewest bytes from ``start`` to each placement that can be reached;
+    among these the fewest steps."""
+    order = itertools.count()  # placements do not compare
+    queue: list[tuple[int, int, int, Placements, tuple[Step, ...]]] = [(0, 0, 0, start, ())]
+    found: dict[Placements, tuple[Step, ...]] = {}
+    while queue:
+        nbytes, count, _, placements, route = heapq.heappop(queue)
+        if placements in found:
+            continue
+        found[placements] = route
+        for step in steps_from(operand, shape, placements, mesh_shape, itemsize):
+            entry = (nbytes + step.nbytes, count + 1, next(order))
+            heapq.heappush(queue, (*entry, step.after(placements), (*route, step)))
+    return MappingProxyType(found)
+
+
+def _fusable(step: Step) -> bool:
+    """Whether an op does the step and the product: the ops gather rows of their left operand, or of
+    w^T by ``w^T x^T``, but not the dim that the product sums over."""
+    if step.operand == "out":
+        return step.kind in ("reduce_scatter", "all_reduce")
+    return step.kind == "all_gather" and step.tensor_dim == "xw".index(step.operand)
+
+
+def _plan(
+    problem: MatmulProblem,
+    strategy: tuple[str, ...],
+    routes: tuple[tuple[Step, ...], tuple[Step, ...], tuple[Step, ...]],
+) -> MatmulPlan:
+    x_route, w_route, out_route = routes
+    candidates = [*x_route[-1:], *w_route[-1:], *out_route[:1]]
+    fusable = [step for step in candidates if step.nbytes and _fusable(step)]
+    fused = max(fusable, key=lambda step: step.nbytes, default=None)
+
+    x, w, product = (tuple(_SPLITS[one][i] for one in strategy) for i in range(3))
+    if fused is not None and fused.operand == "out":
+        product = fused.after(product)
+    after = tuple(step for step in out_route if step is not fused)
+    copies = [
+        size
+        for size, one in zip(problem.mesh_shape, strategy, strict=True)
+        if one not in ("M", "N", "K")
+    ]
+    steps = [*x_route, *w_route, *out_route]
+    return MatmulPlan(
+        strategy=",".join(strategy),
+        before=tuple(step for step in (*x_route, *w_route) if step is not fused),
+        fused=fused,
+        after=after,
+        x=x,
+        w=w,
+        product=product,
+        out=functools.reduce(lambda placements, step: step.after(placements), after, product),
+        nbytes=sum(step.nbytes for step in steps),
+        flops=2 * problem.m * problem.k * problem.n * prod(copies),
+    )
+
+
+def _cost(plan: MatmulPlan) -> tuple[int, int, int]:
+    return plan.nbytes, plan.flops, len(plan.steps)
+
+
+@functools.lru_cache(maxsize=1024)
+def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
+    """One plan for each strategy that can give the result, the cheapest first: the fewest bytes,
+    then the fewest flops, then the fewest steps."""
+
+    def routes(operand: str, start: Placements) -> Mapping[Placements, tuple[Step, ...]]:
+        shape, mesh = problem.shape(operand), problem.mesh_shape
+        return _routes(operand, shape, start, mesh, problem.itemsize)
+
+    from_x, from_w = routes("x", problem.x), routes("w", problem.w)
+    plans = []
+    for strategy in itertools.product(SPLITS, repeat=len(problem.mesh_shape)):
+        x, w, out = (tuple(_SPLITS[one][i] for one in strategy) for i in range(3))
+        if x not in from_x or w not in from_w:
+            continue
+        from_out = routes("out", out)
+        targets = [problem.out] if problem.out else [t for t in from_out if Partial() not in t]
+        ways = [(from_x[x], from_w[w], from_out[t]) for t in targets if t in from_out]
+        if ways:
+            plans.append(min((_plan(problem, strategy, way) for way in ways), key=_cost))
+    return tuple(sorted(plans, key=_cost))
+
+
+def choose(problem: MatmulProblem, strategy: str) -> MatmulPlan:
+    """The plan of that strategy; the cheapest for "auto".
+
+    Raises:
+        ValueError: there is no such strategy, or it cannot give the result.
+    """
+    plans = plans_for(problem)
+    for plan in plans:
+        if strategy in ("auto", plan.strategy):
+            return plan
+    wanted = f"{text_of(problem.x)} @ {text_of(problem.w)} -> " + (
+        text_of(problem.out) if problem.out else "any"
+    )
+    raise ValueError(
+        f"no strategy {strategy!r} for {wanted} on a mesh of {problem.mesh_shape}; there are "
+        f"'auto' and {', '.join(repr(plan.strategy) for plan in plans)}"
+    )
