@@ -73,9 +73,9 @@ def test_an_error_on_rank_0_is_raised_on_all(
         assert message.startswith(part), first
     for other in others:
         for message, part in zip(other, expected, strict=False):
-            assert message.startswith(f"RuntimeError: rank 0 could not save the model: {part}"), (
-                other
-            )
+            assert message.startswith(
+                f"PeerFailedError: saving the model failed on rank 0: {part}"
+            ), other
         assert other[-1] == "True"
 
 

@@ -14,7 +14,7 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, ending_of, run_op
-from tpkernels.parallel import saving
+from tpkernels.parallel import together
 
 pytest.importorskip("transformers")
 
@@ -26,7 +26,7 @@ def failing_job(what: str) -> tuple[Ending, Ending]:
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     tpkernels.init(group, timeout=20.0)
-    model, start, all_gather = hf_models.make("llama"), threading.Thread.start, saving.all_gather
+    model, start, all_gather = hf_models.make("llama"), threading.Thread.start, together.all_gather
     messages: list[Any] = []
 
     def write(self: Any, save_directory: Any, **_: Any) -> None:
@@ -34,7 +34,7 @@ def failing_job(what: str) -> tuple[Ending, Ending]:
             raise OSError(f"cannot write {save_directory}")
 
     def start_none(self: threading.Thread) -> None:
-        if self.name == "tpkernels-saving":
+        if self.name == "tpkernels-together":
             raise RuntimeError("can't start new thread")
         start(self)
 
@@ -47,9 +47,9 @@ def failing_job(what: str) -> tuple[Ending, Ending]:
     model.__class__ = type(type(model).__name__, (type(model),), {"save_pretrained": write})
     tpkernels.parallelize(model, dist.device_mesh.DeviceMesh.from_group(group, "cpu"))
     broken = {
-        "text": mock.patch.object(saving, "_INTERVAL", 1.0),
+        "text": mock.patch.object(together, "_INTERVAL", 1.0),
         "thread": mock.patch.object(threading.Thread, "start", start_none),
-        "last message": mock.patch.object(saving, "all_gather", send_only_one),
+        "last message": mock.patch.object(together, "all_gather", send_only_one),
     }
     if dist.get_rank() == 0:
         with broken[what]:
@@ -71,8 +71,8 @@ def test_the_others_raise_the_error_of_rank_0(
     ranks: RanksFixture, what: str, error: str, text: str
 ) -> None:
     for rank, (first, then) in enumerate(ranks(WORLD).run(failing_job, what)):
-        assert first.error == (error if rank == 0 else "RuntimeError"), first
-        assert rank == 0 or f"rank 0 could not save the model: {error}: {text}" in first.text, first
+        assert first.error == (error if rank == 0 else "PeerFailedError"), first
+        assert rank == 0 or f"failed on rank 0: {error}: {text}" in first.text, first
         assert text in first.text and first.seconds < 3 * PROMPT, first
         assert not then.error, then
 

@@ -3,45 +3,27 @@
 Problem: rank 0 writes the shards of all ranks. Writing may take longer than the group's timeout,
 and may fail on rank 0 alone.
 
-Algorithm: rank 0 announces whether it will write, and the ranks gather the weights on rank 0. It
-writes as transformers does, while a thread announces every second that it is not done. Then it
-announces the result. Each message is an all-gather to which the other ranks contribute nothing.
-So every wait is bounded, dead ranks are noticed, and no other process group is needed. If only rank
-0 fails, all ranks raise, and the group remains usable.
+Algorithm: all ranks learn whether rank 0 will write, and gather the weights on rank 0. It writes as
+transformers does, while the others wait (`tpkernels.parallel.together`). If only rank 0 fails, all
+ranks raise, and the group remains usable.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 from collections.abc import Iterator
-from enum import IntEnum
 from math import prod
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from tpkernels import groups
-from tpkernels.errors import TpkernelsError
 from tpkernels.nn.checkpoint import gathered
 from tpkernels.nn.sharding import ShardedModule
-from tpkernels.ops.all_gather import all_gather
-from tpkernels.text import of_error
+from tpkernels.parallel.together import together
 
-_INTERVAL = 1.0  # s, between messages of rank 0
-_LENGTH = 1024  # bytes of a message, with the text of an error
-
-
-class Status(IntEnum):
-    """What a message from rank 0 announces."""
-
-    SKIP = 0
-    WRITE = 1
-    NOT_DONE = 2
-    DONE = 3
-    FAILED = 4
+_WRITE = "write"  # what rank 0 announces
 
 
 def attach(model: nn.Module, group: str) -> None:
@@ -79,22 +61,21 @@ class SavePretrained:
         write = type(model).save_pretrained
         arguments = _by_name(write, model, *args, **options)
         self._check(arguments)
-        group = groups.get(self._group)
-        writes = arguments.get("is_main_process", True)
+        device = next(model.parameters()).device
+        with together(self._group, device, "preparing to save the model") as work:
+            work.text = _WRITE if arguments.get("is_main_process", True) else ""
+        if work.texts[0] != _WRITE:
+            return
         with groups.told_of_errors(self._group):
-            status, _ = self._announce(Status.WRITE if writes else Status.SKIP)
-            if status is Status.SKIP:
-                return
             shards = arguments.get("state_dict")
             if shards is None:
                 shards = model.state_dict()
             state = gathered(model, shards, rank0_only=True)
-        if group.rank != 0:
-            self._wait()
-            return
         arguments |= {"state_dict": state, "is_main_process": True}
-        with self._others_wait(), _as_unsharded(model):
-            write(**arguments)
+        with together(self._group, device, "saving the model"):
+            if groups.get(self._group).rank == 0:
+                with _as_unsharded(model):
+                    write(**arguments)
 
     def _check(self, arguments: dict[str, Any]) -> None:
         if arguments.get("distributed_checkpoint"):
@@ -109,57 +90,6 @@ class SavePretrained:
             )
         if any(parameter.is_meta for parameter in self._model.parameters()):
             raise ValueError("the model is on the meta device and has no weights to save")
-
-    def _announce(self, status: Status = Status.SKIP, text: str = "") -> tuple[Status, str]:
-        """Sends rank 0's message, and returns it on all ranks. Collective."""
-        with groups.told_of_errors(self._group):
-            group = groups.get(self._group)
-            mine = bytes([status, *text.encode()])[:_LENGTH].ljust(_LENGTH, b"\0")
-            device = next(self._model.parameters()).device
-            data = torch.tensor(list(mine if group.rank == 0 else b""), device=device).float()
-            sizes = [_LENGTH, *[0] * (group.world - 1)]
-            sent = bytes(map(int, all_gather(data, self._group, shard_sizes=sizes).tolist()))
-        return Status(sent[0]), sent[1:].rstrip(b"\0").decode(errors="ignore")
-
-    def _wait(self) -> None:
-        """Returns when rank 0 has written; raises if it could not."""
-        status = Status.NOT_DONE
-        while status is Status.NOT_DONE:
-            status, text = self._announce()
-        if status is Status.FAILED:
-            raise RuntimeError(f"rank 0 could not save the model: {text}")
-
-    @contextlib.contextmanager
-    def _others_wait(self) -> Iterator[None]:
-        """Keeps the other ranks waiting during the block, then announces how it ended."""
-        interval = min(_INTERVAL, groups.get(self._group).timeout / 4)
-        ended, lost = threading.Event(), list[BaseException]()
-
-        def keep_waiting() -> None:
-            try:
-                while not ended.wait(interval):
-                    self._announce(Status.NOT_DONE)
-            except BaseException as error:
-                lost.append(error)
-
-        thread = threading.Thread(target=keep_waiting, name="tpkernels-saving", daemon=True)
-        status, text = Status.DONE, ""
-        try:
-            thread.start()
-            yield
-        except BaseException as error:
-            status, text = Status.FAILED, of_error(error)
-            raise
-        finally:
-            with groups.told_of_errors(self._group):
-                ended.set()
-                if thread.ident is not None:  # it was started
-                    thread.join()
-                with contextlib.suppress(*[TpkernelsError] if status is Status.FAILED else []):
-                    if not lost:
-                        self._announce(status, text)
-        if lost:
-            raise lost[0]
 
 
 def _by_name(function: Any, *args: Any, **options: Any) -> dict[str, Any]:

@@ -96,9 +96,9 @@ class Work:
     def run(self) -> Iterator[None]:
         """See `together`."""
         thread = threading.Thread(target=self._rounds, name="tpkernels-together", daemon=True)
-        thread.start()
         status = Status.DONE
         try:
+            thread.start()
             yield
         except BaseException as error:
             status = Status.FAILED
@@ -108,7 +108,10 @@ class Work:
             with groups.told_of_errors(self._group):
                 self._status = status
                 self._ended.set()
-                thread.join()
+                if thread.ident is None:  # it could not be started
+                    self._rounds()
+                else:
+                    thread.join()
         self._raise()
 
 
