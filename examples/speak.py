@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tpkernels.integrations.transformers.completions import Completions
 from tpkernels.integrations.transformers.generator import Generator, Sampling
-from tpkernels.integrations.transformers.loading import load_tokenizer
+from tpkernels.integrations.transformers.loading import load_tokenizer, preload
 from tpkernels.launch import Executor
 
 QUESTION = "Explain in three sentences why the sky is blue."
@@ -64,6 +64,7 @@ def main() -> int:
     chosen = options.parse_args()
     path = chosen.model or smollm2()
     print(f"{path.name}: {chosen.question}")
+    preload()
     answers = [answer(world, path, chosen.question, chosen.tokens) for world in chosen.ranks]
     same = all(each == answers[0] for each in answers)
     print("\nThe same words on each number of ranks." if same else "\nFAIL: the words differ.")

@@ -18,7 +18,7 @@ from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integrations.transformers.completions import Completions
 from tpkernels.integrations.transformers.generator import Generator, Sampling
-from tpkernels.integrations.transformers.loading import load_tokenizer
+from tpkernels.integrations.transformers.loading import load_tokenizer, preload
 from tpkernels.launch.drivers import driving
 
 
@@ -84,6 +84,8 @@ def generate(
         )
         try:
             sampling.check()
+            if not under_torchrun():
+                preload()
             with ThreadPoolExecutor(1) as loading:
                 tokenizer = loading.submit(load_tokenizer, model)
                 with driving(

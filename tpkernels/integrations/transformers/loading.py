@@ -12,7 +12,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
+from tpkernels.launch.rank_process import fork_server
 from tpkernels.nn import pack_
+
+
+def preload() -> None:
+    """Lets ranks that this process starts find transformers imported, which takes each of them
+    seconds otherwise. To be called before the first start."""
+    fork_server(
+        ["transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
+    )
 
 
 def load_model(
