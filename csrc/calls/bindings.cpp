@@ -168,16 +168,23 @@ void bind_shortcut(py::module_& m) {
       py::arg("samples"), py::arg("thread"));
   // (included, excluded, records, key sets of tensors) of each plain state.
   using State = std::tuple<std::uint64_t, std::uint64_t, bool, std::vector<std::uint64_t>>;
+  const auto plain = [](const std::vector<State>& states) {
+    std::vector<PlainState> result;
+    for (const auto& [included, excluded, records, tensors] : states) {
+      result.push_back({{included, excluded}, records, tensors});
+    }
+    return result;
+  };
+  m.def(
+      "make_is_plain",
+      [plain](const std::vector<State>& states) { return make_is_plain(plain(states)); },
+      py::arg("states"));
   m.def(
       "make_shortcut",
-      [](std::shared_ptr<Arguments> arguments, py::object kernel, py::object op,
-         const std::vector<State>& states, std::uint64_t versioned, bool overwrites) {
-        std::vector<PlainState> plain;
-        for (const auto& [included, excluded, records, tensors] : states) {
-          plain.push_back({{included, excluded}, records, tensors});
-        }
-        return make_shortcut(std::move(arguments), std::move(kernel), std::move(op),
-                             std::move(plain), versioned, overwrites);
+      [plain](std::shared_ptr<Arguments> arguments, py::object kernel, py::object op,
+              const std::vector<State>& states, std::uint64_t versioned, bool overwrites) {
+        return make_shortcut(std::move(arguments), std::move(kernel), std::move(op), plain(states),
+                             versioned, overwrites);
       },
       py::arg("arguments"), py::arg("kernel"), py::arg("op"), py::arg("states"),
       py::arg("versioned"), py::arg("overwrites"));

@@ -81,7 +81,29 @@ PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   });
 }
 
+PyObject* answer(PyObject* self, PyObject* args, PyObject*) {
+  const auto& states = state_of<std::vector<PlainState>>(self);
+  return raising([&] {
+    const PlainState* const state = state_of_thread(states);
+    std::uint64_t keys = 0;
+    PyObject** const values = PySequence_Fast_ITEMS(args);
+    const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(args));
+    const bool plain =
+        state &&
+        std::all_of(values, values + count,
+                    [&](PyObject* value) { return is_plain(*state, value, &keys); }) &&
+        (!state->records || !needs_gradient(values, count));
+    return py::object(py::bool_(plain));
+  });
+}
+
 }  // namespace
+
+py::object make_is_plain(std::vector<PlainState> states) {
+  return Callable<std::vector<PlainState>>::make(
+      "tpkernels._C.calls.IsPlain", &answer,
+      std::make_unique<std::vector<PlainState>>(std::move(states)));
+}
 
 py::object make_shortcut(std::shared_ptr<const Arguments> arguments, py::object kernel,
                          py::object op, std::vector<PlainState> states, std::uint64_t versioned,

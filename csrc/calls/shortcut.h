@@ -29,4 +29,7 @@ pybind11::object make_shortcut(std::shared_ptr<const Arguments> arguments, pybin
                                pybind11::object op, std::vector<PlainState> states,
                                std::uint64_t versioned, bool overwrites);
 
+// `is_plain(*values)`: whether all is plain for an op with these arguments.
+pybind11::object make_is_plain(std::vector<PlainState> states);
+
 }  // namespace tpkernels::calls

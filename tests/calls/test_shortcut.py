@@ -18,6 +18,7 @@ from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
 from tpkernels import _C
 from tpkernels.ops import _key_sets
+from tpkernels.ops._shortcut import is_plain
 
 WORLD = 2
 
@@ -221,3 +222,26 @@ def compiled_job(backend: str) -> list[str]:
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     found = any("tpkernels.all_reduce" in target for target in targets)
     return [] if same and found else [f"{same}, {targets}"]
+
+
+def test_what_is_plain() -> None:
+    """What decides whether a local op may be run as a function."""
+    x, parameter = torch.ones(2, 3), torch.nn.Parameter(torch.ones(3, 4))
+    contexts: dict[str, Any] = {
+        "no_grad": torch.no_grad(),
+        "inference": torch.inference_mode(),
+        "dispatch mode": Dispatches(),
+        "function mode": Functions(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "profiler": torch.profiler.profile(),
+    }
+    found = {}
+    for name, context in contexts.items():
+        with context:
+            found[name] = is_plain(x, [parameter.detach()], "name", None)
+    assert found == {name: name in ("no_grad", "inference") for name in contexts}
+    with torch.no_grad():
+        assert is_plain(x, [parameter], None)
+        assert not is_plain(x.as_subclass(Own))
+        assert not is_plain(x, [torch.ones(2, device="meta")])
+    assert is_plain(x, [x]) and not is_plain(x, [parameter])

@@ -104,6 +104,9 @@ def keys_of_tensor(tensor: torch.Tensor) -> int: ...
 def find_key_sets(
     samples: Sequence[tuple[torch.Tensor, int, int]], thread: tuple[int, int]
 ) -> bool: ...
+def make_is_plain(
+    states: Sequence[tuple[int, int, bool, Sequence[int]]],
+) -> Callable[..., bool]: ...
 def make_shortcut(
     arguments: Arguments,
     kernel: Callable[..., Any],

@@ -47,6 +47,13 @@ def local_matmul(
         return _local_matmul(x, w, out, bias)
 
 
+def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
+    if isinstance(w, torch.Tensor) and w.is_mkldnn and x.shape[0] and not profiling():
+        return packed_product(x, w, bias)
+    return local_matmul(x, w, empty((x.shape[0], columns_of(w)), x.dtype, x.device), bias)
+
+
 def _local_matmul(
     x: torch.Tensor, w: Weight, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:

@@ -16,12 +16,12 @@ import torch
 from tpkernels import groups
 from tpkernels.algorithms.shards import as_rows
 from tpkernels.groups import GroupLike
-from tpkernels.local.matmul import local_matmul
-from tpkernels.local.memory import empty
+from tpkernels.local.matmul import new_product
 from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, bias_grads
 from tpkernels.ops._library import bias_list, define_autocast, define_backward, define_local
+from tpkernels.ops._shortcut import is_plain
 
 SCHEMA = "_column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
 
@@ -36,10 +36,8 @@ def _run(
     _check.weights(weights, biases, x, x.shape[-1])
     outs = []
     for i, w in enumerate(weights):
-        out = empty((*x.shape[:-1], columns_of(w)), x.dtype, x.device)
         bias = biases[i] if biases is not None and biases[i].numel() else None
-        local_matmul(as_rows(x), w, as_rows(out), bias)
-        outs.append(out)
+        outs.append(new_product(as_rows(x), w, bias).view(*x.shape[:-1], columns_of(w)))
     return outs
 
 
@@ -94,7 +92,8 @@ def column_matmul(
 ) -> list[torch.Tensor]:
     """``x @ w_i + bias_i`` for weights [K, N_i] of this rank, x [..., K] being the same on all
     ranks of ``group``, over which the gradient of x is summed. Raises what the ops raise."""
-    outs: list[torch.Tensor] = torch.ops.tpkernels._column_matmul.default(
-        x, list(weights), groups.name_of(group), bias_list(x, biases)
-    )
+    given = list(weights), groups.name_of(group), bias_list(x, biases)
+    if is_plain(x, *given):
+        return _run(x, *given)
+    outs: list[torch.Tensor] = torch.ops.tpkernels._column_matmul.default(x, *given)
     return outs

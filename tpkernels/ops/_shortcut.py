@@ -10,6 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tpkernels import _C
+from tpkernels.local.ranges import profiling
 from tpkernels.ops._arguments import arguments_of
 from tpkernels.ops._key_sets import key_set, keys_of_thread, outside_modes
 from tpkernels.ops._library import kernel_of
@@ -35,6 +36,13 @@ def _plain_states() -> list[_State]:
 
 
 _STATES = outside_modes(_plain_states)
+_is_plain = _C.calls.make_is_plain(_STATES)
+
+
+def is_plain(*values: Any) -> bool:
+    """Whether the dispatcher has nothing to do for an op with these arguments: it may be run as a
+    function. Lists are looked into."""
+    return not is_dynamo_compiling() and not profiling() and _is_plain(*values)
 
 
 def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
