@@ -1,0 +1,127 @@
+"""The process that starts the ranks of ``tpkernels serve``, watches them and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from tpkernels.bench.options import UsageError
+from tpkernels.integrations.transformers.serving import rank
+from tpkernels.launch import Outcome, RankError, Ranks
+
+_LOOK_S = 0.5  # between two looks at the ranks
+_FAILED_S = 10.0  # for rank 0 to answer its clients after a rank has failed
+_LEAVE_S = 15.0  # for rank 0 to end, in addition to the grace for its clients
+
+
+def serve(options: rank.Options, *, ranks: int, threads: int, host: str, port: int) -> None:
+    """Serves until SIGINT or SIGTERM, on which running requests get ``options.grace`` seconds. A
+    second signal ends everything at once.
+
+    Raises:
+        UsageError: the address cannot be used.
+        RankError: a rank failed.
+        KeyboardInterrupt: the second signal.
+    """
+    with (
+        _bound(host, port) as listener,
+        _blocked(signal.SIGTERM) as unblock,
+        Ranks(ranks, threads=threads, shared=listener) as started,
+        _Stopping(started) as stopping,
+    ):
+        listener.close()
+        unblock()
+        started.submit(rank.run_rank, options)
+        outcomes = _watch(started, stopping, options.grace)
+        failed = [one for one in outcomes if not (one.ok or _stopped(one, stopping))]
+        if failed:
+            failed.sort(key=lambda one: one.exitcode is None)  # what died, then what noticed
+            parts = [f"serve failed on {len(failed)} of {ranks} ranks"]
+            raise RankError("\n\n".join([*parts, *map(started.describe, failed)]), outcomes)
+
+
+@contextlib.contextmanager
+def _blocked(sign: signal.Signals) -> Iterator[Callable[[], object]]:
+    """In the block, until what it yields is called, a signal waits.
+
+    A supervisor may send SIGTERM to all processes that it started. It must not end the fork server,
+    nor ranks other than 0: they inherit the mask.
+    """
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {sign})
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {sign})
+    try:
+        yield unblock
+    finally:
+        unblock()
+
+
+def _watch(ranks: Ranks, stopping: _Stopping, grace: float) -> list[Outcome]:
+    """The outcomes, once all ranks have ended or have had the time to."""
+    deadline = None
+    while True:
+        outcomes = ranks.collect(_LOOK_S)
+        late = [one for one in outcomes if one.timed_out]
+        if not late:
+            return outcomes
+        now = time.monotonic()
+        if len(late) < len(outcomes) or stopping.asked:
+            allowed = grace + _LEAVE_S if stopping.asked else _FAILED_S
+            deadline = deadline or now + allowed
+        if deadline is not None and now > deadline:
+            return outcomes
+
+
+def _stopped(outcome: Outcome, stopping: _Stopping) -> bool:
+    """Ended by the signal before it had begun to serve."""
+    return stopping.asked and outcome.rank == 0 and outcome.exitcode == -signal.SIGTERM
+
+
+class _Stopping:
+    """In the block, SIGINT and SIGTERM are passed on to rank 0."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._rank_0 = ranks.pids[0]
+        self.asked = False
+
+    def __enter__(self) -> _Stopping:
+        self._before = {
+            each: signal.signal(each, self._ask) for each in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, before in self._before.items():
+            signal.signal(each, before)
+
+    def _ask(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._rank_0, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket bound to an address, before anything slow begins."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"--host is {host}: {error.strerror or error}") from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        yield listener
