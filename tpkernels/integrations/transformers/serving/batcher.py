@@ -3,9 +3,9 @@
 Problem: the manager generates in a thread of its own; HTTP requests live in an event loop. A client
 may hang up at any moment, read slowly, or never; the generation may fail or be stopped.
 
-Sync: the thread hands its outputs to the loop (`_Router`). All else here runs in the loop, so no
-state is shared. An output has all tokens so far, and of each request only the latest is kept: a
-client that reads slowly costs no memory.
+Sync: the thread hands its outputs to the loop (`outputs.ToLoop`). All else here runs in the loop,
+so no state is shared. An output has all tokens so far, and of each request only the latest is kept:
+a client that reads slowly costs no memory.
 
 Invariant: a request is in `_live` until its last output has come, or it was cancelled. An output of
 a request that is not in `_live` cancels it once more: transformers forgets a cancellation that
@@ -15,16 +15,14 @@ overtakes its request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
-
 from tpkernels.integrations.transformers.serving.metrics import Metrics
+from tpkernels.integrations.transformers.serving.outputs import ToLoop
 from tpkernels.integrations.transformers.serving.replies import ApiError, Usage
 from tpkernels.integrations.transformers.serving.requests import Sampling
 from tpkernels.integrations.transformers.serving.text import TextStream
@@ -68,7 +66,7 @@ class Batcher:
 
     def start(self) -> None:
         """Starts the generation; called in the event loop."""
-        self._manager.output_router = _Router(self)
+        self._manager.output_router = ToLoop(self.receive)
         self._manager.start()
 
     def failure(self) -> str | None:
@@ -209,18 +207,3 @@ class Answer:
     def close(self) -> None:
         """Cancels the request unless it has ended. Idempotent."""
         self._batcher.forget(self._name)
-
-
-class _Router(OutputRouter):
-    """Hands outputs to the event loop. transformers' own keeps those that nobody asks for."""
-
-    def __init__(self, batcher: Batcher) -> None:
-        super().__init__()
-        self._batcher, self._loop = batcher, asyncio.get_running_loop()
-
-    def deliver(self, output: Any) -> None:
-        self.deliver_batch([output])
-
-    def deliver_batch(self, outputs: list[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all requests
-            self._loop.call_soon_threadsafe(self._batcher.receive, outputs)

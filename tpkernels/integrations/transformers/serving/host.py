@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 
 from tpkernels.bench.options import UsageError
 from tpkernels.integrations.transformers.serving import rank
@@ -15,6 +17,7 @@ from tpkernels.launch import Outcome, RankError, Ranks
 
 _LOOK_S = 0.5  # between two looks at the ranks
 _FAILED_S = 10.0  # for rank 0 to answer its clients after a rank has failed
+_FOLLOW_S = 2.0  # for the other ranks to end after rank 0
 _LEAVE_S = 15.0  # for rank 0 to end, in addition to the grace for its clients
 
 
@@ -55,6 +58,7 @@ def _blocked(sign: signal.Signals) -> Iterator[Callable[[], object]]:
     def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {sign})
 
+    resource_tracker.ensure_running()  # the fork server starts it, and it would unblock SIGTERM
     signal.pthread_sigmask(signal.SIG_BLOCK, {sign})
     try:
         yield unblock
@@ -64,17 +68,16 @@ def _blocked(sign: signal.Signals) -> Iterator[Callable[[], object]]:
 
 def _watch(ranks: Ranks, stopping: _Stopping, grace: float) -> list[Outcome]:
     """The outcomes, once all ranks have ended or have had the time to."""
-    deadline = None
+    deadline = math.inf
     while True:
         outcomes = ranks.collect(_LOOK_S)
-        late = [one for one in outcomes if one.timed_out]
-        if not late:
-            return outcomes
+        late = [one.rank for one in outcomes if one.timed_out]
         now = time.monotonic()
-        if len(late) < len(outcomes) or stopping.asked:
-            allowed = grace + _LEAVE_S if stopping.asked else _FAILED_S
-            deadline = deadline or now + allowed
-        if deadline is not None and now > deadline:
+        if len(late) < ranks.world:
+            deadline = min(deadline, now + (_FAILED_S if 0 in late else _FOLLOW_S))
+        elif stopping.asked:
+            deadline = min(deadline, now + grace + _LEAVE_S)
+        if not late or now > deadline:
             return outcomes
 
 

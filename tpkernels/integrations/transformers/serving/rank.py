@@ -66,7 +66,10 @@ def run_rank(options: Options, shared: socket.socket) -> None:
     if first:
         asyncio.run(_serve(options, model, tokenizer, manager, shared))
     else:
+        from tpkernels.integrations.transformers.serving.outputs import Nowhere
+
         shared.close()
+        manager.output_router = Nowhere()
         manager.start()
         manager.join(time.perf_counter())
     error = manager.background_thread_status.fatal_error

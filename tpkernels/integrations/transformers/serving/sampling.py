@@ -20,7 +20,6 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.logits_process import LogitsProcessorList
 
-
 _Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
