@@ -206,7 +206,8 @@ def _handle_errors(app: FastAPI) -> None:
     async def malformed(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return reply(ApiError(400, f"{where}: {first['msg']}".lstrip(": "), param=where or None))
+        what = first["msg"].removeprefix("Value error, ")
+        return reply(ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None))
 
     @app.exception_handler(HTTPException)
     async def of_http(_: Request, error: HTTPException) -> Response:

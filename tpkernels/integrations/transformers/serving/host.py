@@ -13,8 +13,15 @@ from multiprocessing import resource_tracker
 
 from tpkernels.bench.options import UsageError
 from tpkernels.integrations.transformers.serving import rank
-from tpkernels.launch import Outcome, RankError, Ranks
+from tpkernels.launch import Outcome, RankError, Ranks, fork_server
 
+_PRELOAD = [
+    "transformers.generation.continuous_batching",
+    "transformers.modeling_utils",
+    "tpkernels.integrations.transformers.serving.rank",
+    "fastapi",
+    "uvicorn",
+]
 _LOOK_S = 0.5  # between two looks at the ranks
 _FAILED_S = 10.0  # for rank 0 to answer its clients after a rank has failed
 _FOLLOW_S = 2.0  # for the other ranks to end after rank 0
@@ -33,6 +40,7 @@ def serve(options: rank.Options, *, ranks: int, threads: int, host: str, port: i
     with (
         _bound(host, port) as listener,
         _blocked(signal.SIGTERM) as unblock,
+        _preload(),
         Ranks(ranks, threads=threads, shared=listener) as started,
         _Stopping(started) as stopping,
     ):
@@ -40,8 +48,8 @@ def serve(options: rank.Options, *, ranks: int, threads: int, host: str, port: i
         unblock()
         started.submit(rank.run_rank, options)
         outcomes = _watch(started, stopping, options.grace)
-        failed = [one for one in outcomes if not (one.ok or _stopped(one, stopping))]
-        if failed:
+        failed = [one for one in outcomes if not one.ok]
+        if failed and not _stopped(outcomes, stopping):
             failed.sort(key=lambda one: one.exitcode is None)  # what died, then what noticed
             parts = [f"serve failed on {len(failed)} of {ranks} ranks"]
             raise RankError("\n\n".join([*parts, *map(started.describe, failed)]), outcomes)
@@ -66,6 +74,13 @@ def _blocked(sign: signal.Signals) -> Iterator[Callable[[], object]]:
         unblock()
 
 
+@contextlib.contextmanager
+def _preload() -> Iterator[None]:
+    """Has the fork server import what takes seconds, once for all ranks."""
+    fork_server(_PRELOAD)
+    yield
+
+
 def _watch(ranks: Ranks, stopping: _Stopping, grace: float) -> list[Outcome]:
     """The outcomes, once all ranks have ended or have had the time to."""
     deadline = math.inf
@@ -81,9 +96,9 @@ def _watch(ranks: Ranks, stopping: _Stopping, grace: float) -> list[Outcome]:
             return outcomes
 
 
-def _stopped(outcome: Outcome, stopping: _Stopping) -> bool:
-    """Ended by the signal before it had begun to serve."""
-    return stopping.asked and outcome.rank == 0 and outcome.exitcode == -signal.SIGTERM
+def _stopped(outcomes: list[Outcome], stopping: _Stopping) -> bool:
+    """Whether the signal ended rank 0 before it had begun to serve; the others fail without it."""
+    return stopping.asked and outcomes[0].exitcode == -signal.SIGTERM
 
 
 class _Stopping:
