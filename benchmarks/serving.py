@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--variants", type=int, default=2, help="of each question")
     parser.add_argument("--option", action="append", default=[], help="for serve; repeatable")
     args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with server(args) as (process, url):
         clients = Clients(url, args)
         asyncio.run(load(clients, args, process.pid))

@@ -162,6 +162,30 @@ def test_bodies_that_are_no_object(http: TestClient, path: str, content: bytes) 
     refused(http.post(path, content=content, headers={"content-type": "application/json"}))
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "\ud800"}),
+        ("/v1/completions", {"stop": "a\udfff"}),
+        ("/v1/completions", {"\ud800": 1}),
+        ("/v1/completions", {"x" * 10_000: 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+        ),
+    ],
+)
+def test_half_a_character(http: TestClient, path: str, fields: dict[str, Any]) -> None:
+    """JSON can have text that is no UTF-8."""
+    content = json.dumps({**GOOD[path], **fields})
+    reply = http.post(path, content=content, headers={"content-type": "application/json"})
+    assert len(refused(reply)["message"]) < 1100
+    other = json.dumps({**GOOD[path], "model": "\ud800"})
+    reply = http.post(path, content=other, headers={"content-type": "application/json"})
+    assert reply.status_code in (400, 404)
+
+
 def test_json_must_be_declared(http: TestClient) -> None:
     """A web page may send text to a server on its reader's machine, but not JSON."""
     content = json.dumps(GOOD["/v1/completions"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Batcher:
         self._manager, self._tokenizer, self._end_tokens = manager, tokenizer, end_tokens
         self._most, self._timeout, self._metrics = most, timeout, metrics
         self._live: dict[str, Answer] = {}
+        self._reported: str | None = None
         self._names = map("request-{}".format, itertools.count())
         metrics.watch(running=lambda: self._count(True), waiting=lambda: self._count(False))
 
@@ -121,6 +123,12 @@ class Batcher:
             elif not output.is_finished():
                 self._manager.cancel_request(output.request_id)
 
+    def report(self, error: str) -> None:
+        """Logs why requests have failed, once if it is the same for all."""
+        if error != self._reported:
+            logging.getLogger("uvicorn.error").error("requests have failed: %s", error)
+        self._reported = error
+
     def text_of(self, sampling: Sampling) -> TextStream:
         return TextStream(self._tokenizer, sampling.stop, self._end_tokens)
 
@@ -166,6 +174,7 @@ class Answer:
             self._latest, self.tokens = now, output.generated_tokens
         if output.error is not None:
             self._error = output.error
+            self._batcher.report(output.error)
         self._finished = output.is_finished()
         self._arrived.set()
 

@@ -8,7 +8,10 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from tpkernels.text import short
+
 DONE = "data: [DONE]\n\n"
+_MOST_MESSAGE, _MOST_PARAM = 1000, 100  # characters; what clients sent may be quoted in them
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -25,7 +28,9 @@ class ApiError(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message = _sendable(message, _MOST_MESSAGE)
+        self.param = None if param is None else _sendable(param, _MOST_PARAM)
 
     def body(self) -> dict[str, Any]:
         """The JSON of the reply."""
@@ -34,6 +39,11 @@ class ApiError(Exception):
         )
         content = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": content}
+
+
+def _sendable(text: str, most: int) -> str:
+    """Text of a request in UTF-8: JSON can have halves of characters."""
+    return short(text, most).encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,24 @@ def _only(*neutral: Any) -> Callable[[Any], Any]:
     return check
 
 
+def _whole_characters(text: str) -> str:
+    """JSON can have halves of characters, which tokenizers do not take. pydantic takes them where a
+    text is one of several kinds of values."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("a character is incomplete: half of a surrogate pair") from error
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_whole_characters)]
 _Unsupported = Annotated[Any, AfterValidator(_only())]
 _Zero = Annotated[Any, AfterValidator(_only(0))]
 _One = Annotated[Any, AfterValidator(_only(1))]
 _No = Annotated[Any, AfterValidator(_only(False))]
 _Empty = Annotated[Any, AfterValidator(_only({}, []))]
-_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+_Stop = Annotated[_Text, Field(min_length=1, max_length=1024)]
 
 
 class _Strict(BaseModel):
@@ -133,7 +145,7 @@ class Request(_Strict):
 class CompletionRequest(Request):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | list[StrictInt]
+    prompt: _Text | list[StrictInt]
     echo: _No = None
     best_of: _One = None
     logprobs: _Unsupported = None
@@ -156,15 +168,15 @@ class TextPart(_Strict):
     """A piece of a message."""
 
     type: Literal["text"]
-    text: str
+    text: _Text
 
 
 class Message(_Strict):
     """One turn of a chat, as the model's template gets it."""
 
-    role: str = Field(max_length=64)
-    content: str | list[TextPart]
-    name: str | None = None
+    role: _Text = Field(max_length=64)
+    content: _Text | list[TextPart]
+    name: _Text | None = None
 
     def for_template(self) -> dict[str, str]:
         """The message with its content as one text."""
