@@ -5,7 +5,7 @@ its prompt gets alone, some clients hanging up, and the memory of the ranks.
 
 Prompts are chats of different lengths, answered greedily, half of them as streams. One request in
 eight is a stream whose client hangs up after a few pieces. The model is a folder or a GGUF file.
-Memory is VmRSS of a rank (/proc/PID/status), 10 s into the load and at its end.
+Memory is VmRSS of a rank (/proc/PID/status), every 10 s and at the end.
 """
 
 from __future__ import annotations
@@ -152,13 +152,14 @@ async def load(clients: Clients, args: argparse.Namespace, driver: int) -> None:
     tokens = sum(tokens for _, tokens in clients.alone.values())
     print(f"one at a time: {len(clients.alone)} prompts, {tokens / took:.1f} tokens/s")
 
-    async def early_memory() -> None:
-        await asyncio.sleep(10)
-        print("memory of the ranks after 10 s, MiB:", memory(driver))
+    async def watch_memory() -> None:
+        for second in range(10, int(args.seconds) + 1, 10):
+            await asyncio.sleep(begin + second - time.monotonic())
+            print(f"memory of the ranks after {second} s, MiB:", memory(driver))
 
     begin = time.monotonic()
     await asyncio.gather(
-        early_memory(), *(clients.client(begin + args.seconds, i) for i in range(args.clients))
+        watch_memory(), *(clients.client(begin + args.seconds, i) for i in range(args.clients))
     )
     took = time.monotonic() - begin
     print(f"memory of the ranks after {took:.0f} s, MiB:", memory(driver))
