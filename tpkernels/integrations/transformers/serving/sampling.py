@@ -72,7 +72,7 @@ def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keeps the most likely tokens up to the first at which their probability reaches ``top_p``."""
     ordered, order = scores.softmax(dim=1).sort(dim=1, descending=True)
     before = ordered.cumsum(dim=1) - ordered
-    dropped = (before >= top_p).scatter(1, order, before >= top_p)
+    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, before >= top_p)
     dropped.scatter_(1, order[:, :1], False)
     return scores.masked_fill(dropped, -torch.inf)
 
