@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from tpkernels.cli import bench, compare, demo, explain, generate, info, profile, shard, tune
+from tpkernels.cli import bench, compare, demo, explain, generate, info, profile, serve, shard, tune
 
 app = typer.Typer(
     help="Fused communication and compute for tensor parallelism in PyTorch.",
@@ -24,6 +24,7 @@ app.command()(tune.tune)
 app.command()(explain.explain)
 app.command()(shard.shard)
 app.command()(generate.generate)
+app.command()(serve.serve)
 # Everything after the script belongs to the script, including options.
 app.command(context_settings={"allow_interspersed_args": False})(profile.profile)
 

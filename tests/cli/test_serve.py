@@ -1,0 +1,80 @@
+"""``tpkernels serve``: what is refused before a rank starts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tpkernels.cli import app
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that starts would make a test of refusals slow, and pass."""
+    from tpkernels.integrations.transformers.serving import host
+
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(host, "Ranks", start)
+    monkeypatch.setattr(host, "fork_server", lambda *_: None)
+
+
+def refused(*args: object) -> str:
+    result = CliRunner().invoke(app, ["serve", *map(str, args)])
+    assert result.exit_code == 2, result.output or result.exception
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--tp", 0), "--tp is 0; it must be at least 1"),
+        (("--threads", 5000), "--threads is 5000; it must be at most 1024"),
+        (("--max-requests", 0), "--max-requests is 0"),
+        (("--max-waiting", -1), "--max-waiting is -1"),
+        (("--max-length", 1), "--max-length is 1; it must be at least 2"),
+        (("--cache-tokens", 0), "--cache-tokens is 0"),
+        (("--request-timeout", 0), "--request-timeout is 0"),
+        (("--grace", -1), "--grace is -1"),
+        (("--port", 65536), "--port is 65536; it must be 0 to 65535"),
+        (("--dtype", "int3"), "unknown dtype 'int3'"),
+        (("--api-key", ""), "the API key is empty"),
+        (("--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
+    ],
+)
+def test_bad_options(tmp_path: Path, args: tuple[object, ...], message: str) -> None:
+    assert message in refused("--model", tmp_path, "--port", 0, *args)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    assert "there is no" in refused("--model", tmp_path / "nothing")
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refused("--model", tmp_path, "--port", port)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in message
+
+
+def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "without torchrun" in refused("--model", tmp_path)
+
+
+def test_an_empty_key_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPKERNELS_API_KEY", "")
+    result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path / "nothing")])
+    assert result.exit_code == 2

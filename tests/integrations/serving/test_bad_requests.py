@@ -1,0 +1,228 @@
+"""Requests that are refused: the status, and what the message names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import served
+from tests.support.fake_manager import FakeManager
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from starlette.testclient import TestClient
+
+from tests.support.serving import LENGTH, NAME, client, service, tokens_of
+
+MESSAGES = [{"role": "user", "content": "a"}]
+GOOD = {
+    "/v1/completions": {"model": NAME, "prompt": "a"},
+    "/v1/chat/completions": {"model": NAME, "messages": MESSAGES},
+}
+BOTH = {
+    "temperature": [-1, 2.5, "hot", [], {}],
+    "top_p": [0, 1.1, "most"],
+    "top_k": [-2, 1.5, 1 << 31],
+    "max_tokens": [0, -1, 1.5, "many", 10**30, LENGTH],
+    "stop": ["", ["a"] * 5, [""], [1], 7, "x" * 2000],
+    "stream": ["perhaps", 3],
+    "stream_options": [{"include_usage": True}, {"other": 1}, 5],
+    "seed": [1],
+    "n": [2, 0],
+    "presence_penalty": [0.5],
+    "frequency_penalty": [-1],
+    "logit_bias": [{"5": 100}],
+    "unheard_of": [1],
+    "model": [None, 5, ["a"]],
+}
+OWN = {
+    "/v1/completions": {
+        "prompt": [
+            "",
+            [],
+            ["a", "b"],
+            [[1, 2]],
+            [1.5],
+            [True],
+            [-1],
+            [47],
+            [10**30],
+            5,
+            None,
+            "a" * LENGTH,
+            [5] * LENGTH,
+        ],
+        "echo": [True],
+        "best_of": [2],
+        "logprobs": [0, 5],
+        "suffix": ["b"],
+        "messages": [MESSAGES],
+    },
+    "/v1/chat/completions": {
+        "messages": [
+            [],
+            "a",
+            [{"role": "user"}],
+            [{"content": "a"}],
+            [{"role": "robot", "content": "a"}],
+            [{"role": "user", "content": "a" * LENGTH}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            [{"role": "user", "content": "a", "tool_calls": []}],
+        ],
+        "max_completion_tokens": [0, LENGTH],
+        "logprobs": [True],
+        "top_logprobs": [2],
+        "tools": [[{"type": "function", "function": {"name": "f"}}]],
+        "tool_choice": ["required"],
+        "response_format": [{"type": "json_object"}],
+        "prompt": ["a"],
+    },
+}
+CASES = [
+    (path, field, value)
+    for path, own in OWN.items()
+    for field, values in {**BOTH, **own}.items()
+    for value in values
+]
+
+
+@pytest.fixture(scope="module")
+def manager() -> FakeManager:
+    return FakeManager(tokens_of("b"))
+
+
+@pytest.fixture(scope="module")
+def http(manager: FakeManager) -> Iterator[TestClient]:
+    with client(service(manager)) as http:
+        yield http
+
+
+def refused(reply: Any, status: int = 400) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+def test_bad_fields(http: TestClient, manager: FakeManager) -> None:
+    """One test for all: most take a millisecond."""
+    wrong = []
+    for path, field, value in CASES:
+        reply = http.post(path, json={**GOOD[path], field: value})
+        named = reply.json().get("error", {}).get("param") or ""
+        if reply.status_code != 400 or named.split(".")[0] not in (field, "max_tokens"):
+            wrong.append(f"{path} {field}={value!r}: {reply.status_code} {reply.text[:200]}")
+    assert not wrong, "\n".join(wrong)
+    assert not manager.added
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_fields_that_change_nothing_are_taken(http: TestClient, path: str) -> None:
+    neutral = {
+        "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "logprobs": None,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "seed": 5,
+        "temperature": 0.0,
+        "top_k": -1,
+        "stop": [],
+        "stream_options": None,
+    }
+    reply = http.post(path, json={**GOOD[path], **neutral})
+    assert reply.status_code == 200, reply.text
+
+
+def test_messages_say_what_to_do(http: TestClient) -> None:
+    def message(path: str, **fields: Any) -> str:
+        return str(refused(http.post(path, json={**GOOD[path], **fields}))["message"])
+
+    assert "temperature 0" in message("/v1/completions", seed=1)
+    assert "at most 4" in message("/v1/completions", stop=["a"] * 5)
+    assert f"room for {LENGTH - 1} tokens" in message("/v1/completions", max_tokens=LENGTH)
+    assert f"{LENGTH + 5} tokens" in message("/v1/completions", prompt="a" * (LENGTH + 5))
+    assert "which role?" in message("/v1/chat/completions", messages=[{**MESSAGES[0], "role": "x"}])
+    assert "or pass 1" in message("/v1/completions", n=3)
+
+
+@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000],
+)
+def test_bodies_that_are_no_object(http: TestClient, path: str, content: bytes) -> None:
+    refused(http.post(path, content=content, headers={"content-type": "application/json"}))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "\ud800"}),
+        ("/v1/completions", {"stop": "a\udfff"}),
+        ("/v1/completions", {"\ud800": 1}),
+        ("/v1/completions", {"x" * 10_000: 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+        ),
+    ],
+)
+def test_half_a_character(http: TestClient, path: str, fields: dict[str, Any]) -> None:
+    """JSON can have text that is no UTF-8."""
+    content = json.dumps({**GOOD[path], **fields})
+    reply = http.post(path, content=content, headers={"content-type": "application/json"})
+    assert len(refused(reply)["message"]) < 1100
+    other = json.dumps({**GOOD[path], "model": "\ud800"})
+    reply = http.post(path, content=other, headers={"content-type": "application/json"})
+    assert reply.status_code in (400, 404)
+
+
+def test_json_must_be_declared(http: TestClient) -> None:
+    """A web page may send text to a server on its reader's machine, but not JSON."""
+    content = json.dumps(GOOD["/v1/completions"])
+    refused(http.post("/v1/completions", content=content, headers={"content-type": "text/plain"}))
+
+
+def test_other_models_paths_and_methods(http: TestClient) -> None:
+    for path, good in GOOD.items():
+        assert refused(http.post(path, json={**good, "model": "x"}), 404)["param"] == "model"
+        refused(http.get(path), 405)
+    refused(http.get("/v1/nothing"), 404)
+    refused(http.get("/docs"), 404)
+
+
+def test_a_large_body() -> None:
+    with client(service(FakeManager([]), most_bytes=1000)) as http:
+        for content in (b"x" * 1001, iter([b"x" * 600] * 2)):
+            reply = http.post("/v1/completions", content=content)
+            assert "1000 bytes" in refused(reply, 413)["message"]
+
+
+def test_a_model_without_a_template() -> None:
+    with client(service(FakeManager(tokens_of("b")), template=None)) as http:
+        reply = http.post("/v1/chat/completions", json=GOOD["/v1/chat/completions"])
+        assert "/v1/completions" in refused(reply)["message"]
+        assert http.post("/v1/completions", json=GOOD["/v1/completions"]).status_code == 200
+
+
+def test_a_tokenizer_that_is_not_fast() -> None:
+    from tpkernels.integrations.transformers.serving.prompts import Prompts
+
+    with pytest.raises(ValueError, match=r"is not a fast tokenizer; copy a tokenizer\.json"):
+        Prompts(object(), vocabulary=5, most=5)
+
+
+def test_the_fixture_serves(http: TestClient) -> None:
+    """The refusals above would pass if it refused all."""
+    for path, good in GOOD.items():
+        assert http.post(path, json=good).status_code == 200
+    assert served.tokenizer(None).chat_template is None

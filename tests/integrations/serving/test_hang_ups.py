@@ -1,0 +1,151 @@
+"""Clients that go away, and a generation that fails: what becomes of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.fake_manager import FakeManager
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from tests.support.serving import NAME, app_of, service, tokens_of
+from tpkernels.integrations.transformers.serving.app import Service
+
+LONG = "abcdefghij" * 4
+
+
+class Client:
+    """One connection to the app, which the test can cut."""
+
+    def __init__(self, app: Any, *, reads: bool = True, **fields: Any) -> None:
+        body = {"model": NAME, "prompt": "a", "max_tokens": 40, **fields}
+        self.cut, self.reads = asyncio.Event(), asyncio.Event()
+        if reads:
+            self.reads.set()
+        self.sent: list[Any] = []
+        self._body: bytes | None = json.dumps(body).encode()
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            # uvicorn's: Starlette then listens for the end of the connection.
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }
+        self.done = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.cut.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        await self.reads.wait()
+        self.sent.append(message)
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def metric(what: Service, name: str) -> float:
+    for line in what.batcher.metrics.text().decode().splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.split()[1])
+    return 0.0
+
+
+async def hang_up(stream: bool, **options: Any) -> None:
+    manager = FakeManager(tokens_of(LONG), held=True, before_hold=3, **options)
+    what = service(manager)
+    what.batcher.start()
+    client = Client(app_of(what), stream=stream)
+    await until(lambda: metric(what, "tpkernels_requests_running") == 1)
+    if stream:
+        await until(lambda: "a" in client.text)
+    client.cut.set()
+    await asyncio.wait_for(client.done, 10)
+    assert set(manager.cancelled) == {"request-0"}
+    assert metric(what, "tpkernels_requests_running") == 0
+    assert metric(what, 'tpkernels_requests_total{status="499"}') == 1
+    if manager.forgetful:
+        # transformers went on: its next output cancels the request once more.
+        manager.held = False
+        await until(lambda: len(manager.cancelled) >= 2)
+    # The place is free, and the others are served.
+    manager.held = False
+    other = Client(app_of(what), stream=stream)
+    await asyncio.wait_for(other.done, 10)
+    assert metric(what, 'tpkernels_requests_total{status="200"}') == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_hangs_up(stream: bool) -> None:
+    asyncio.run(hang_up(stream))
+
+
+def test_a_lost_cancellation_is_repeated() -> None:
+    asyncio.run(hang_up(True, forgetful=True))
+
+
+async def slow_reader() -> None:
+    manager = FakeManager(tokens_of(LONG))
+    what = service(manager, most=1)
+    what.batcher.start()
+    slow = Client(app_of(what), reads=False, stream=True)
+    await until(
+        lambda: metric(what, "tpkernels_generated_tokens_total") == len(tokens_of(LONG)) - 1
+    )
+    assert not slow.done.done()
+    other = Client(app_of(what))
+    await asyncio.wait_for(other.done, 10)
+    assert other.sent[0]["status"] == 200
+    slow.reads.set()
+    await asyncio.wait_for(slow.done, 10)
+    pieces = [json.loads(line[6:]) for line in slow.text.split("\n\n")[:-2]]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == LONG
+
+
+def test_a_slow_reader_holds_no_place() -> None:
+    """The manager is done with its request long before the client has read the answer."""
+    asyncio.run(slow_reader())
+
+
+async def failing() -> None:
+    manager = FakeManager(tokens_of(LONG), held=True, before_hold=3)
+    what = service(manager)
+    what.batcher.start()
+    app = app_of(what)
+    clients = [Client(app, stream=stream) for stream in (False, True)]
+    await until(lambda: metric(what, "tpkernels_requests_running") == 2)
+    await until(lambda: "a" in clients[1].text)
+    manager.background_thread_status.fatal_error = RuntimeError("a rank died")
+    assert what.batcher.failure() == "RuntimeError: a rank died"
+    what.batcher.fail("a rank died")
+    for client in clients:
+        await asyncio.wait_for(client.done, 10)
+        assert "the generation failed" in client.text
+    assert clients[0].sent[0]["status"] == 500
+    assert clients[1].text.endswith("data: [DONE]\n\n")
+    late = Client(app)
+    await asyncio.wait_for(late.done, 10)
+    assert late.sent[0]["status"] == 503
+
+
+def test_a_generation_that_fails_ends_all_answers() -> None:
+    asyncio.run(failing())

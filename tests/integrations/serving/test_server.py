@@ -1,0 +1,158 @@
+"""``tpkernels serve`` as its users run it: two ranks, real sockets, the openai client and curl."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import served
+
+transformers = pytest.importorskip("transformers")
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx2")
+pytest.importorskip("uvicorn")
+
+pytestmark = pytest.mark.thorough
+PROMPTS = [f"the number is {i} and so on" for i in range(16)]
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served.folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[served.Server]:
+    """A cache so small that requests must wait for one another, and be begun anew."""
+    with served.server(folder, "--cache-tokens", 256, "--max-requests", 8) as running:
+        yield running
+        code = running.stop()
+        assert code == 0, running.output()
+        assert running.output().count("\n") == 1, running.output()  # where it serves, and no more
+
+
+@pytest.fixture(scope="module")
+def greedy(folder: Path) -> list[str]:
+    """The answers of the unsharded model, each prompt alone."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = served.tokenizer()
+    texts = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
+        got = model.generate(tokens, max_new_tokens=NEW, do_sample=False, eos_token_id=2)
+        texts.append(tokenizer.decode(got[0, tokens.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def client(server: served.Server) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+def body(server: served.Server, **fields: Any) -> dict[str, Any]:
+    return {"model": server.name, "prompt": PROMPTS[0], "temperature": 0, **fields}
+
+
+def test_greedy_answers_are_those_of_one_rank(
+    server: served.Server, client: Any, greedy: list[str]
+) -> None:
+    def ask(prompt: str) -> str:
+        fields = body(server, prompt=prompt, max_tokens=NEW)
+        return str(client.completions.create(**fields).choices[0].text)
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(ask, PROMPTS)) == greedy
+    assert len(set(greedy)) > 8  # or a mix-up would not be seen
+
+
+def test_the_openai_client(server: served.Server, client: Any, greedy: list[str]) -> None:
+    assert [model.id for model in client.models.list()] == [server.name]
+    pieces = client.completions.create(**body(server, max_tokens=NEW), stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == greedy[0]
+
+    chat = {"model": server.name, "messages": [{"role": "user", "content": "how are you?"}]}
+    whole = client.chat.completions.create(**chat, temperature=0, max_tokens=NEW)
+    chunks = list(
+        client.chat.completions.create(
+            **chat,
+            temperature=0,
+            max_tokens=NEW,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert streamed == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
+
+
+def test_sampling_differs(server: served.Server, client: Any) -> None:
+    """Without a temperature, answers are drawn."""
+    fields = {**body(server, max_tokens=NEW), "temperature": 1.0, "top_p": 0.9}
+    texts = {client.completions.create(**fields).choices[0].text for _ in range(4)}
+    assert len(texts) > 1
+
+
+def test_errors_of_the_openai_client(server: served.Server, client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+        client.completions.create(**body(server, prompt=""))
+    with pytest.raises(openai.BadRequestError, match="n: not supported"):
+        client.completions.create(**body(server, n=2))
+    with pytest.raises(openai.BadRequestError, match=f"there may be {served.LENGTH}"):
+        client.completions.create(**body(server, prompt="a" * 1000))
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.completions.create(**body(server, model="other"))
+
+
+def curl(*args: str) -> str:
+    command = ["curl", "--silent", "--show-error", "--max-time", "60", *args]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl(server: served.Server, greedy: list[str]) -> None:
+    data = json.dumps(body(server, max_tokens=NEW))
+    kind = "content-type: application/json"
+    whole = json.loads(curl(f"{server.url}/v1/completions", "-H", kind, "-d", data))
+    assert whole["choices"][0]["text"] == greedy[0]
+    data = json.dumps(body(server, max_tokens=NEW, stream=True))
+    stream = curl(f"{server.url}/v1/completions", "--no-buffer", "-H", kind, "-d", data)
+    *events, done, end = stream.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    texts = [json.loads(event[len("data: ") :])["choices"][0]["text"] for event in events]
+    assert "".join(texts) == greedy[0]
+    assert json.loads(curl(f"{server.url}/health")) == {"status": "ok"}
+
+
+def test_clients_that_hang_up(server: served.Server, client: Any, greedy: list[str]) -> None:
+    """Their requests are cancelled, in streams and out of them, and others are answered right."""
+    fields = body(server, max_tokens=150)
+    with httpx.Client(base_url=server.url) as http:
+        for i in range(12):
+            if i % 2:
+                with http.stream(
+                    "POST", "/v1/completions", json={**fields, "stream": True}, timeout=60
+                ) as reply:
+                    assert next(reply.iter_text())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post("/v1/completions", json=fields, timeout=0.05)
+        answer = client.completions.create(**body(server, max_tokens=NEW))
+        assert answer.choices[0].text == greedy[0]
+        shown = http.get("/metrics").text
+    numbers = dict(re.findall(r"^(tpkernels_requests\S*) (\S+)$", shown, re.MULTILINE))
+    assert float(numbers["tpkernels_requests_running"]) == 0
+    assert float(numbers["tpkernels_requests_waiting"]) == 0
+    assert float(numbers['tpkernels_requests_total{status="499"}']) == 12

@@ -1,0 +1,117 @@
+"""A model that ``tpkernels serve`` can serve within a test: random weights, and a tokenizer whose
+tokens are characters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support import hf_folders, hf_models
+from tests.support.paths import ROOT
+
+LENGTH = 200  # tokens of a prompt and its answer
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,!?0123456789\n"
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('which role?') }}"
+    "{% endif %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a {% endif %}"
+)
+_START_S = 120.0
+
+
+def tokenizer(template: str | None = TEMPLATE) -> Any:
+    """One token per character; token 2 ends an answer."""
+    import transformers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<unk>", "<s>", "</s>"]
+    vocabulary = {text: i for i, text in enumerate([*special, *CHARACTERS])}
+    assert len(vocabulary) <= hf_models.VOCAB
+    for i in range(len(vocabulary), hf_models.VOCAB):
+        vocabulary[chr(ord("A") + i)] = i
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="</s>", chat_template=template
+    )
+
+
+def folder(base: Path, length: int = LENGTH) -> Path:
+    """A model with its tokenizer, for prompts and answers of at most ``length`` tokens."""
+    path = hf_folders.folder(base)
+    hf_folders.change_config(path, max_position_embeddings=length)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+class Server:
+    """``tpkernels serve`` in a process of its own."""
+
+    def __init__(self, path: Path, *args: object) -> None:
+        command = [sys.executable, "-m", "tpkernels", "serve", "--model", str(path), "--port", "0"]
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, *map(str, args)],
+            cwd=ROOT,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self.name, self.url = path.name, ""
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while not self.url:
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.05)
+            found = re.search(r"on (http://\S+)", self.output())
+            self.url = found[1] if found else ""
+
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def ranks(self) -> list[int]:
+        """Process ids by rank: the forks of the server's fork server, in order."""
+        children = {pid: _parent(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
+        servers = [pid for pid, parent in children.items() if parent == self.process.pid]
+        return sorted(pid for pid, parent in children.items() if parent in servers)
+
+    def stop(self, sign: signal.Signals = signal.SIGTERM, timeout: float = 60) -> int:
+        """Sends a signal and returns the exit code."""
+        self.process.send_signal(sign)
+        return self.process.wait(timeout)
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def server(path: Path, *args: object) -> Iterator[Server]:
+    """A server that accepts requests; it is killed at the end, if it still runs, with its ranks."""
+    running = Server(path, *args)
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.wait(30)
+        running.log.close()

@@ -1,0 +1,105 @@
+"""``tpkernels serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpkernels.bench.options import UsageError, at_least, check_workers, dtype_named
+from tpkernels.bench.session import under_torchrun
+from tpkernels.cli import options
+from tpkernels.cli.exit_codes import exit_codes
+
+
+def serve(
+    model: Annotated[
+        str, typer.Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
+    ],
+    ranks: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients; by default its file's.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
+    ] = None,
+    ffn_only: Annotated[
+        bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")
+    ] = False,
+    max_requests: Annotated[int, typer.Option(help="Requests in a batch.")] = 32,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that wait for a place; more are refused with 429.")
+    ] = 128,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a prompt and its answer; by default what the model takes."),
+    ] = None,
+    cache_tokens: Annotated[
+        int, typer.Option(help="Tokens for which there are keys and values, over all requests.")
+    ] = 16384,
+    request_timeout: Annotated[int, typer.Option(help="Seconds for an answer.")] = 600,
+    grace: Annotated[
+        int, typer.Option(help="Seconds for running requests when the server is stopped.")
+    ] = 10,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TPKERNELS_API_KEY",
+            help="What clients must send as a bearer token; other users of this machine can read "
+            "it in the command, not in the environment variable.",
+        ),
+    ] = None,
+    threads: options.Threads = 1,
+) -> None:
+    """Serve a model over OpenAI's HTTP interface.
+
+    /v1/models, /v1/completions, /v1/chat/completions, /health, and /metrics for Prometheus. Ctrl-C
+    or SIGTERM lets running requests end; a second one does not. The exit code is 1 if a rank
+    failed.
+    """
+    with exit_codes():
+        check_workers(tp=ranks, threads=threads)
+        at_least(1, **{"max-requests": max_requests, "cache-tokens": cache_tokens})
+        at_least(1, **{"request-timeout": request_timeout})
+        at_least(0, **{"max-waiting": max_waiting, "grace": grace})
+        if max_length is not None:
+            at_least(2, **{"max-length": max_length})
+        if not 0 <= port < 1 << 16:
+            raise UsageError(f"--port is {port}; it must be 0 to 65535")
+        if api_key == "":
+            raise UsageError("the API key is empty; leave --api-key out for a server without one")
+        if under_torchrun():
+            raise UsageError("serve starts its own ranks: run it without torchrun, with --tp")
+        path = Path(model)
+        if not path.exists():
+            raise UsageError(f"there is no {model}")
+        try:
+            import fastapi  # noqa: F401
+            import uvicorn  # noqa: F401
+
+            from tpkernels.integrations.transformers.serving import host as hosting
+            from tpkernels.integrations.transformers.serving.rank import Options
+        except ImportError as error:
+            raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
+        wanted = Options(
+            model=model,
+            name=name or path.resolve().stem,
+            dtype=None if dtype is None else dtype_named(dtype),
+            ffn_only=ffn_only,
+            max_requests=max_requests,
+            max_waiting=max_waiting,
+            max_length=max_length,
+            cache_tokens=cache_tokens,
+            request_timeout=request_timeout,
+            grace=grace,
+            key=api_key,
+        )
+        try:
+            hosting.serve(wanted, ranks=ranks, threads=threads, host=host, port=port)
+        except KeyboardInterrupt as error:
+            raise typer.Exit(130) from error
