@@ -47,7 +47,7 @@ def refused(*args: object) -> str:
         (("--grace", -1), "--grace is -1"),
         (("--port", 65536), "--port is 65536; it must be 0 to 65535"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),
-        (("--api-key", ""), "the API key is empty"),
+        (("--api-key-file", "none"), "cannot read 'none'"),
         (("--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
     ],
 )
@@ -74,7 +74,10 @@ def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "without torchrun" in refused("--model", tmp_path)
 
 
-def test_an_empty_key_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TPKERNELS_API_KEY", "")
-    result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path / "nothing")])
-    assert result.exit_code == 2
+@pytest.mark.parametrize(
+    ("key", "message"), [(b" \n", "has no key"), (b"\xff", "not ASCII"), (b"k" * 5000, "more than")]
+)
+def test_a_key_that_cannot_be_used(tmp_path: Path, key: bytes, message: str) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(key)
+    assert message in refused("--model", tmp_path, "--api-key-file", path)

@@ -1,76 +1,92 @@
-"""Text from tokens: whole characters, stop strings that are never shown in part, ends."""
+"""Tokens to text: characters of several tokens, stop strings, and tokens that end an answer."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tpkernels.integrations.transformers.text import TextStream
+from tests.support.tiers import thorough
 
+transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
+
+from tpkernels.integrations.transformers.text import TextStream  # noqa: E402
+
+END = 256
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Token n is byte n, as byte-level tokenizers write it."""
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    names, others = {}, 256
-    for byte in range(256):
-        names[chr(byte) if byte in printable else chr(others)] = byte
-        others += byte not in printable
-    assert set(names) == set(alphabet)
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=names, merges=[]))
+    """Token i is byte i; token 256 ends an answer."""
+    # How byte-level tokenizers write bytes that are not printable.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {
+        byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in letters)
+    }
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: byte for byte, letter in letters.items()}, [])
+    )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    return SimpleNamespace(_tokenizer=backend)
+    backend.add_special_tokens(["</s>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
-def pieces(stream: TextStream, text: str) -> list[str]:
-    return [stream.push(byte) for byte in text.encode()]
+def pieces(
+    tokenizer: Any, tokens: list[int], *stop: str, size: int = 1, cut: bool = False
+) -> tuple[list[str], bool]:
+    """The text of each ``size`` tokens, and whether it stopped. ``cut``: the last ones are
+    followed by more, which do not come."""
+    stream = TextStream(tokenizer, stop, {END})
+    parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+    texts = [stream.feed(part, part is parts[-1] and not cut) for part in parts]
+    return texts, stream.stopped
 
 
-def test_characters_are_given_out_whole(tokenizer: Any) -> None:
-    stream = TextStream(tokenizer, [0], [], 100)
-    assert pieces(stream, "aé😀") == ["a", "", "é", "", "", "", "😀"]
-    assert (stream.text, stream.reason) == ("aé😀", None)
+TEXT = "naïve 東京 🙂 ends here"
 
 
-def test_an_end_token_is_not_part_of_the_text(tokenizer: Any) -> None:
-    stream = TextStream(tokenizer, [0], [], 100)
-    pieces(stream, "ab")
-    assert stream.push(0) == ""
-    assert (stream.text, stream.reason, stream.tokens) == ("ab", "stop", [97, 98])
-    assert stream.push(99) == "" and stream.tokens == [97, 98]
+@pytest.mark.parametrize("size", [1, thorough(3), thorough(100)])
+def test_characters_come_whole(tokenizer: Any, size: int) -> None:
+    texts, stopped = pieces(tokenizer, list(TEXT.encode()), size=size)
+    assert "".join(texts) == TEXT and not stopped
+    assert "\ufffd" not in "".join(texts)
 
 
-def test_the_length_ends_a_text(tokenizer: Any) -> None:
-    stream = TextStream(tokenizer, [], ["cd"], 3)
-    assert pieces(stream, "abcd") == ["a", "b", "c", ""]
-    assert (stream.text, stream.reason) == ("abc", "length")
+def test_bytes_that_are_no_character_are_shown_at_the_end(tokenizer: Any) -> None:
+    texts, _ = pieces(tokenizer, list("a🙂".encode())[:3])
+    assert "".join(texts) == "a\ufffd"
+    texts, _ = pieces(tokenizer, list("a🙂".encode())[:3], cut=True)
+    assert "".join(texts) == "a"
 
 
+@pytest.mark.parametrize("size", [1, thorough(4), thorough(100)])
 @pytest.mark.parametrize(
-    ("stop", "text", "shown"),
+    ("stop", "want"),
     [
-        (["\n\n"], "a\nb\n\nc", "a\nb"),
-        (["END", "STOP"], "xENSTOPy", "xEN"),
-        (["aab"], "aaabz", "a"),
-        (["é"], "aéb", "a"),
-        (["bc", "abcd"], "xabcd", "xa"),
+        (("ends",), "naïve 東京 🙂 "),
+        (("京 🙂", "here"), "naïve 東"),
+        (("here", "京"), "naïve 東"),
+        (("naïve",), ""),
+        (("endless", "京!"), TEXT),
+        (("here!",), TEXT),
     ],
 )
-def test_a_stop_string_is_never_shown(
-    tokenizer: Any, stop: list[str], text: str, shown: str
+def test_text_ends_before_the_first_stop_string(
+    tokenizer: Any, stop: tuple[str, ...], want: str, size: int
 ) -> None:
-    stream = TextStream(tokenizer, [], stop, 100)
-    assert "".join(pieces(stream, text)) == stream.text == shown
-    assert stream.reason == "stop"
+    texts, stopped = pieces(tokenizer, list(TEXT.encode()), *stop, size=size)
+    assert "".join(texts) == want
+    assert stopped is (want != TEXT)
 
 
-def test_text_held_back_is_given_out_at_the_end(tokenizer: Any) -> None:
-    stream = TextStream(tokenizer, [0], ["STOP"], 100)
-    assert pieces(stream, "aST") == ["a", "", ""]
-    assert stream.push(0) == "ST"
+def test_the_beginning_of_a_stop_string_is_held_back(tokenizer: Any) -> None:
+    texts, _ = pieces(tokenizer, list(b"xababac"), "abac")
+    assert texts == ["x", "", "", "", "ab", "", ""]
+
+
+def test_a_token_that_ends_an_answer_has_no_text(tokenizer: Any) -> None:
+    texts, stopped = pieces(tokenizer, [*b"ab", END, *b"cd"], "zz", size=4)
+    assert "".join(texts) == "ab" and stopped

@@ -7,10 +7,18 @@ from typing import Annotated
 
 import typer
 
-from tpkernels.bench.options import UsageError, at_least, check_workers, dtype_named
+from tpkernels.bench.options import (
+    UsageError,
+    at_least,
+    check_workers,
+    dtype_named,
+    read_input,
+)
 from tpkernels.bench.session import under_torchrun
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+
+_MOST_KEY = 4096  # bytes of a key's file
 
 
 def serve(
@@ -46,13 +54,9 @@ def serve(
     grace: Annotated[
         int, typer.Option(help="Seconds for running requests when the server is stopped.")
     ] = 10,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="TPKERNELS_API_KEY",
-            help="What clients must send as a bearer token; other users of this machine can read "
-            "it in the command, not in the environment variable.",
-        ),
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the key that clients must send as a bearer token."),
     ] = None,
     threads: options.Threads = 1,
 ) -> None:
@@ -71,8 +75,7 @@ def serve(
             at_least(2, **{"max-length": max_length})
         if not 0 <= port < 1 << 16:
             raise UsageError(f"--port is {port}; it must be 0 to 65535")
-        if api_key == "":
-            raise UsageError("the API key is empty; leave --api-key out for a server without one")
+        key = None if api_key_file is None else _key_in(api_key_file)
         if under_torchrun():
             raise UsageError("serve starts its own ranks: run it without torchrun, with --tp")
         path = Path(model)
@@ -97,9 +100,19 @@ def serve(
             cache_tokens=cache_tokens,
             request_timeout=request_timeout,
             grace=grace,
-            key=api_key,
+            key=key,
         )
         try:
             hosting.serve(wanted, ranks=ranks, threads=threads, host=host, port=port)
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
+
+
+def _key_in(path: Path) -> str:
+    try:
+        key = read_input(path, most=_MOST_KEY).decode("ascii").strip()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"'{path}' is not ASCII text") from error
+    if not key:
+        raise UsageError(f"'{path}' has no key; leave --api-key-file out for a server without one")
+    return key

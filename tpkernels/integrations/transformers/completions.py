@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tpkernels.integrations.transformers.generator import Sampling
 from tpkernels.integrations.transformers.text import TextStream
@@ -19,6 +19,29 @@ class Times:
     first: float = 0.0
     end: float = 0.0
     steps: int = 0
+
+
+@dataclass
+class Completion:
+    """What follows one prompt."""
+
+    stream: TextStream
+    most: int  #: tokens after which it ends
+    tokens: list[int] = field(default_factory=list)  #: with that which ended it
+    text: str = ""
+    reason: Literal["stop", "length"] | None = None  #: why it has ended; None: it has not
+
+    def push(self, token: int) -> str:
+        """Takes the next token, and returns the text that is certain now. After the end it does
+        nothing."""
+        if self.reason is not None:
+            return ""
+        self.tokens.append(token)
+        full = len(self.tokens) >= self.most
+        piece = self.stream.feed([token], last=full)
+        self.text += piece
+        self.reason = "stop" if self.stream.stopped else "length" if full else None
+        return piece
 
 
 @dataclass
@@ -38,7 +61,7 @@ class Completions:
     sampling: Sampling
     stop: Sequence[str] = ()
     times: Times = field(default_factory=Times)
-    texts: list[TextStream] = field(init=False)
+    texts: list[Completion] = field(init=False)
 
     def __post_init__(self) -> None:
         self.sampling.check()
@@ -46,9 +69,9 @@ class Completions:
             raise ValueError("a stop string is empty; leave it out")
         for number, prompt in enumerate(self.prompts):
             self._check(prompt, f"prompt {number}" if len(self.prompts) > 1 else "the prompt")
+        ends, most = self.facts["ends"], self.sampling.max_new_tokens
         self.texts = [
-            TextStream(self.tokenizer, self.facts["ends"], self.stop, self.sampling.max_new_tokens)
-            for _ in self.prompts
+            Completion(TextStream(self.tokenizer, self.stop, ends), most) for _ in self.prompts
         ]
 
     def _check(self, prompt: list[int], what: str) -> None:

@@ -1,67 +1,70 @@
-"""From the tokens of a completion to its text, piece by piece."""
+"""Tokens to text, as they arrive. What a stop string may begin with is held back."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
-
-Reason = Literal["stop", "length"]
+from typing import Any
 
 
 class TextStream:
-    """The text of one completion while its tokens arrive.
-
-    Text is given out once all bytes of its last character are there, and once it cannot be the
-    beginning of a stop string.
+    """The text of one answer.
 
     Args:
-        tokenizer: of transformers, with a backend of the tokenizers library.
-        ends: tokens that end the text and are not part of it.
-        stop: strings that do, none of them empty.
-        most: tokens after which the text ends.
+        tokenizer: a fast one of transformers.
+        stop: strings before which the text ends.
+        end_tokens: tokens that end the answer and have no text.
     """
 
-    def __init__(
-        self, tokenizer: Any, ends: Collection[int], stop: Sequence[str], most: int
-    ) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], end_tokens: Collection[int]) -> None:
         from tokenizers.decoders import DecodeStream
 
-        self._decoder, self._backend = DecodeStream(skip_special_tokens=True), tokenizer._tokenizer
-        self._ends, self._stop, self._most = frozenset(ends), tuple(stop), most
-        self._held = ""  # text that may begin a stop string
-        self.tokens: list[int] = []  #: all tokens, without the one that ended the text
-        self.text = ""  #: the text that was given out
-        self.reason: Reason | None = None  #: why the text has ended; None: it has not
+        self._tokenizer, self._stop, self._end_tokens = tokenizer, stop, end_tokens
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._text = ""  # of the tokens so far
+        self._given = 0  # characters of it
+        self.stopped = False  #: a stop string was found, or a token that ends the answer
 
-    def push(self, token: int) -> str:
-        """Takes the next token, and returns the text that is complete now. After the end it does
-        nothing."""
-        if self.reason is not None:
+    def feed(self, tokens: Sequence[int], last: bool) -> str:
+        """The text that these tokens make certain. ``last``: no more will follow."""
+        if self.stopped:
             return ""
-        if token in self._ends:
-            return self._give("", "stop")
-        self.tokens.append(token)
-        text = self._decoder.step(self._backend, token) or ""
-        return self._give(text, "length" if len(self.tokens) >= self._most else None)
+        searched = len(self._text)
+        for token in tokens:
+            if token in self._end_tokens:
+                self.stopped = True
+                break
+            self._tokens.append(token)
+            self._text += self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+        last = last or self.stopped
+        if last:
+            self._complete()
+        end = self._find_stop(searched)
+        if end is None:
+            end = len(self._text) - (0 if last else self._held())
+        piece = self._text[self._given : end]
+        self._given = max(self._given, end)
+        return piece
 
-    def _give(self, text: str, reason: Reason | None) -> str:
-        """Adds ``text``, and returns what of it and of the text held back can be given out."""
-        text, self._held = self._held + text, ""
-        found = [place for each in self._stop if (place := text.find(each)) >= 0]
-        if found:
-            text, reason = text[: min(found)], "stop"
-        elif reason is None:
-            kept = len(text) - _overlap(text, self._stop)
-            text, self._held = text[:kept], text[kept:]
-        self.reason = reason
-        self.text += text
-        return text
+    def _complete(self) -> None:
+        """Adds what the decoder still holds: bytes that are no whole character."""
+        whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if whole.startswith(self._text):
+            self._text = whole
 
+    def _find_stop(self, searched: int) -> int | None:
+        """Where the first stop string begins; the text before ``searched`` contains none."""
+        places = [self._text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
+        found = [place for place in places if place >= 0]
+        if not found:
+            return None
+        self.stopped = True
+        return min(found)
 
-def _overlap(text: str, stop: Sequence[str]) -> int:
-    """The length of the longest end of ``text`` that begins a stop string."""
-    longest = max(map(len, stop), default=0) - 1
-    for length in range(min(len(text), longest), 0, -1):
-        if any(each.startswith(text[-length:]) for each in stop):
-            return length
-    return 0
+    def _held(self) -> int:
+        """Characters at the end of the text with which a stop string begins."""
+        longest = max(map(len, self._stop), default=0)
+        for length in range(min(longest - 1, len(self._text) - self._given), 0, -1):
+            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
+                return length
+        return 0

@@ -26,7 +26,7 @@ from tpkernels.integrations.transformers.serving.metrics import Metrics
 from tpkernels.integrations.transformers.serving.outputs import ToLoop
 from tpkernels.integrations.transformers.serving.replies import ApiError, Usage
 from tpkernels.integrations.transformers.serving.requests import Sampling
-from tpkernels.integrations.transformers.serving.text import TextStream
+from tpkernels.integrations.transformers.text import TextStream
 
 
 @dataclass(frozen=True)
