@@ -16,6 +16,7 @@ import tpkernels
 from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
+from tests.support.tiers import thorough
 from tpkernels import _C
 from tpkernels.ops import _key_sets
 from tpkernels.ops._shortcut import is_plain
@@ -195,7 +196,7 @@ def test_warm_calls_of_plain_tensors_take_the_shortcut(
     report(f for rank in ranks(WORLD).run(short_job, from_memory) for f in rank)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", thorough("inductor")])
 def test_a_compiled_call_is_the_op(ranks: RanksFixture, backend: str) -> None:
     report(f for rank in ranks(WORLD).run(compiled_job, backend) for f in rank)
 

@@ -48,16 +48,20 @@ def done(result: Result) -> Any:
 
 
 def test_the_text_is_that_of_one_process(folder: Path, words: list[str]) -> None:
-    """With a second prompt beside it, and a stop string that the first text has."""
-    assert len(words) > 5 and words[3] not in words[:3]
-    common = ("--prompt", PROMPT, "--prompt", "it was", "--max-new-tokens", 8, "--tp", 2, "--json")
-    whole = done(invoke(folder, *common))
-    assert whole["completions"][0]["text"].split() == words
+    """With a second prompt beside it."""
+    prompts = ("--prompt", PROMPT, "--prompt", "it was")
+    whole = done(invoke(folder, *prompts, "--max-new-tokens", 8, "--tp", 2, "--json"))
+    assert len(words) > 5 and whole["completions"][0]["text"].split() == words
     assert whole["completions"][0]["finish_reason"] == "length"
     assert whole["ranks"] == 2 and whole["dtype"] == "float32"
     assert 0 < whole["seconds_to_first_token"] <= whole["seconds"]
 
-    cut = done(invoke(folder, *common, "--stop", words[3]))["completions"][0]
+
+@pytest.mark.thorough
+def test_a_stop_string_ends_the_text(folder: Path, words: list[str]) -> None:
+    assert words[3] not in words[:3]
+    options = ("--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stop", words[3], "--json")
+    cut = done(invoke(folder, *options))["completions"][0]
     assert cut["text"].split() == words[: words.index(words[3])]
     assert cut["finish_reason"] == "stop"
 
@@ -126,7 +130,7 @@ def test_refused_before_ranks_start(
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ("", ("--prompt", "the " * 60), "the model takes 64 in all"),
+        pytest.param("", ("--prompt", "the " * 60), "64 in all", marks=pytest.mark.thorough),
         pytest.param("", ("--prompt", ""), "has no tokens", marks=pytest.mark.thorough),
         pytest.param("tokenizer", ("--prompt", PROMPT), "no tokenizer", marks=pytest.mark.thorough),
         pytest.param("chat", ("--prompt", "a", "--chat"), "template", marks=pytest.mark.thorough),
