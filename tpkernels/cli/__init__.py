@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from tpkernels.cli import bench, compare, demo, explain, info, profile, shard, tune
+from tpkernels.cli import bench, compare, demo, explain, info, plan, profile, shard, tune
 
 app = typer.Typer(
     help="Fused communication and compute for tensor parallelism in PyTorch.",
@@ -22,6 +22,7 @@ app.command()(bench.bench)
 app.command()(compare.compare)
 app.command()(tune.tune)
 app.command()(explain.explain)
+app.command()(plan.plan)
 app.command()(shard.shard)
 # Everything after the script belongs to the script, including options.
 app.command(context_settings={"allow_interspersed_args": False})(profile.profile)
