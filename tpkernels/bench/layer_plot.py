@@ -22,25 +22,28 @@ def check_plot(path: Path) -> None:
 
 
 def plot(times: Sequence[LayerTime], path: Path, title: str) -> None:
-    """Draws a panel for each phase: bars of the products and of what overlap leaves of the
-    communication, and a mark at the time without overlap."""
+    """Draws a panel for each phase: lines of the products, the communication, and both with and
+    without overlap."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(10, 3.6), layout="constrained")
     canvas.suptitle(title, fontsize="medium", parse_math=False)
     for axes, phase in zip(canvas.subplots(1, len(PHASES)), PHASES, strict=True):
         of_phase = [each for each in times if each.phase == phase]
-        at = range(len(of_phase))
-        product = [1e3 * each.product for each in of_phase]
-        exposed = [1e3 * each.exposed for each in of_phase]
-        axes.bar(at, product, color="tab:blue", label="products")
-        axes.bar(at, exposed, bottom=product, color="tab:orange", label="exposed communication")
-        unfused = [1e3 * each.unfused for each in of_phase]
-        axes.plot(at, unfused, "k_", markersize=18, label="without overlap")
-        axes.set_xticks(at, labels=[str(each.tp) for each in of_phase])
+        tps = [each.tp for each in of_phase]
+        for label, style, seconds in (
+            ("products", "b:", [each.product for each in of_phase]),
+            ("communication", "r:", [each.communication for each in of_phase]),
+            ("without overlap", "k--o", [each.unfused for each in of_phase]),
+            ("with overlap", "g-o", [each.overlapped for each in of_phase]),
+        ):
+            ms = [1e3 * each or float("nan") for each in seconds]  # a log scale has no 0
+            axes.plot(tps, ms, style, label=label, markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(tps, labels=list(map(str, tps)))
         axes.set_xlabel("ranks")
         axes.set_ylabel("ms per layer")
-        axes.set_yscale("log")
         axes.set_title(phase, fontsize="medium")
         axes.legend(fontsize="small")
     with writing(path):
