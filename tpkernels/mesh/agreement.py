@@ -28,10 +28,12 @@ def agreed_machine(mesh: DeviceMesh) -> Profile:
 
 
 def known_machine(mesh: DeviceMesh) -> Profile:
-    """What `agreed_machine` has returned on a mesh; before that, this rank's machine. Local."""
-    last = mesh.ndim - 1
-    group = groups.get(groups.name_of((mesh, last)))
-    text = group.known_from_rank_0(f"{_purpose(mesh)}, dim {last}")
+    """What `agreed_machine` has returned on a mesh; before that, and on a rank outside the mesh,
+    this rank's machine. Local."""
+    text, last = None, mesh.ndim - 1
+    if mesh.get_coordinate() is not None:
+        group = groups.get(groups.name_of((mesh, last)))
+        text = group.known_from_rank_0(f"{_purpose(mesh)}, dim {last}")
     return parse(_own(mesh) if text is None else text)
 
 
