@@ -222,7 +222,7 @@ def test_all_ranks_plan_by_the_first_ranks_machine(ranks: RanksFixture) -> None:
 
 # Unfused baselines that others have published, in ms: Flux (8 H800), PyTorch's async tensor
 # parallelism (8 H100), TokenWeave (taken to be 8 H100). The model's rates were fitted to none.
-# The misses are calls of under 0.15 ms, in which launching takes most of the time.
+# The misses are calls of under 0.15 ms; launches are not modelled.
 PUBLISHED = {
     "Flux, gather, m=4096 n=49152 k=12288": ("h800", (4096, 49152, 12288), "gather", 1.429, True),
     "Flux, scatter, m=4096 n=12288 k=49152": ("h800", (4096, 12288, 49152), "scatter", 1.408, True),
