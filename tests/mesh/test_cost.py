@@ -48,6 +48,8 @@ def test_a_product_is_bound_by_flops_or_by_memory() -> None:
     assert product_seconds(MACHINE, 100, 100, 100, 4) == 2e6 / 100
     assert product_seconds(MACHINE, 100, 100, 100, 2) == 2e6 / 200
     assert product_seconds(MACHINE, 1, 4, 5, 4) == (4 + 20 + 5) * 4 / 40
+    both = 2 * 20 / 100 + (4 + 20 + 5) * 4 / 40
+    assert product_seconds(replace(MACHINE, overlaps=False), 1, 4, 5, 4) == pytest.approx(both)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +76,9 @@ def test_a_fused_step_hides_all_but_a_chunk() -> None:
         least, most = sorted((alone, communication))
         got = fused_seconds(MACHINE, shape, 0, communication, 4, 4)
         assert got == pytest.approx(most + least / 4)
-        apart = fused_seconds(replace(MACHINE, overlaps=False), shape, 0, communication, 4, 4)
-        assert apart == alone + communication
+        serial = replace(MACHINE, overlaps=False)
+        apart = fused_seconds(serial, shape, 0, communication, 4, 4)
+        assert apart == product_seconds(serial, *shape, 4) + communication
 
 
 def test_a_product_of_few_rows_is_not_cut() -> None:

@@ -2,7 +2,7 @@
 
 Model:
 - A local product takes the longer of its flops at the device's rate and of its operands' and
-  result's bytes at the rate of the device's memory.
+  result's bytes at the rate of the device's memory; on a machine that overlaps nothing, their sum.
 - A collective takes a fixed time, a time for each step of a ring, and the bytes that a rank
   receives at the rate of the link. A group that spans nodes goes in two levels: the ranks with the
   same place in their nodes exchange first, then those of each node.
@@ -58,8 +58,9 @@ class Estimate:
 
 def product_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> float:
     """A local product [m, k] @ [k, n]."""
-    moved = (m * k + k * n + m * n) * itemsize
-    return max(2 * m * k * n / profile.rate(itemsize), moved / profile.bandwidth)
+    multiply = 2 * m * k * n / profile.rate(itemsize)
+    move = (m * k + k * n + m * n) * itemsize / profile.bandwidth
+    return max(multiply, move) if profile.overlaps else multiply + move
 
 
 def collective_seconds(

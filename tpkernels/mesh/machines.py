@@ -54,7 +54,7 @@ class Profile:
         memory: bytes of the device's memory; 0: not known.
         node: ranks of a node, with consecutive numbers.
         within, between: the links of a node, and those between nodes.
-        overlaps: whether transfers run while the device multiplies.
+        overlaps: whether the device multiplies while it reads its memory or data travels.
         source: where the figures come from.
     """
 
