@@ -69,6 +69,15 @@ def test_mesh_splits(tmp_path: Path) -> None:
     assert said.endswith("= [34, 29]\n")
 
 
+@pytest.mark.thorough
+def test_mesh_matmul(tmp_path: Path) -> None:
+    said = said_by("mesh_matmul.py", tmp_path)
+    assert "[2048, 2048] @ [2048, 1024] in bfloat16 on 2x2" in said
+    assert "9 ways, all equal within" in said
+    times = re.findall(r"^(\S.*\S) +([\d.]+) +([\d.]+)x$", said, re.MULTILINE)
+    assert len(times) == 9 and all(float(ms) > 0 for _, ms, _ in times), said
+
+
 # What these show is in the quick tier without torchrun: nn/, parallel/ and
 # compile/test_models.py.
 

@@ -12,11 +12,10 @@ import math
 from typing import Any
 
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.meshes import S0, S1, P, Placements, R, draw, placements_of
+from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh, placements_of
 from tests.support.ranked import apart
 from tpkernels import mesh as tpmesh
 from tpkernels.transport import point_to_point as links
@@ -41,7 +40,7 @@ def sent_job(mesh_shape: tuple[int, ...], operands: list[Operands]) -> list[tupl
     m, k, n = SHAPE
     results = []
     with apart():
-        mesh = init_device_mesh("cpu", mesh_shape)
+        mesh = make_mesh(mesh_shape)  # the default group would stay apart for later tests
         PeerLinks._start = count  # type: ignore[method-assign]
         try:
             for x, w, out in operands:

@@ -7,7 +7,19 @@ import sys
 
 import typer
 
-from tpkernels.cli import bench, compare, demo, explain, generate, info, profile, serve, shard, tune
+from tpkernels.cli import (
+    bench,
+    compare,
+    demo,
+    explain,
+    generate,
+    info,
+    plan,
+    profile,
+    serve,
+    shard,
+    tune,
+)
 
 app = typer.Typer(
     help="Fused communication and compute for tensor parallelism in PyTorch.",
@@ -22,6 +34,7 @@ app.command()(bench.bench)
 app.command()(compare.compare)
 app.command()(tune.tune)
 app.command()(explain.explain)
+app.command()(plan.plan)
 app.command()(shard.shard)
 app.command()(generate.generate)
 app.command()(serve.serve)

@@ -9,6 +9,8 @@ from rich.markup import escape
 
 from tpkernels.backends import OPS
 from tpkernels.bench.inputs import warm_cases
+from tpkernels.bench.machine import keep as keep_machine
+from tpkernels.bench.machine import measure_machine, rates_text
 from tpkernels.bench.options import UsageError, at_least, check_workers, dtype_named, ops_named
 from tpkernels.bench.output import console, milliseconds, table
 from tpkernels.bench.session import device_named, is_leader, open_session, world_size
@@ -44,6 +46,14 @@ def tune(
         int, typer.Option(help="Threads per rank, here and in the job that uses the times.")
     ] = 1,
     timeout: options.Timeout = 1800,
+    machine: Annotated[
+        bool,
+        typer.Option(
+            "--machine",
+            help="Measure this machine's rates instead, for tpkernels plan --machine this and for "
+            "products on meshes.",
+        ),
+    ] = False,
 ) -> None:
     """Measure every algorithm for the given shapes, so that auto chooses the fastest.
 
@@ -60,6 +70,9 @@ def tune(
         check_workers(threads=threads)
         if world == 1:
             raise UsageError("one rank has nothing to choose: it does not communicate")
+        if machine:
+            _measure_machine(world, threads, timeout, device_named(device))
+            return
         specs = [
             spec
             for name in ops_named(op or list(OPS))
@@ -88,6 +101,17 @@ def tune(
                     out.print(line, markup=False)
         if not right:
             raise typer.Exit(1)
+
+
+def _measure_machine(world: int, threads: int, timeout: int, device: str) -> None:
+    check_gpus(world, device)
+    if is_leader():
+        check_cache()
+    with open_session(world, threads=threads, timeout=timeout, device=device) as session:
+        reports = session.run(measure_machine, device)
+        if session.leader:
+            path, profile = keep_machine(reports)
+            console().print(f"{profile.title}: {rates_text(profile)}\nKept in {path}", markup=False)
 
 
 _LEGEND = (

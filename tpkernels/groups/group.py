@@ -7,6 +7,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class Group(Turns):
         self.autotune = defaults.AUTOTUNE
         self.trials: dict[Hashable, Trial] = {}  #: see ops/_trial.py
         self._tuned: dict[str, Table] = {}  # rank 0's and of trials, by the kind of device
+        self._known: dict[str, str] = {}  # what `from_rank_0` has returned
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` is to give
         self._ready = False
@@ -136,14 +138,31 @@ class Group(Turns):
         if self.rank == 0:
             machine = this_machine(device, self.world, self.hosts, self.shared_memory)
             found, ignored = store.load(machine)
-        purpose, say = f"the first call on {device}", {"table": store.to_json(found)}
-        if self.workspace is not None:
-            said = self.workspace.exchange(purpose, say)
-        else:
-            said = exchange(self.participant(self.timeout), purpose, say)
+        said = self._exchange(f"the first call on {device}", {"table": store.to_json(found)})
         if ignored:
             self.notices.append(ignored)
         return store.from_json(said[0]["table"])
+
+    def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
+        """What rank 0's ``make`` returns at the first call for a purpose; collective then."""
+        if purpose not in self._known:
+            with self._together():
+                if purpose not in self._known:  # another thread was first
+                    text = make()
+                    if self.world > 1:
+                        text = self._exchange(purpose, {"text": text})[0]["text"]
+                    self._known[purpose] = text
+        return self._known[purpose]
+
+    def known_from_rank_0(self, purpose: str) -> str | None:
+        """What `from_rank_0` has returned for a purpose, if it has been called."""
+        return self._known.get(purpose)
+
+    def _exchange(self, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
+        """The statements of all ranks, in rank order. Collective."""
+        if self.workspace is not None:
+            return self.workspace.exchange(purpose, say)
+        return exchange(self.participant(self.timeout), purpose, say)
 
     def unsupported_kernels(
         self, device: torch.device, kernels: str, own: str | None

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.groups import name_of
 from tpkernels.mesh.layout import Placements, split_sizes
+from tpkernels.mesh.machines import Profile
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
 from tpkernels.mesh.steps import Step
 from tpkernels.ops._autograd import algorithm_like
@@ -35,11 +36,13 @@ class Place:
         mesh: that of the DTensors.
         coordinate: this rank's, one index for each mesh dim.
         algorithm: of the ops.
+        machine: by whose rates the gradients are planned.
     """
 
     mesh: DeviceMesh
     coordinate: tuple[int, ...]
     algorithm: str
+    machine: Profile
 
     def group(self, step: Step) -> str:
         return name_of((self.mesh, step.mesh_dim))

@@ -9,9 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from tpkernels import dtypes
-from tpkernels.mesh import execution
+from tpkernels.mesh import cost, execution
+from tpkernels.mesh.agreement import agreed_machine, known_machine
 from tpkernels.mesh.layout import Placements, checked, text_of
-from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose, plans_for
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose
 from tpkernels.planning.algorithms import check_algorithm
 
 _MOST_MESH_DIMS = 2
@@ -34,7 +35,9 @@ def sharded_matmul(
         out_placements: of the result, one for each mesh dim; Partial() leaves the sum to the
             caller. None: those of the cheapest plan whose result is not Partial.
         strategy: what each mesh dim splits, such as "M" or "M,K" (see `plans`), or "auto": the
-            plan that moves the fewest bytes; among these the one with the fewest flops.
+            plan that takes the least time by the cost model; among these the one that moves the
+            fewest bytes. The rates are those of the machine of the mesh's first rank, which the
+            ranks of a mesh share in their first product.
         algorithm: of the ops that the plan is made of.
 
     Returns:
@@ -56,8 +59,13 @@ def sharded_matmul(
     coordinate = x.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank is not in the mesh {x.device_mesh}")
-    plan = choose(problem, strategy)
-    place = execution.Place(mesh=x.device_mesh, coordinate=tuple(coordinate), algorithm=algorithm)
+    plan = choose(problem, strategy)  # raises before anything is sent
+    machine = agreed_machine(x.device_mesh)
+    if strategy == "auto":
+        plan = cost.choose(problem, strategy, machine)
+    place = execution.Place(
+        mesh=x.device_mesh, coordinate=tuple(coordinate), algorithm=algorithm, machine=machine
+    )
     result: DTensor = _ShardedMatmul.apply(x, w, plan, problem, place)
     return result
 
@@ -65,27 +73,32 @@ def sharded_matmul(
 def plans(
     x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None = None
 ) -> tuple[MatmulPlan, ...]:
-    """All plans of `sharded_matmul` for these operands, the cheapest first. Local."""
-    return plans_for(_problem(x, w, out_placements))
+    """All plans of `sharded_matmul` for these operands, the cheapest first. Local: before the
+    first product on a mesh, the rates are those of this rank's machine."""
+    problem = _problem(x, w, out_placements)
+    return tuple(plan for plan, _ in cost.ranked(problem, known_machine(x.device_mesh)))
 
 
 def explain(x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None = None) -> str:
-    """The plans as a table: strategy, result, bytes received by all ranks together, flops of all
-    ranks together, and the steps. Steps in brackets are one op with the product. Local."""
-    problem = _problem(x, w, out_placements)
+    """The plans as a table: strategy, result, predicted ms, bytes received by all ranks together,
+    flops of all ranks together, and the steps. Steps in brackets are one op with the product.
+    Local, as `plans`."""
+    problem, machine = _problem(x, w, out_placements), known_machine(x.device_mesh)
+    mesh = " x ".join(map(str, problem.mesh_shape))
     header = (
         f"[{problem.m}, {problem.k}] {text_of(problem.x)} @ [{problem.k}, {problem.n}] "
-        f"{text_of(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}"
+        f"{text_of(problem.w)} on a mesh of {mesh}, {machine.title}"
     )
-    table = [("strategy", "result", "bytes", "flops", "steps")]
-    table += [
-        (plan.strategy, text_of(plan.out), str(plan.nbytes), str(plan.flops), str(plan))
-        for plan in plans_for(problem)
-    ]
+    table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
+    for plan, costs in cost.ranked(problem, machine):
+        numbers = (f"{1e3 * costs.seconds:.3g}", str(plan.nbytes), str(plan.flops))
+        table.append((plan.strategy, text_of(plan.out), *numbers, str(plan)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
-        f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}"
-        f"  {row[4]}"
+        "  ".join(
+            [f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(row[:5])]
+            + [row[5]]
+        )
         for row in table
     ]
     return "\n".join([header, *lines])
@@ -184,5 +197,6 @@ def _planned(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> 
     """
     out = tuple(Replicate() if isinstance(one, Partial) else one for one in of)
     problem = _problem_of(a, b, out)
-    result: DTensor = _ShardedMatmul.apply(a, b, choose(problem, "auto"), problem, place)
+    plan = cost.choose(problem, "auto", place.machine)
+    result: DTensor = _ShardedMatmul.apply(a, b, plan, problem, place)
     return result

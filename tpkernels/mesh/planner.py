@@ -202,12 +202,20 @@ def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
 
 
 def choose(problem: MatmulProblem, strategy: str) -> MatmulPlan:
-    """The plan of that strategy; the cheapest for "auto".
+    """The plan of that strategy; for "auto" the one that moves the fewest bytes.
 
     Raises:
         ValueError: there is no such strategy, or it cannot give the result.
     """
-    plans = plans_for(problem)
+    return by_name(plans_for(problem), problem, strategy)
+
+
+def by_name(plans: tuple[MatmulPlan, ...], problem: MatmulProblem, strategy: str) -> MatmulPlan:
+    """The first of ``plans`` with that strategy; the first of all for "auto".
+
+    Raises:
+        ValueError: there is none.
+    """
     for plan in plans:
         if strategy in ("auto", plan.strategy):
             return plan

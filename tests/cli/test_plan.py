@@ -1,0 +1,158 @@
+"""``tpkernels plan``, and ``tpkernels tune --machine``."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import check_refused, invoke
+from tpkernels.bench.layer_plan import layer_times, summary, tps_of
+from tpkernels.bench.machine import MachineReport, keep, profile_of
+from tpkernels.bench.options import UsageError
+from tpkernels.bench.roofline import Rates
+from tpkernels.mesh.machines import machine_named
+from tpkernels.planning.machine import this_machine
+
+PRODUCT = "plan --m 8192 --k 8192 --n 28672 --mesh 2x4 --x S0 --w S1 --out R --machine h200"
+LAYERS = "plan --model llama3-70b --tp 1..64 --machine h200"
+
+
+def test_a_product() -> None:
+    shown = invoke(*PRODUCT.split())
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.output.split())
+    assert "[8192, 8192] S0,R @ [8192, 28672] S1,R on a mesh of 2 x 4, NVIDIA H200 SXM" in text
+    assert "the fastest: hides" in text and "computes 8x as long" in text
+
+
+def test_a_product_as_json() -> None:
+    data = json.loads(invoke(*PRODUCT.split(), "--json").output)
+    plans = data["plans"]
+    assert data["machine"] == "NVIDIA H200 SXM"
+    assert [each["seconds"] for each in plans] == sorted(each["seconds"] for each in plans)
+    for each in plans:
+        assert each["result"] == "R,R" and each["memory_bytes"] > 0 and each["reason"]
+        assert each["exposed_seconds"] == pytest.approx(each["seconds"] - each["product_seconds"])
+    least = min(plans, key=lambda each: each["bytes"])
+    assert least is not plans[0]  # time decides, not bytes
+    gathered = (8192 * 8192 + 8192 * 28672) * 2 * 4  # all ranks but one half each, 8 ranks
+    assert least["bytes"] == gathered
+
+
+def test_a_product_on_this_machine() -> None:
+    product = "plan --m 64 --k 64 --n 64 --mesh 2 --x S1 --w S0 --dtype fp32"
+    shown = invoke(*product.split())
+    assert shown.exit_code == 0 and "on a mesh of 2," in shown.output
+    apart = invoke(*PRODUCT.replace("8192", "400000").split())
+    assert "needs more than the device's 141 GB" in " ".join(apart.output.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("plan", "pass --m, --k, --n and --mesh, or --model"),
+        ("plan --m 8 --k 8 --n 8", "pass --m, --k, --n and --mesh, or --model"),
+        (PRODUCT.replace("h200", "tpu"), "unknown machine 'tpu'; choose from this, a100-pcie"),
+        (PRODUCT.replace("h200", "this"), "with 8 ranks of 1 thread; run tpkernels tune --machine"),
+        (PRODUCT.replace("2x4", "2x2x2"), "--mesh is '2x2x2'; pass one or two numbers"),
+        (PRODUCT.replace("2x4", "0"), "--mesh is '0'"),
+        (PRODUCT.replace("--x S0", "--x S2"), "unknown placement 'S2' in --x; choose from S0, S1"),
+        (
+            PRODUCT.replace("--w S1", "--w R,R,R"),
+            "--w is 'R,R,R' with 3 placements",
+        ),
+        (PRODUCT.replace("--m 8192", "--m 0"), "--m is 0; it must be at least 1"),
+        (PRODUCT + " --plot x.png", "--plot needs --model"),
+        (PRODUCT + " --model llama3-70b", "not both"),
+        (LAYERS.replace("70b", "71b"), "unknown model 'llama3-71b'; choose from gemma2-9b"),
+        (LAYERS.replace("1..64", "64..1"), "--tp is '64..1'; pass numbers from 1 to 1024"),
+        (LAYERS.replace("1..64", "two"), "--tp is 'two'"),
+        (LAYERS.replace("1..64", "128"), "--tp 128: llama3-70b has 64 heads"),
+        (LAYERS + " --nodes 2", "--tp 32: 2 nodes of 8 have 16 devices; pass more --nodes"),
+        (LAYERS + " --decode 0", "--decode is 0"),
+        (LAYERS + " --plot x.txt", "--plot is 'x.txt'; it must end in .png, .svg, .pdf"),
+    ],
+)
+def test_refusals(args: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if "--plot x.txt" in args:
+        pytest.importorskip("matplotlib")
+    check_refused(args, message, monkeypatch)
+
+
+def test_layers() -> None:
+    shown = invoke(*LAYERS.split())
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.output.split())
+    assert text.count("no gain") >= 2  # one rank, in both phases
+    assert re.search(r"prefill: overlap helps with TP .*\(\d\.\d\dx\).*; the fastest layer", text)
+    assert "decode: " in text
+
+
+def test_layers_as_json() -> None:
+    data = json.loads(invoke(*LAYERS.split(), "--nodes", "8", "--json").output)
+    layers = {(each["phase"], each["tp"]): each for each in data["layers"]}
+    assert len(layers) == 14 and len(data["summary"]) == 2
+    alone = layers["prefill", 1]
+    assert alone["communication"] == 0 and alone["overlapped"] == alone["product"]
+    assert layers["prefill", 8]["nodes"] == 1 and layers["prefill", 16]["nodes"] == 2
+    for each in layers.values():
+        assert each["product"] <= each["overlapped"] <= each["unfused"] * (1 + 1e-9)
+        assert each["product"] >= alone["product"] / each["tp"] or each["phase"] == "decode"
+    # The network is slower than the links of a node.
+    step = layers["prefill", 16]["communication"] - layers["prefill", 8]["communication"]
+    assert step > layers["prefill", 8]["communication"] - layers["prefill", 4]["communication"]
+
+
+def test_layers_of_all_sizes() -> None:
+    assert tps_of("1..64") == [1, 2, 4, 8, 16, 32, 64]
+    assert tps_of("6,2,2") == [2, 6]
+    with pytest.raises(UsageError):
+        tps_of("0,2")
+    machine = machine_named("zen4-core")  # a CPU core that copies does not multiply
+    options = {"nodes": None, "prefill": 64, "decode": 1, "itemsize": 2}
+    times = layer_times("smollm2-135m", [1, 2], machine, **options)  # type: ignore[arg-type]
+    assert summary(times, "prefill").startswith("prefill: overlap does not help")
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'tpkernels[plots]'")
+    path = tmp_path / "layers.svg"
+    assert invoke(*LAYERS.split(), "--plot", str(path)).exit_code == 0
+    picture = path.read_text()
+    assert "<svg" in picture and len(picture) > 10_000
+
+
+def report(flops: float, small: float) -> MachineReport:
+    rates = Rates(flops=flops, torch_flops=flops, copy_bytes=10 * flops, copy_over_cache=8.0)
+    machine = this_machine("cpu", 2, 1, True, threads=1)
+    large = (small + 8e-3, small + 9e-3)
+    return MachineReport(machine, (rates,) * 3, (small, 2 * small), large)
+
+
+def test_this_machine_is_what_tune_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reports = [report(2e9, 1e-5), report(1e9, 2e-5)]
+    profile = profile_of(reports, "2026-11-22")
+    assert profile.flops == (1e9,) * 3 and profile.bandwidth == 1e10  # the slowest rank's
+    assert profile.within.call == 2e-5
+    assert profile.within.bandwidth == pytest.approx((8 << 20) / 8e-3)
+    keep(reports)
+    product = "plan --m 1000 --k 1000 --n 1000 --mesh 2 --x S0 --machine this --json"
+    (best, *_) = json.loads(invoke(*product.split()).output)["plans"]
+    elements = 500 * 1000 + 1000 * 1000 + 500 * 1000
+    assert best["seconds"] == pytest.approx(2 * 500 * 1000 * 1000 / 1e9 + 2 * elements / 1e10)
+
+
+@pytest.mark.thorough
+def test_tune_measures_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuned = invoke("tune", "--machine", "--tp", "2")
+    assert tuned.exit_code == 0 and "TFLOP/s" in tuned.output, tuned.output
+    product = "plan --m 64 --k 64 --n 64 --mesh 2 --x S0 --machine this"
+    assert "2 ranks x 1 threads" in " ".join(invoke(*product.split()).output.split())

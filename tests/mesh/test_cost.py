@@ -1,0 +1,252 @@
+"""The cost model: exact times of a machine with round rates, the plans that follow, and published
+figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.support.cases import RanksFixture
+from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh
+from tpkernels import mesh as tpmesh
+from tpkernels import sharded_matmul
+from tpkernels.mesh import agreement, cost, machines, planner
+from tpkernels.mesh.cost import collective_seconds, estimate, fused_seconds, product_seconds
+from tpkernels.mesh.machines import Link, Profile, machine_named
+from tpkernels.mesh.planner import MatmulProblem, plans_for
+from tpkernels.planning.machine import this_machine
+
+MACHINE = Profile(
+    title="round numbers",
+    device="cpu",
+    flops=(200.0, 100.0, 50.0),
+    bandwidth=40.0,
+    memory=0,
+    node=4,
+    within=Link(call=1.0, step=0.5, bandwidth=10.0),
+    between=Link(call=2.0, step=1.0, bandwidth=5.0),
+    overlaps=True,
+    source="made up",
+)
+
+
+def problem(
+    x: Placements,
+    w: Placements,
+    out: Placements | None,
+    mesh: tuple[int, ...] = (2,),
+    size: int = 8,
+) -> MatmulProblem:
+    return MatmulProblem(m=size, k=size, n=size, mesh_shape=mesh, x=x, w=w, out=out, itemsize=4)
+
+
+def test_a_product_is_bound_by_flops_or_by_memory() -> None:
+    assert product_seconds(MACHINE, 100, 100, 100, 4) == 2e6 / 100
+    assert product_seconds(MACHINE, 100, 100, 100, 2) == 2e6 / 200
+    assert product_seconds(MACHINE, 1, 4, 5, 4) == (4 + 20 + 5) * 4 / 40
+    both = 2 * 20 / 100 + (4 + 20 + 5) * 4 / 40
+    assert product_seconds(replace(MACHINE, overlaps=False), 1, 4, 5, 4) == pytest.approx(both)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "passes", "seconds"),
+    [
+        (1, 1, 1, 0.0),
+        (4, 1, 1, 1 + 3 * 0.5 + 60 / 10),
+        (4, 1, 2, 1 + 2 * (3 * 0.5 + 60 / 10)),
+        (4, 4, 1, 2 + 3 * 1 + 60 / 5),  # one rank of each node
+        (4, 2, 1, (2 + 1 + 20 / 5) + (1 + 0.5 + 40 / 10)),  # two of each of two nodes
+        (8, 1, 1, (2 + 1 + 10 / 5) + (1 + 3 * 0.5 + 60 / 10)),
+        (6, 1, 1, (2 + 1 + 80 / 6 / 5) + (1 + 2 * 0.5 + 80 * 2 / 3 / 10)),  # three of each of two
+    ],
+)
+def test_a_collective(ranks: int, stride: int, passes: int, seconds: float) -> None:
+    assert collective_seconds(MACHINE, 80, ranks, stride=stride, passes=passes) == pytest.approx(
+        seconds
+    )
+
+
+def test_a_fused_step_hides_all_but_a_chunk() -> None:
+    shape, alone = (100, 100, 100), 2e6 / 100
+    for communication in (alone / 8, 4 * alone):
+        least, most = sorted((alone, communication))
+        got = fused_seconds(MACHINE, shape, 0, communication, 4, 4)
+        assert got == pytest.approx(most + least / 4)
+        serial = replace(MACHINE, overlaps=False)
+        apart = fused_seconds(serial, shape, 0, communication, 4, 4)
+        assert apart == product_seconds(serial, *shape, 4) + communication
+
+
+def test_a_product_of_few_rows_is_not_cut() -> None:
+    """Each chunk would read the whole weight."""
+    alone = product_seconds(MACHINE, 4, 100, 100, 4)
+    assert fused_seconds(MACHINE, (4, 100, 100), 0, alone / 10, 4, 4) == alone * 1.1
+
+
+def test_a_plan() -> None:
+    """A gather of rows of x, which is one op with the product, and nothing else."""
+    given = problem((S0,), (S1,), (S1,))
+    (plan,) = [each for each in plans_for(given) if each.strategy == "N"]
+    got = estimate(plan, given, MACHINE)
+    product = max(2 * 8 * 8 * 4 / 100, (64 + 32 + 32) * 4 / 40)
+    gather = 1 + 0.5 + 8 * 8 * 4 / 2 / 10
+    half = max(2 * 4 * 8 * 4 / 100, (32 + 32 + 16) * 4 / 40)
+    assert (got.product, got.communication) == (product, gather)
+    assert got.seconds == pytest.approx(gather / 2 + max(half, gather / 2) + half)
+    assert got.exposed == got.seconds - product
+    # Halves of x and w, the gathered x, half of the result.
+    assert got.memory == 4 * (32 + 32 + 64 + 32)
+
+
+def test_the_first_mesh_dim_spans_nodes() -> None:
+    for x, seconds in (((S0, R), 2 + 1 + 128 / 5), ((R, S0), 1 + 3 * 0.5 + 192 / 10)):
+        given = problem(x, (R, R), (R, R), mesh=(2, 4))
+        (plan,) = [each for each in plans_for(given) if each.strategy == "none,none"]
+        assert estimate(plan, given, MACHINE).communication == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "out", "strategy", "elements"),
+    [
+        ((S0,), (R,), (S0,), "M", 32 + 64 + 32),
+        ((S1,), (S0,), (S0,), "K", 32 + 32 + 64 + 32),  # the partial result, then its shard
+        ((S1,), (S0,), (P,), "K", 32 + 32 + 64),
+        ((R,), (S1,), (R,), "N", 64 + 32 + 32 + 64),
+        ((R,), (R,), (S0,), "none", 64 + 64 + 64 + 32),
+    ],
+)
+def test_peak_memory(
+    x: Placements, w: Placements, out: Placements, strategy: str, elements: int
+) -> None:
+    given = problem(x, w, out)
+    (plan,) = [each for each in plans_for(given) if each.strategy == strategy]
+    assert estimate(plan, given, MACHINE).memory == 4 * elements
+
+
+def test_the_fastest_is_not_the_one_with_the_fewest_bytes() -> None:
+    given = problem((S0, R), (S1, R), (R, R), mesh=(2, 4), size=8192)
+    by_bytes = planner.choose(given, "auto")
+    by_time = cost.choose(given, "auto", machine_named("h200"))
+    times = {plan: each.seconds for plan, each in cost.ranked(given, machine_named("h200"))}
+    assert by_time.nbytes > by_bytes.nbytes and times[by_time] < times[by_bytes]
+    assert list(times.values()) == sorted(times.values())
+
+
+def test_bytes_decide_between_equals() -> None:
+    free = Link(call=1e-30, step=0.0, bandwidth=1e30)
+    machine = replace(MACHINE, flops=(1e30,) * 3, bandwidth=1e30, within=free, between=free)
+    given = problem((S0, S1), (S1, S0), (R, S0), mesh=(2, 2))
+    assert [plan for plan, _ in cost.ranked(given, machine)] == list(plans_for(given))
+
+
+def test_what_does_not_fit_comes_last() -> None:
+    given = problem((S0, R), (S1, R), (R, R), mesh=(2, 4), size=64)
+    pairs = cost.ranked(given, MACHINE)
+    least = min(each.memory for _, each in pairs)
+    assert pairs[0][1].memory > least
+    small = cost.ranked(given, replace(MACHINE, memory=least))
+    assert small[0][1].memory == least and set(small) == set(pairs)
+    fits = [each.memory <= least for _, each in small]
+    assert fits == sorted(fits, reverse=True)
+
+
+def test_an_unknown_strategy() -> None:
+    with pytest.raises(ValueError, match=r"no strategy 'rows' for S0 @ R -> any"):
+        cost.choose(problem((S0,), (R,), None), "rows", MACHINE)
+
+
+@pytest.mark.parametrize("name", machines.machines())
+def test_every_machine_is_complete(name: str) -> None:
+    machine = machine_named(name)
+    assert machine.source and machine.title and machine.node >= 1
+    assert min(*machine.flops, machine.bandwidth) > 1e9
+    for link in (machine.within, machine.between):
+        assert link.call > 0 and link.bandwidth > 1e9
+    assert machines.parse(machines.to_text(machine)) == machine
+
+
+def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for title, name in (
+        ("NVIDIA H200", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("new", "h100"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda title=title: title)
+        assert machines.own_machine("cuda", 8) == (name, machine_named(name))
+    assert machines.own_machine("cpu", 8) == ("zen4-core", machine_named("zen4-core"))
+
+
+def test_measured_rates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = this_machine("cpu", 2, 1, True)
+    path = machines.keep(here, MACHINE)
+    assert machines.load(here) == MACHINE
+    assert machines.own_machine("cpu", 2) == ("this", MACHINE)
+    assert machines.own_machine("cpu", 3)[0] == "zen4-core"
+    kept = path.read_text()
+    for damaged in ("", "[]", kept.replace("10.0", "-1.0"), kept.replace("machine 1", "machine 0")):
+        assert damaged != kept
+        path.write_text(damaged)
+        assert machines.load(here) is None
+    path.write_text(kept)
+    path.chmod(0o666)  # anybody can have written it
+    assert machines.load(here) is None
+
+
+def agreement_job() -> tuple[str, str, str]:
+    """The machine before and after the first product, if each rank has another, and the plan."""
+
+    def own(mesh: DeviceMesh) -> str:
+        return machines.to_text(replace(MACHINE, title=f"rank {mesh.get_rank()}"))
+
+    before, agreement._own = agreement._own, own
+    try:
+        mesh = make_mesh((2, 2))
+        x = draw("x", (8, 8), mesh, (S0, S1)).sharded
+        first = agreement.known_machine(mesh).title
+        y = sharded_matmul(x, x)
+        agreed = agreement.known_machine(mesh).title
+        return first, agreed, f"{y.placements} {tpmesh.plans(x, x)[0]}"
+    finally:
+        agreement._own = before
+
+
+def test_all_ranks_plan_by_the_first_ranks_machine(ranks: RanksFixture) -> None:
+    first, agreed, plans = zip(*ranks(4).run(agreement_job), strict=True)
+    assert first == tuple(f"rank {rank}" for rank in range(4))
+    assert agreed == ("rank 0",) * 4
+    assert len(set(plans)) == 1
+
+
+# Unfused baselines that others have published, in ms: Flux (8 H800), PyTorch's async tensor
+# parallelism (8 H100), TokenWeave (taken to be 8 H100). The model's rates were fitted to none.
+# The misses are calls of under 0.15 ms; launches are not modelled.
+PUBLISHED = {
+    "Flux, gather, m=4096 n=49152 k=12288": ("h800", (4096, 49152, 12288), "gather", 1.429, True),
+    "Flux, scatter, m=4096 n=12288 k=49152": ("h800", (4096, 12288, 49152), "scatter", 1.408, True),
+    "TokenWeave, all-reduce, 4096 x 8192": ("h100", (4096, 8192, 0), "reduce", 0.348, True),
+    "TokenWeave, all-reduce, 64 x 8192": ("h100", (64, 8192, 0), "reduce", 0.0356, True),
+    "PyTorch, scatter, 512 x 4096 x 14336": ("h100", (512, 4096, 14336), "scatter", 0.134, False),
+    "PyTorch, gather, 128 x 6656 x 4096": ("h100", (128, 6656, 4096), "gather", 0.142, False),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures(name: str) -> None:
+    key, (m, n, k), kind, published, near = PUBLISHED[name]
+    machine, world = machine_named(key), 8
+    if kind == "reduce":
+        seconds = collective_seconds(machine, m * n * 2, world, passes=2)
+    elif kind == "gather":
+        seconds = product_seconds(machine, m, k, n // world, 2)
+        seconds += collective_seconds(machine, m * k * 2, world)
+    else:
+        seconds = product_seconds(machine, m, k // world, n, 2)
+        seconds += collective_seconds(machine, m * n * 2, world)
+    ratio = 1e3 * seconds / published
+    assert (0.75 <= ratio <= 1.25) is near, f"{ratio:.2f} of the published time"

@@ -1,0 +1,217 @@
+"""What a plan costs on a machine: seconds, and bytes of memory.
+
+Model:
+- A local product takes the longer of its flops at the device's rate and of its operands' and
+  result's bytes at the rate of the device's memory; on a machine that overlaps nothing, their sum.
+- A collective takes a fixed time, a time for each step of a ring, and the bytes that a rank
+  receives at the rate of the link. A group that spans nodes goes in two levels: the ranks with the
+  same place in their nodes exchange first, then those of each node.
+- A step that is one op with the product, cut into one chunk for each rank, overlaps it: all but the
+  first chunk of the one and the last of the other, if the machine overlaps at all and unless that
+  takes longer than one after the other, because each chunk reads the whole weight.
+
+Left out: flops and copies of reductions and slices, tiles that do not fill a device, and the
+time of launching.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch.distributed.tensor import Replicate
+
+from tpkernels.integers import ceil_div
+from tpkernels.mesh.layout import Placements, local_shape
+from tpkernels.mesh.machines import Link, Profile
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, by_name, plans_for
+from tpkernels.mesh.steps import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a plan costs the rank with the largest shards.
+
+    Attributes:
+        seconds: from begin to end.
+        product: of these, the local product alone.
+        communication: seconds of all collectives alone.
+        memory: peak bytes of operands, temporaries and results.
+    """
+
+    seconds: float
+    product: float
+    communication: float
+    memory: int
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the rank does not multiply."""
+        return self.seconds - self.product
+
+    def fits(self, profile: Profile) -> bool:
+        """Whether the device's memory, if its size is known, is enough."""
+        return not 0 < profile.memory < self.memory
+
+
+def product_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> float:
+    """A local product [m, k] @ [k, n]."""
+    multiply = 2 * m * k * n / profile.rate(itemsize)
+    move = (m * k + k * n + m * n) * itemsize / profile.bandwidth
+    return max(multiply, move) if profile.overlaps else multiply + move
+
+
+def collective_seconds(
+    profile: Profile, nbytes: float, ranks: int, *, stride: int = 1, passes: int = 1
+) -> float:
+    """An all-gather or a reduce-scatter.
+
+    Args:
+        nbytes: of the whole tensor, which each rank has after an all-gather or before a
+            reduce-scatter.
+        ranks: of the group.
+        stride: between the numbers of neighbours in the group.
+        passes: 2 for an all-reduce, which is both.
+    """
+    if ranks == 1:
+        return 0.0
+    inner = _ranks_in_a_node(profile, ranks, stride)
+    outer = ranks // inner
+    # Between nodes each rank gets the parts of those with its place; in the node, their results.
+    seconds = _ring_seconds(profile.between, outer, (outer - 1) / ranks * nbytes, passes)
+    return seconds + _ring_seconds(profile.within, inner, (inner - 1) / inner * nbytes, passes)
+
+
+def _ranks_in_a_node(profile: Profile, ranks: int, stride: int) -> int:
+    """Neighbours of a group that share a node: the largest number that divides the group."""
+    most = max(1, min(ranks, profile.node // stride))
+    return max(inner for inner in range(1, most + 1) if ranks % inner == 0)
+
+
+def _ring_seconds(link: Link, ranks: int, received: float, passes: int) -> float:
+    if ranks == 1:
+        return 0.0
+    return link.call + passes * (link.step * (ranks - 1) + received / link.bandwidth)
+
+
+def fused_seconds(
+    profile: Profile,
+    shape: tuple[int, int, int],
+    cut: int,
+    communication: float,
+    parts: int,
+    itemsize: int,
+) -> float:
+    """A product [m, k] @ [k, n] and a collective as one op.
+
+    Args:
+        shape: (m, k, n).
+        cut: the index in ``shape`` of the extent that is cut into chunks: 0 or 2.
+        communication: seconds of the collective alone.
+        parts: number of chunks.
+    """
+    apart = product_seconds(profile, *shape, itemsize) + communication
+    if not profile.overlaps:
+        return apart
+    m, k, n = (ceil_div(size, parts) if i == cut else size for i, size in enumerate(shape))
+    multiply, move = product_seconds(profile, m, k, n, itemsize), communication / parts
+    return min(apart, move + (parts - 1) * max(multiply, move) + multiply)
+
+
+def _step_seconds(profile: Profile, step: Step, mesh_shape: Sequence[int]) -> float:
+    ranks = mesh_shape[step.mesh_dim]
+    if not step.communicates or ranks == 1:
+        return 0.0
+    passes = 2 if step.kind == "all_reduce" else 1
+    whole = step.nbytes / prod(mesh_shape) / passes * ranks / (ranks - 1)
+    stride = prod(mesh_shape[step.mesh_dim + 1 :])
+    return collective_seconds(profile, whole, ranks, stride=stride, passes=passes)
+
+
+def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Estimate:
+    """What a plan costs on a machine."""
+    mesh = problem.mesh_shape
+    m, k = _largest(problem, "x", plan.x)
+    n = _largest(problem, "w", plan.w)[1]
+    product = product_seconds(profile, m, k, n, problem.itemsize)
+    seconds = {step: _step_seconds(profile, step, mesh) for step in plan.steps}
+    total = product + sum(each for step, each in seconds.items() if step is not plan.fused)
+    if plan.fused is not None:
+        fused, ranks = plan.fused, mesh[plan.fused.mesh_dim]
+        # Rows of the result, but its columns for a gather of w or a scatter of columns.
+        cut = 2 if fused.operand == "w" or fused.tensor_dim == 1 else 0
+        both = fused_seconds(profile, (m, k, n), cut, seconds[fused], ranks, problem.itemsize)
+        total += both - product
+    return Estimate(
+        seconds=total,
+        product=product,
+        communication=sum(seconds.values()),
+        memory=_peak_memory(plan, problem),
+    )
+
+
+def _largest(problem: MatmulProblem, operand: str, placements: Placements) -> tuple[int, int]:
+    """The shard of the first rank, than which none is larger."""
+    mesh = problem.mesh_shape
+    rows, columns = local_shape(problem.shape(operand), placements, mesh, (0,) * len(mesh))
+    return rows, columns
+
+
+def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
+    """The operands are there throughout, and each step's input until the step ends."""
+
+    def nbytes(operand: str, placements: Placements) -> int:
+        return prod(_largest(problem, operand, placements)) * problem.itemsize
+
+    held = {"x": nbytes("x", problem.x), "w": nbytes("w", problem.w), "out": 0}
+    own, temporary, peak = sum(held.values()), {"x": 0, "w": 0, "out": 0}, 0
+
+    def change(operand: str, after: int) -> None:
+        nonlocal peak
+        peak = max(peak, own + sum(temporary.values()) + after)
+        temporary[operand] = after
+
+    at = {"x": problem.x, "w": problem.w}
+    fused = [plan.fused] if plan.fused is not None else []
+    for step in (*plan.before, *(step for step in fused if step.operand != "out")):
+        at[step.operand] = step.after(at[step.operand])
+        if step.communicates:  # a slice is a view
+            change(step.operand, nbytes(step.operand, at[step.operand]))
+    partial = plan.product
+    if fused and fused[0].operand == "out":  # the product before its reduction
+        rest = list(plan.product)
+        rest[fused[0].mesh_dim] = Replicate()
+        partial = tuple(rest)
+    change("out", nbytes("out", partial))
+    temporary["x"] = temporary["w"] = 0
+    if partial != plan.product:
+        change("out", nbytes("out", plan.product))
+    after = plan.product
+    for step in plan.after:
+        after = step.after(after)
+        change("out", nbytes("out", after))
+    return peak
+
+
+@functools.lru_cache(maxsize=1024)
+def ranked(problem: MatmulProblem, profile: Profile) -> tuple[tuple[MatmulPlan, Estimate], ...]:
+    """The plans of `plans_for` with their cost: those that fit into the device's memory first, of
+    these the fastest; the fewest bytes decide between equals. The same on all ranks that have the
+    same profile."""
+    pairs = [(plan, estimate(plan, problem, profile)) for plan in plans_for(problem)]
+    # Rounded, because sums of the same times in another order differ in the last bits. The sort is
+    # stable, and plans_for sorts by bytes.
+    return tuple(
+        sorted(pairs, key=lambda pair: (not pair[1].fits(profile), round(pair[1].seconds, 12)))
+    )
+
+
+def choose(problem: MatmulProblem, strategy: str, profile: Profile) -> MatmulPlan:
+    """The plan of that strategy; the fastest for "auto".
+
+    Raises:
+        ValueError: there is no such strategy, or it cannot give the result.
+    """
+    return by_name(tuple(plan for plan, _ in ranked(problem, profile)), problem, strategy)
