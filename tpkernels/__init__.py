@@ -61,4 +61,5 @@ def __getattr__(name: str) -> Any:
     """Imports DTensor with the functions for it: that takes half as long as torch itself."""
     if name not in ("fused_dtensor", "sharded_matmul"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(mesh, name)
+    globals()[name] = found = getattr(mesh, name)  # the next access comes without this function
+    return found

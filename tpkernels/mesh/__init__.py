@@ -25,4 +25,6 @@ def __getattr__(name: str) -> Any:
     from tpkernels.mesh import collectives, fused, matmul, planner, steps
 
     homes = (matmul, fused, collectives, planner, steps)
-    return next(getattr(home, name) for home in homes if hasattr(home, name))
+    found = next(getattr(home, name) for home in homes if hasattr(home, name))
+    globals()[name] = found  # the next access comes without this function
+    return found
