@@ -74,6 +74,7 @@ def context_job() -> list[str]:
 
     with tpkernels.fused_dtensor():
         expect("within", [AR], summed)
+        expect("compiled", [], torch.compile(summed, backend="eager"))
         expect("in a thread", [], in_a_thread)
         expect("nested", [AR], nested)
         expect("recomputed", [AR, AR], recomputed)

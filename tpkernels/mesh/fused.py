@@ -114,7 +114,7 @@ class _Fusion(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.outside:
+        if torch.compiler.is_compiling() or self.outside:
             return func(*args, **kwargs)
         if func in _PRODUCTS:
             return self._product(func, args, kwargs)
@@ -225,8 +225,8 @@ def _fused_redistribute(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    fusion = _threads.fusion
-    if fusion is not None and not fusion.outside and not torch.compiler.is_compiling():
+    fusion = None if torch.compiler.is_compiling() else _threads.fusion
+    if fusion is not None and not fusion.outside:
         result = _without_own(fusion, self, device_mesh, placements, options)
         if result is not None:
             return result
