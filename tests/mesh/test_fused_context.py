@@ -74,7 +74,6 @@ def context_job() -> list[str]:
 
     with tpkernels.fused_dtensor():
         expect("within", [AR], summed)
-        expect("compiled", [], torch.compile(summed, backend="eager"))
         expect("in a thread", [], in_a_thread)
         expect("nested", [AR], nested)
         expect("recomputed", [AR, AR], recomputed)
@@ -109,6 +108,24 @@ def autograd_job() -> None:
         a.add_(1)
         with pytest.raises(RuntimeError, match="changed in place after its result was redistrib"):
             y.to_local()
+
+
+def _summed(x: DTensor, w: DTensor) -> torch.Tensor:
+    return F.linear(x, w).redistribute(placements=[R]).to_local()
+
+
+def compiled_job() -> list[str]:
+    mesh = make_mesh((2,), ["compiled"])
+    x = distribute_tensor(torch.ones(ROWS, HIDDEN), mesh, [S1])
+    w = distribute_tensor(torch.ones(INNER, HIDDEN), mesh, [S1])
+    compiled = torch.compile(_summed, backend="aot_eager", fullgraph=True)
+    with recorded_calls() as calls, tpkernels.fused_dtensor():
+        assert (compiled(x, w) == HIDDEN).all()
+    return calls
+
+
+def test_compiled_code_is_left_alone(ranks: RanksFixture) -> None:
+    assert ranks(2).run(compiled_job) == [[], []]
 
 
 def test_autograd(ranks: RanksFixture) -> None:
