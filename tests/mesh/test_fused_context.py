@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.fused import AR
-from tests.support.meshes import S1, R, make_mesh
+from tests.support.fused import AG, AR
+from tests.support.meshes import S0, S1, R, make_mesh
 from tests.support.ranked import recorded_calls, report
 
 ROWS, HIDDEN, INNER = 7, 8, 12
@@ -36,6 +36,13 @@ def context_job() -> list[str]:
             result = run()
         if calls != expected or not (result == HIDDEN).all():
             failures.append(f"{what}: ran {calls}, result {result}")
+
+    def gathered() -> torch.Tensor:
+        rows = distribute_tensor(torch.ones(ROWS, HIDDEN), mesh, [S0])
+        columns = distribute_tensor(torch.ones(INNER, HIDDEN), mesh, [S0])
+        whole = rows.redistribute(placements=[R])
+        F.linear(whole, columns)
+        return F.linear(whole, columns).to_local()
 
     def in_a_thread() -> torch.Tensor:
         results: list[torch.Tensor] = []
@@ -81,6 +88,7 @@ def context_job() -> list[str]:
             expect("no_grad", [AR], summed)
         with torch.inference_mode():
             expect("inference_mode", [AR], summed)
+            expect("inference_mode, gather", [AG], gathered)
     expect("outside", [], summed)
     expect("interrupted", [], interrupted)
     if DTensor.redistribute is not own:

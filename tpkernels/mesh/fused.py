@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tpkernels.mesh.deferred import Deferred, Work, compute, defer
 from tpkernels.mesh.layout import Placements
 from tpkernels.mesh.linear import Gather, Product, gathered_product, summed_product
-from tpkernels.mesh.patterns import can_split, fusable, single_change
+from tpkernels.mesh.patterns import can_split, fusable, single_change, version_of
 
 _Operands = tuple[Any, Any, Any]  # x, w, bias
 
@@ -162,7 +162,7 @@ class _Fusion(TorchFunctionMode):
             product = Product(x=x, w=w, bias=bias, transposed=transposed, own=own)
             if fusable(gather.x, w, bias) and product.follows(gather):
                 y, connected = gathered_product(x, gather, product)
-                self.connected[x] = connected, x._version
+                self.connected[x] = connected, version_of(x)
                 return y
             compute(x)
         x = self._connected(x)
@@ -177,7 +177,7 @@ class _Fusion(TorchFunctionMode):
     def _connected(self, x: DTensor) -> DTensor:
         """x, connected to the op that gathered it if there is one."""
         connected, version = self.connected.get(x, (x, None))
-        return connected if x._version == version else x
+        return connected if version_of(x) == version else x
 
 
 class _Threads(threading.local):

@@ -27,6 +27,7 @@ from tpkernels.mesh.patterns import (
     contiguous_stride,
     replaced,
     row_dim,
+    version_of,
     weight_grads,
 )
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
@@ -171,7 +172,7 @@ class Product:
     def _current_versions(self) -> list[int]:
         given = [one for one in self.inputs if one is not None]
         tensors = [*given, *(one._local_tensor for one in given)]
-        return [0 if one.is_inference() else one._version for one in tensors]
+        return [version_of(one) for one in tensors]
 
 
 def gathered_product(deferred: Deferred, gather: Gather, product: Product) -> tuple[DTensor, Any]:

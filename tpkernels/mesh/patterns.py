@@ -21,6 +21,11 @@ from tpkernels.shards import chunk_sizes
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; 0 in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def can_split(length: int, ranks: int) -> bool:
     """Whether there is anything to send, and every rank has a part."""
     return ranks > 1 and all(chunk_sizes(length, ranks))
