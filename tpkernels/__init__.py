@@ -38,6 +38,7 @@ __all__ = [
     "empty",
     "finalize",
     "from_pretrained",
+    "fused_dtensor",
     "init",
     "mesh",
     "nccl",
@@ -52,11 +53,13 @@ __all__ = [
 __all__ += ops.__all__
 
 if TYPE_CHECKING:
+    from tpkernels.mesh.fused import fused_dtensor
     from tpkernels.mesh.matmul import sharded_matmul
 
 
 def __getattr__(name: str) -> Any:
-    """Imports DTensor with the function that takes one: that takes half as long as torch itself."""
-    if name != "sharded_matmul":
+    """Imports DTensor with the functions for it: that takes half as long as torch itself."""
+    if name not in ("fused_dtensor", "sharded_matmul"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return mesh.sharded_matmul
+    globals()[name] = found = getattr(mesh, name)  # the next access comes without this function
+    return found

@@ -1,0 +1,87 @@
+"""A DTensor MLP within `tpkernels.fused_dtensor()` compared with DTensor's own way.
+
+    python -m benchmarks.mesh_dtensor --mkn 512,1024,4096 --repeat 30
+
+fp32. ``down(relu(up(x)))`` by torch's ColwiseParallel and RowwiseParallel, with x split along its
+rows or replicated. The variants are interleaved call by call. Prints the slowest rank's
+medians in ms, and in brackets the fastest repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tpkernels
+from tpkernels.bench.timing import Samples, Variant, measure, summary
+from tpkernels.launch import Ranks
+
+
+def job(m: int, k: int, n: int, rows: bool, repeat: int) -> dict[str, Samples]:
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world,))
+    layout = Shard(0) if rows else Replicate()
+    model = nn.Sequential(nn.Linear(k, n, bias=False), nn.ReLU(), nn.Linear(n, k, bias=False))
+    up, down = ColwiseParallel(input_layouts=layout), RowwiseParallel(output_layouts=layout)
+    parallelize_module(model, mesh, {"0": up, "2": down})
+    x = torch.randn(m // world if rows else m, k)
+    x.requires_grad_()
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = model(x)
+        return result
+
+    def both() -> torch.Tensor:
+        model.zero_grad()
+        x.grad = None
+        model(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    def fused(run: Variant) -> Variant:
+        def within() -> object:
+            with tpkernels.fused_dtensor():
+                return run.run()
+
+        return Variant(within)
+
+    own = {"forward": Variant(forward), "forward and backward": Variant(both)}
+    for name, variant in own.items():
+        torch.testing.assert_close(fused(variant).run(), variant.run(), msg=name)
+    pairs = {f"{name}, fused": fused(variant) for name, variant in own.items()}
+    return measure({**own, **pairs}, repeat=repeat)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--mkn", nargs="+", default=["512,1024,4096"])
+    parser.add_argument("--repeat", type=int, default=30)
+    given = parser.parse_args()
+    for shape in given.mkn:
+        m, k, n = map(int, shape.split(","))
+        for rows in (True, False):
+            with Ranks(given.nproc) as ranks:
+                results = ranks.run(job, m, k, n, rows, given.repeat, timeout=600)
+            times = {name: summary([one[name] for one in results]) for name in results[0]}
+            for name in ("forward", "forward and backward"):
+                own, fused = times[name], times[f"{name}, fused"]
+                print(
+                    f"({m}, {k}, {n}), {'rows split' if rows else 'replicated'}, {name}: "
+                    f"DTensor {own.median:.1f} ({own.min:.1f}), "
+                    f"fused {fused.median:.1f} ({fused.min:.1f}), "
+                    f"speed-up {own.median / fused.median:.2f} ({own.min / fused.min:.2f})",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
