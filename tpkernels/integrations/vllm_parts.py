@@ -46,7 +46,7 @@ def is_reducible(x: torch.Tensor) -> bool:
 class Communicator(CpuCommunicator):
     """vLLM's communicator of CPU tensors, with another all-reduce for tensor parallelism."""
 
-    in_graphs = True  #: also in compiled graphs, where vLLM's has measured faster
+    in_graphs = True  #: also in compiled graphs, where it has not measured faster than vLLM's
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
