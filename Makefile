@@ -33,7 +33,7 @@ demo: $(EXT) $(MODEL)  ## a transformer layer on four processes, and a model tha
 	@$(BIN)/tpkernels demo $(ARGS)
 	@$(BIN)/python examples/speak.py
 
-test: $(EXT)  ## each op, algorithm, failure, command and document once: at most 5 minutes
+test: $(EXT)  ## each op, algorithm, failure, command and document once: about 6 minutes
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-thorough: $(EXT)  ## the same with whole sweeps: about 15 minutes

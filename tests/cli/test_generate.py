@@ -74,7 +74,7 @@ def test_a_stream(folder: Path, words: list[str]) -> None:
     assert "8 tokens on 1 ranks" in result.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_samples_depend_on_the_seed_alone(folder: Path) -> None:
     options = ("--prompt", "the", "--chat", "--temperature", 1, "--top-k", 20, "--json")
     texts = [
@@ -85,7 +85,7 @@ def test_samples_depend_on_the_seed_alone(folder: Path) -> None:
     assert one == other != different
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_under_torchrun(folder: Path, words: list[str]) -> None:
     launch = [
         sys.executable,
@@ -132,9 +132,9 @@ def test_refused_before_ranks_start(
     [
         pytest.param("", ("--prompt", "the " * 60), "64 in all", marks=pytest.mark.thorough),
         pytest.param("", ("--prompt", ""), "has no tokens", marks=pytest.mark.thorough),
-        pytest.param("tokenizer", ("--prompt", PROMPT), "no tokenizer", marks=pytest.mark.thorough),
-        pytest.param("chat", ("--prompt", "a", "--chat"), "template", marks=pytest.mark.thorough),
-        pytest.param("weights", ("--prompt", PROMPT), "safetensors", marks=pytest.mark.thorough),
+        pytest.param("tokenizer", ("--prompt", PROMPT), "no tokenizer", marks=pytest.mark.slow),
+        pytest.param("chat", ("--prompt", "a", "--chat"), "template", marks=pytest.mark.slow),
+        pytest.param("weights", ("--prompt", PROMPT), "safetensors", marks=pytest.mark.slow),
     ],
 )
 def test_refused_by_what_the_model_is(

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.profiler import profile
 
 from tests.cli.test_cli import MODULE, check_refused, invoke, processes_of_session
-from tests.support.tiers import sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels.bench import plots
 from tpkernels.bench.trace import CALL, lanes, merge, rank_of, times, union, without
 from tpkernels.local import matmul as product
@@ -210,7 +210,7 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     [
         ("raise ArithmeticError(f'rank {RANK} cannot')", "ArithmeticError: rank 1 cannot"),
         pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.slow),
-        ("time.sleep(600) if RANK else os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        thorough("time.sleep(600) if RANK else os.kill(os.getpid(), 9)", "killed by SIGKILL"),
     ],
     ids=["raises", "exits", "dies while the other goes on"],
 )

@@ -76,15 +76,15 @@ EACH_ON_TWO: list[Operands] = [
     ("mesh_shape", "operands"),
     [
         pytest.param((2,), ONE_DIM[5::6], id="a few on 2"),
-        pytest.param((2, 2), TWO_DIMS[:1], id="one on 2x2"),
+        pytest.param((2, 2), TWO_DIMS[:1], id="one on 2x2", marks=pytest.mark.thorough),
         *(
-            pytest.param(shape, operands, id=f"{shape}", marks=pytest.mark.thorough)
-            for shape, operands in [
-                ((2,), ONE_DIM),
-                ((3,), ONE_DIM),
-                ((4,), ONE_DIM),
-                ((2, 2), TWO_DIMS),
-                ((3, 2), TWO_DIMS),
+            pytest.param(shape, operands, id=f"{shape}", marks=marks)
+            for shape, operands, marks in [
+                ((2,), ONE_DIM, pytest.mark.thorough),
+                ((3,), ONE_DIM, pytest.mark.thorough),
+                ((4,), ONE_DIM, pytest.mark.slow),
+                ((2, 2), TWO_DIMS, pytest.mark.thorough),
+                ((3, 2), TWO_DIMS, pytest.mark.slow),
             ]
         ),
         pytest.param((2, 2), EACH_ON_TWO, id="many on 2x2", marks=pytest.mark.slow),

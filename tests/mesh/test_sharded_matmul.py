@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -148,8 +149,12 @@ def test_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
     )
 
 
+def slow(mesh_shape: tuple[int, ...]) -> Any:
+    return pytest.param(mesh_shape, marks=pytest.mark.slow)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh_shape", [*FOUR_RANKS, (3, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), *map(slow, [(1, 4), (4, 1), (3, 2)])], ids=str)
 def test_every_pair_of_operands(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
     run(ranks, mesh_shape, spread(every(2)))
 
@@ -194,7 +199,7 @@ def test_every_algorithm(ranks: RanksFixture, algorithm: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), slow((3, 2))], ids=str)
 def test_every_strategy_on_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
     products = spread(every(2))[::16]
     run(ranks, mesh_shape, every_strategy(products, mesh_shape))
@@ -215,7 +220,7 @@ def test_few_rows_or_none(ranks: RanksFixture, shape: tuple[int, int, int]) -> N
     run(ranks, (2, 2), spread(every(2, shape=shape))[::16])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (4,)], ids=str)
 def test_few_rows_or_none_in_all_placements(

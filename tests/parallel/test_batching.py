@@ -14,6 +14,7 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
+from tests.support.tiers import sweep
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,10 +55,14 @@ def batching_job(options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("world", hf_models.SWEEP)
-def test_continuous_batching_generates_the_same_tokens(ranks: RanksFixture, world: int) -> None:
-    for options in ({}, {"sequence_parallel": "prefill"}, {"ffn_only": True}):
-        results = ranks(world).run(batching_job, options, timeout=120)
-        report(failure for rank in results for failure in rank)
+@pytest.mark.parametrize(
+    "options", sweep([{"sequence_parallel": "prefill"}, {"ffn_only": True}, {}])
+)
+def test_continuous_batching_generates_the_same_tokens(
+    ranks: RanksFixture, world: int, options: dict[str, Any]
+) -> None:
+    results = ranks(world).run(batching_job, options, timeout=120)
+    report(failure for rank in results for failure in rank)
 
 
 def requests_job() -> tuple[bool, list[int] | None]:

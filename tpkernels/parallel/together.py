@@ -95,6 +95,9 @@ class Work:
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         """See `together`."""
+        group = groups.get(self._group)
+        with group.lock:  # else the thread would wait for a call that waits for this block
+            group.check_usable()
         thread = threading.Thread(target=self._rounds, name="tpkernels-together", daemon=True)
         status = Status.DONE
         try:
@@ -127,6 +130,7 @@ def together(group: str, device: torch.device, what: str) -> Iterator[Work]:
 
     Raises:
         PeerFailedError: the block failed on another rank.
+        RuntimeError: this thread is in a call of the group: a signal handler. Nothing was sent.
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     work = Work(group, device, what)
