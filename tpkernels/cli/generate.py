@@ -7,7 +7,6 @@ import secrets
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,9 +22,7 @@ from tpkernels.launch.drivers import driving
 
 
 def generate(
-    model: Annotated[
-        Path, typer.Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
-    ],
+    model: options.Checkpoint,
     prompt: Annotated[
         list[str], typer.Option(help="Text to continue; several are continued together.")
     ],
@@ -51,12 +48,8 @@ def generate(
         bool, typer.Option("--stream", help="Print text as it is generated.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; see the docs.")] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
-    ] = None,
-    ffn_only: Annotated[
-        bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")
-    ] = False,
+    dtype: options.CheckpointDtype = None,
+    ffn_only: options.FfnOnly = False,
     device: options.Device = None,
     threads: options.Threads = 1,
     timeout: Annotated[int, typer.Option(help="Seconds for loading, and for each token.")] = 300,
@@ -91,7 +84,7 @@ def generate(
                 with driving(
                     world,
                     Generator,
-                    str(model),
+                    model,
                     where,
                     dtype_name,
                     ffn_only,

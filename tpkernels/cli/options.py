@@ -21,3 +21,10 @@ Sizes = Annotated[
 Timeout = Annotated[
     int, typer.Option(help="Abort a case that takes longer than this many seconds.")
 ]
+Checkpoint = Annotated[
+    str, typer.Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
+]
+CheckpointDtype = Annotated[
+    str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
+]
+FfnOnly = Annotated[bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")]

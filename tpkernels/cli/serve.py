@@ -22,9 +22,7 @@ _MOST_KEY = 4096  # bytes of a key's file
 
 
 def serve(
-    model: Annotated[
-        str, typer.Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
-    ],
+    model: options.Checkpoint,
     ranks: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
@@ -33,12 +31,8 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Name of the model for clients; by default its file's.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
-    ] = None,
-    ffn_only: Annotated[
-        bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")
-    ] = False,
+    dtype: options.CheckpointDtype = None,
+    ffn_only: options.FfnOnly = False,
     max_requests: Annotated[int, typer.Option(help="Requests in a batch.")] = 32,
     max_waiting: Annotated[
         int, typer.Option(help="Requests that wait for a place; more are refused with 429.")

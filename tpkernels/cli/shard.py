@@ -14,26 +14,21 @@ from rich.markup import escape
 
 from tpkernels.bench.options import UsageError, check_workers, dtype_named
 from tpkernels.bench.output import byte_size, console, table
+from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.parallel.blueprint import Slot
 from tpkernels.parallel.shard_files import ShardPlan, plan_shards, write_shards
 
 
 def shard(
-    model: Annotated[
-        str, typer.Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
-    ],
+    model: options.Checkpoint,
     ranks: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show how the model is split; write nothing.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
-    ffn_only: Annotated[
-        bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")
-    ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
-    ] = None,
+    ffn_only: options.FfnOnly = False,
+    dtype: options.CheckpointDtype = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a model that is in the folder of --out.")
     ] = False,
