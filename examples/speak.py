@@ -15,8 +15,9 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from tpkernels.integrations.transformers.completions import Completions
+from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
 from tpkernels.integrations.transformers.generator import Generator, Sampling
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
 from tpkernels.launch import Executor
@@ -32,13 +33,8 @@ def smollm2() -> Path:
     return next(Path(package.origin).parent.glob("*.gguf"))
 
 
-def answer(world: int, path: Path, question: str, tokens: int) -> list[int]:
+def answer(world: int, path: Path, tokenizer: Any, prompt: list[int], tokens: int) -> list[int]:
     """Prints the answer of ``world`` ranks as it is generated, and returns its tokens."""
-    tokenizer = load_tokenizer(path)
-    if not tokenizer.chat_template:
-        sys.exit(f"{path} has no chat template; pass --model with a chat model")
-    message = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     begin = time.perf_counter()
     with Executor(world, Generator, str(path)) as ranks:
         print(f"\n{world} rank{'s'[: world > 1]}, loaded in {time.perf_counter() - begin:.1f} s:")
@@ -49,8 +45,7 @@ def answer(world: int, path: Path, question: str, tokens: int) -> list[int]:
             for (text,) in pieces:
                 print(text, end="", flush=True)
     times = done.times
-    rate = (times.steps - 1) / (times.end - times.first) if times.steps > 1 else 0.0
-    print(f"\n[first token after {times.first:.2f} s, then {rate:.1f} tokens/s]")
+    print(f"\n[first token after {times.first:.2f} s, then {times.rate or 0:.1f} tokens/s]")
     return done.texts[0].tokens
 
 
@@ -65,7 +60,12 @@ def main() -> int:
     path = chosen.model or smollm2()
     print(f"{path.name}: {chosen.question}")
     preload()
-    answers = [answer(world, path, chosen.question, chosen.tokens) for world in chosen.ranks]
+    tokenizer = load_tokenizer(path)
+    try:
+        prompt = prompt_tokens(tokenizer, chosen.question, chat=True)
+    except ValueError as error:
+        sys.exit(str(error))
+    answers = [answer(world, path, tokenizer, prompt, chosen.tokens) for world in chosen.ranks]
     same = all(each == answers[0] for each in answers)
     print("\nThe same words on each number of ranks." if same else "\nFAIL: the words differ.")
     return not same

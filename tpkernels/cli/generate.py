@@ -7,7 +7,7 @@ import secrets
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ from tpkernels.bench.options import UsageError, check_workers, dtype_named
 from tpkernels.bench.session import backend_of, device_named, under_torchrun, world_size
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.integrations.transformers.completions import Completions
+from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
 from tpkernels.integrations.transformers.generator import Generator, Sampling
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
 from tpkernels.launch.drivers import driving
@@ -97,7 +97,7 @@ def generate(
                         return
                     completions = Completions(
                         tokenizer.result(),
-                        [_tokens(tokenizer.result(), text, chat) for text in prompt],
+                        [prompt_tokens(tokenizer.result(), text, chat=chat) for text in prompt],
                         driver.call("describe", rank=0),
                         sampling,
                         stop or (),
@@ -112,23 +112,11 @@ def generate(
         _show(completions, prompt, world, stream=stream, as_json=as_json)
 
 
-def _tokens(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    if not chat:
-        return list(tokenizer(text)["input_ids"])
-    if not tokenizer.chat_template:
-        raise UsageError("the model's tokenizer has no chat template; leave out --chat")
-    message = [{"role": "user", "content": text}]
-    return list(
-        tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    )
-
-
 def _show(
     done: Completions, prompts: list[str], world: int, *, stream: bool, as_json: bool
 ) -> None:
     """The texts on standard output, the times on standard error; or all in one JSON object."""
     times, decoded = done.times, sum(len(each.tokens) for each in done.texts)
-    rate = (times.steps - 1) / (times.end - times.first) if times.steps > 1 else None
     if as_json:
         completions = [
             {
@@ -146,7 +134,7 @@ def _show(
             "seed": done.sampling.seed if done.sampling.temperature else None,
             "seconds_to_first_token": times.first,
             "seconds": times.end,
-            "steps_per_second": rate,
+            "steps_per_second": times.rate,
             "completions": completions,
         }
         typer.echo(json.dumps(result, indent=2))
@@ -158,7 +146,7 @@ def _show(
             typer.echo(f"{prompt}:")
         if not stream:
             typer.echo(each.text)
-    speed = "" if rate is None else f", then {rate:.1f} tokens/s for each prompt"
+    speed = "" if times.rate is None else f", then {times.rate:.1f} tokens/s for each prompt"
     typer.echo(
         f"{decoded} tokens on {world} ranks in {times.end:.2f} s: the first after "
         f"{times.first:.2f} s{speed}",

@@ -20,6 +20,27 @@ class Times:
     end: float = 0.0
     steps: int = 0
 
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second of each prompt after the first; None: there are none."""
+        return (self.steps - 1) / (self.end - self.first) if self.steps > 1 else None
+
+
+def prompt_tokens(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
+    """The tokens of a text; with ``chat``, of a user's message in the chat template.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not chat:
+        return list(tokenizer(text)["input_ids"])
+    if not tokenizer.chat_template:
+        raise ValueError("the model's tokenizer has no chat template; pass a chat model")
+    message = [{"role": "user", "content": text}]
+    return list(
+        tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    )
+
 
 @dataclass
 class Completion:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.integrations.transformers.loading import load_model
+from tpkernels.integrations.transformers.loading import end_tokens, load_model
 from tpkernels.launch.messages import DTYPES
 
 
@@ -56,7 +56,7 @@ class Generator:
         path: a model's folder or GGUF file.
         device: the type of device that the ranks compute on.
         dtype: torch's name of a dtype; None: the checkpoint's.
-        ffn_only: as `tpkernels.from_pretrained` takes them.
+        ffn_only: as `tpkernels.from_pretrained` takes it.
 
     Raises:
         As `tpkernels.from_pretrained`.
@@ -71,15 +71,11 @@ class Generator:
     def describe(self) -> dict[str, Any]:
         """Facts about the model: the most tokens it takes, its vocabulary's size, the tokens that
         end a text, and its dtype."""
-        config, ends = self._model.config, self._model.generation_config.eos_token_id
+        config = self._model.config
         return {
             "positions": config.max_position_embeddings,
             "vocabulary": config.vocab_size,
-            "ends": list(ends)
-            if isinstance(ends, (list, tuple))
-            else []
-            if ends is None
-            else [ends],
+            "ends": end_tokens(self._model),
             "dtype": str(self._model.dtype).removeprefix("torch."),
         }
 
@@ -96,7 +92,7 @@ class Generator:
         chosen = Sampling(**sampling)
         model, longest = self._model, max(map(len, prompts))
         config = GenerationConfig.from_dict(model.generation_config.to_dict())
-        ends, sampled = self.describe()["ends"], chosen.temperature > 0
+        ends, sampled = end_tokens(model), chosen.temperature > 0
         config.update(
             max_new_tokens=chosen.max_new_tokens,
             max_length=None,

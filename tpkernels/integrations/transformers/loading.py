@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpkernels
 from tpkernels.launch.rank_process import fork_server
 from tpkernels.nn import pack_
+from tpkernels.parallel.checkpoints import locate
 
 
 def preload() -> None:
@@ -57,24 +57,26 @@ def load_model(
     return model
 
 
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end a text, by the model's generation configuration."""
+    given = model.generation_config.eos_token_id
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The tokenizer in a model's folder or GGUF file.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: it has no tokenizer, or one that transformers cannot read.
+        ValueError: it is no checkpoint, or has no tokenizer that transformers can read.
     """
     from transformers import AutoTokenizer
 
-    place = Path(path)
-    if not place.exists():
-        raise FileNotFoundError(f"there is no {place}")
-    files = sorted(place.glob("*.gguf")) if place.is_dir() else [place]
-    options: dict[str, Any] = {}
-    if files and not (place / "config.json").exists():
-        place, options = files[0].parent, {"gguf_file": files[0].name}
+    place = locate(path)
     try:
-        return AutoTokenizer.from_pretrained(place, **options)
+        if place.is_dir():
+            return AutoTokenizer.from_pretrained(place)
+        return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
             f"{path} has no tokenizer that transformers can read: {error}; copy tokenizer.json and "

@@ -10,22 +10,32 @@ from tpkernels.parallel.checkpoints.checkpoint import Checkpoint
 from tpkernels.parallel.checkpoints.gguf_file import GGUFCheckpoint
 from tpkernels.parallel.checkpoints.safetensors_folder import SafetensorsCheckpoint
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "locate", "open_checkpoint"]
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint at ``path``: a folder, or a GGUF file. Reads no weights.
 
     Raises:
-        FileNotFoundError: there is no such file or folder, or nothing to load in it.
+        FileNotFoundError, ValueError: as `locate`; or there is nothing to load in a folder.
         ImportError: a package that the format needs is not installed.
-        ValueError: the file is of no known format.
+    """
+    place = locate(path)
+    return SafetensorsCheckpoint(place) if place.is_dir() else GGUFCheckpoint(place)
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """The folder or the GGUF file of the checkpoint at ``path``.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: the file is of no known format, or a folder has several that could be meant.
     """
     place = Path(path)
     if place.is_dir():
         files = sorted(place.glob("*.gguf"))
         if (place / "config.json").exists() or not files:
-            return SafetensorsCheckpoint(place)
+            return place
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
             raise ValueError(f"{place} has several GGUF files: {names}; pass the path of one")
@@ -39,4 +49,4 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise ValueError(
             f"{place} is not a GGUF file; pass the folder with config.json and *.safetensors"
         )
-    return GGUFCheckpoint(place)
+    return place

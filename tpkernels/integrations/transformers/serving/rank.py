@@ -20,7 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpkernels.integrations.transformers.loading import load_model, load_tokenizer
+from tpkernels.integrations.transformers.loading import (
+    end_tokens,
+    load_model,
+    load_tokenizer,
+)
 
 PAGE_TOKENS = 64  # of the cache, which requests take page by page
 _BATCH_TOKENS = 512  # of prompts and answers in one step; a longer prompt takes several
@@ -106,11 +110,8 @@ def make_manager(model: Any, options: Options) -> Any:
 
 def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
     """The tokens that end an answer."""
-    given = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
-    tokens: set[int] = set()
-    for each in given:
-        tokens.update(each if isinstance(each, list) else [] if each is None else [each])
-    return frozenset(tokens)
+    own = tokenizer.eos_token_id
+    return frozenset([*end_tokens(model), *([] if own is None else [own])])
 
 
 def _report_once(manager: Any) -> None:
