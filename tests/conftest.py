@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ from tpkernels.launch import Ranks, fork_server
 # An example may run a job on several processes: its time says nothing about the code under test.
 settings.register_profile("tpkernels", deadline=None)
 settings.load_profile("tpkernels")
+
+# Shells start background jobs with SIGINT ignored, which tests of Ctrl-C and the processes that
+# they start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_groups() -> None:
