@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.test_cli import check_refused, invoke
 from tpkernels.bench.layer_plan import layer_times, summary, tps_of
 from tpkernels.bench.machine import MachineReport, keep, profile_of
+from tpkernels.bench.mesh_plan import problem_of
 from tpkernels.bench.options import UsageError
 from tpkernels.bench.roofline import Rates
+from tpkernels.mesh.engines import engine_on, faster
 from tpkernels.mesh.machines import machine_named
 from tpkernels.planning.machine import this_machine
 
@@ -50,9 +54,56 @@ def test_a_product_on_this_machine() -> None:
     assert "needs more than the device's 141 GB" in " ".join(apart.output.split())
 
 
+ENGINE = "plan --mesh 1 --engine auto --gpu h100 --cpu epyc-9654"
+
+
+@pytest.mark.parametrize(
+    ("shape", "engine", "why"),
+    [
+        ("--m 4096 --k 8192 --n 8192", "NVIDIA H100 SXM", "Engine gpu: NVIDIA H100 SXM"),
+        ("--m 1 --k 64 --n 64", "AMD EPYC 9654 socket", "copies to and from the GPU alone"),
+        ("--m 400000 --k 99999 --n 99999", "AMD EPYC 9654 socket", "more than the GPU's 80 GB"),
+    ],
+)
+def test_the_faster_engine(shape: str, engine: str, why: str) -> None:
+    shown = invoke(*ENGINE.split(), *shape.split())
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.output.split())
+    assert f"on a mesh of 1, {engine}" in text and why in text
+    data = json.loads(invoke(*ENGINE.split(), *shape.split(), "--json").output)
+    assert data["machine"] == engine and data["engine"].startswith(("gpu: ", "cpu: "))
+
+
+def test_an_engine_includes_its_copies() -> None:
+    problem = problem_of((1 << 12, 1 << 12, 1 << 12), "1", "R", "R", None, 2)
+    gpu = engine_on(problem, machine_named("h100"))
+    host = gpu.profile.host
+    assert host is not None
+    assert gpu.copies == pytest.approx(2 * (host.call + (1 << 25) / host.bandwidth))
+    assert gpu.seconds == gpu.cost.seconds + gpu.copies
+    cpu = engine_on(problem, machine_named("xeon-8480"))
+    assert cpu.copies == 0
+    # The same GPU loses once the CPU is faster than all of its time, not that of the product alone.
+    for seconds, name in [(gpu.seconds * 1.01, "gpu"), (gpu.seconds * 0.99, "cpu")]:
+        cost = replace(cpu.cost, seconds=seconds)
+        assert faster(replace(cpu, cost=cost), gpu)[0].name == name
+
+
+def test_an_engine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    product = "plan --m 64 --k 64 --n 64 --mesh 1 --engine"
+    text = " ".join(invoke(*product.split(), "auto").output.split())
+    assert "Engine cpu: this machine has no GPU" in text
+    check_refused(product + " gpu", "this machine has none; name one with --gpu", monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (ENGINE.replace("auto", "tpu") + " --m 8 --k 8 --n 8", "unknown engine 'tpu'"),
+        (ENGINE.replace("epyc-9654", "h200") + " --m 8 --k 8 --n 8", "--cpu is 'h200', NVIDIA"),
+        ("plan --m 8 --k 8 --n 8 --mesh 1 --cpu epyc-9654", "--cpu needs --engine"),
+        (LAYERS + " --engine auto", "--engine is for a product"),
         ("plan", "pass --m, --k, --n and --mesh, or --model"),
         ("plan --m 8 --k 8 --n 8", "pass --m, --k, --n and --mesh, or --model"),
         (PRODUCT.replace("h200", "tpu"), "unknown machine 'tpu'; choose from this, a100-pcie"),

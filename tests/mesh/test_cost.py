@@ -29,6 +29,7 @@ MACHINE = Profile(
     node=4,
     within=Link(call=1.0, step=0.5, bandwidth=10.0),
     between=Link(call=2.0, step=1.0, bandwidth=5.0),
+    host=None,
     overlaps=True,
     source="made up",
 )
@@ -189,7 +190,7 @@ def test_measured_rates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert machines.own_machine("cpu", 2) == ("this", MACHINE)
     assert machines.own_machine("cpu", 3)[0] == "zen4-core"
     kept = path.read_text()
-    for damaged in ("", "[]", kept.replace("10.0", "-1.0"), kept.replace("machine 1", "machine 0")):
+    for damaged in ("", "[]", kept.replace("10.0", "-1.0"), kept.replace(machines.FORMAT, "0")):
         assert damaged != kept
         path.write_text(damaged)
         assert machines.load(here) is None

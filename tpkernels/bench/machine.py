@@ -69,6 +69,7 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
         node=world,
         within=link,
         between=link,
+        host=machines.machine_named(machines.name_of_own(machine.kind)).host,
         overlaps=machine.kind == "cuda",
         source=f"measured by tpkernels tune --machine, {day}",
     )
@@ -80,6 +81,23 @@ def keep(reports: Sequence[MachineReport]) -> tuple[Path, Profile]:
     machine, profile = reports[0].machine, profile_of(reports, date.today().isoformat())
     with writing(machines.path_for(machine)):
         return machines.keep(machine, profile), profile
+
+
+def engines_of(cpu: str | None, gpu: str | None, ranks: int) -> tuple[Profile, Profile | None]:
+    """The rates of a CPU and a GPU by name, or of this machine's; None: it has no GPU.
+    ``UsageError`` as `machine_by_name`, or for a name of the other kind."""
+    profiles: list[Profile | None] = []
+    for option, name, device in (("--cpu", cpu, "cpu"), ("--gpu", gpu, "cuda")):
+        if name is None and device == "cuda" and not torch.cuda.is_available():
+            profiles.append(None)
+            continue
+        profile = machine_by_name(name, ranks, device)
+        if profile.device != device:
+            raise UsageError(f"{option} is '{name}', {profile.title}, which is of the other kind")
+        profiles.append(profile)
+    on_cpu, on_gpu = profiles
+    assert on_cpu is not None  # every machine has one
+    return on_cpu, on_gpu
 
 
 def machine_by_name(name: str | None, ranks: int, device: str) -> Profile:

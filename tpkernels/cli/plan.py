@@ -11,14 +11,15 @@ import typer
 from rich.markup import escape
 
 from tpkernels.bench import layer_plan, layer_plot, mesh_plan
-from tpkernels.bench.machine import machine_by_name
+from tpkernels.bench.machine import engines_of, machine_by_name
 from tpkernels.bench.models import MODELS
-from tpkernels.bench.options import UsageError, at_least, dtype_named
+from tpkernels.bench.options import UsageError, at_least, check_known, dtype_named
 from tpkernels.bench.output import byte_size, console, milliseconds, table
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.mesh.engines import ENGINES, engine_on, faster
 from tpkernels.mesh.layout import text_of
-from tpkernels.mesh.machines import MEASURED, machines
+from tpkernels.mesh.machines import MEASURED, Profile, machines
 from tpkernels.mesh.planner import MatmulProblem
 
 
@@ -55,6 +56,16 @@ def plan(
             "Default: this one.",
         ),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, gpu or auto, the faster of the two for operands on the host. Default: the "
+            "GPU if there is one, without copies."
+        ),
+    ] = None,
+    cpu: Annotated[
+        str | None, typer.Option(help="The CPU for --engine, by the names of --machine.")
+    ] = None,
     dtype: options.Dtype = "bf16",
     plot: Annotated[
         Path | None, typer.Option(help="Draw the times of --model to this file.")
@@ -72,6 +83,8 @@ def plan(
         if model is not None:
             if (m, k, n, mesh) != (None,) * 4:
                 raise UsageError("pass --model, or --m, --k, --n and --mesh, not both")
+            if engine is not None:
+                raise UsageError("--engine is for a product; leave out --model")
             _plan_layers(model, tp, nodes, (prefill, decode), machine, itemsize, plot, as_json)
             return
         if m is None or k is None or n is None or mesh is None:
@@ -79,20 +92,42 @@ def plan(
         if plot is not None:
             raise UsageError("--plot needs --model")
         problem = mesh_plan.problem_of((m, k, n), mesh, x, w, out, itemsize)
-        _plan_product(problem, machine, as_json)
+        _plan_product(problem, *_engine(problem, engine, cpu, machine), as_json)
 
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _plan_product(problem: MatmulProblem, machine: str | None, as_json: bool) -> None:
+def _engine(
+    problem: MatmulProblem, engine: str | None, cpu: str | None, gpu: str | None
+) -> tuple[Profile, str | None]:
+    """The machine to plan for; and, if an engine was asked for, which it is and why."""
     ranks = torch.Size(problem.mesh_shape).numel()
-    profile = machine_by_name(machine, ranks, _device())
+    if engine is None:
+        if cpu is not None:
+            raise UsageError("--cpu needs --engine")
+        return machine_by_name(gpu, ranks, _device()), None
+    check_known("engine", [engine], ("auto", *ENGINES))
+    on_cpu, on_gpu = engines_of(cpu, gpu, ranks)
+    if on_gpu is None:
+        if engine == "gpu":
+            raise UsageError("--engine is 'gpu', and this machine has none; name one with --gpu")
+        return on_cpu, "cpu: this machine has no GPU; name one with --gpu to compare with it"
+    if engine != "auto":
+        return (on_cpu if engine == "cpu" else on_gpu), f"{engine}: asked for"
+    best, reason = faster(engine_on(problem, on_cpu), engine_on(problem, on_gpu))
+    return best.profile, f"{best.name}: {reason}"
+
+
+def _plan_product(
+    problem: MatmulProblem, profile: Profile, engine: str | None, as_json: bool
+) -> None:
     rows = mesh_plan.rows(problem, profile)
     if as_json:
         plans = [row.to_json() for row in rows]
-        typer.echo(json.dumps({"machine": profile.title, "plans": plans}, indent=2))
+        content = {"machine": profile.title, "engine": engine, "plans": plans}
+        typer.echo(json.dumps(content, indent=2))
         return
     columns = ("result", "MiB moved", "ms", "exposed ms", "memory/rank")
     grid = table("strategy", columns, "steps")
@@ -116,6 +151,8 @@ def _plan_product(problem: MatmulProblem, machine: str | None, as_json: bool) ->
         f"{profile.title}",
         markup=False,
     )
+    if engine is not None:
+        screen.print(f"Engine {engine}", markup=False)
     screen.print(grid)
     screen.print(_LEGEND, markup=False)
 

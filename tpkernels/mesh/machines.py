@@ -20,7 +20,7 @@ import yaml
 from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.planning.machine import Machine, this_machine, versions
 
-FORMAT = "tpkernels machine 1"
+FORMAT = "tpkernels machine 2"
 MEASURED = "this"  #: the name of the machine that `tpkernels tune --machine` measured
 DEFAULTS: Mapping[str, str] = MappingProxyType({"cpu": "zen4-core", "cuda": "h100"})
 _MOST_BYTES = 1 << 16
@@ -54,6 +54,7 @@ class Profile:
         memory: bytes of the device's memory; 0: not known.
         node: ranks of a node, with consecutive numbers.
         within, between: the links of a node, and those between nodes.
+        host: a GPU's link to the host; None: the device is the host.
         overlaps: whether the device multiplies while it reads its memory or data travels.
         source: where the figures come from.
     """
@@ -66,6 +67,7 @@ class Profile:
     node: int
     within: Link
     between: Link
+    host: Link | None
     overlaps: bool
     source: str
 
@@ -99,16 +101,18 @@ def own_machine(device: str, ranks: int) -> tuple[str, Profile]:
     measured = load(this_machine(device, ranks, 1, True))
     if measured is not None:
         return MEASURED, measured
-    name = DEFAULTS[device]
-    if device == "cuda":
-        title = torch.cuda.get_device_name()
-        matching = (key for key, each in _data()["machines"].items() if _fits(each, title))
-        name = next(matching, name)
+    name = name_of_own(device)
     return name, machine_named(name)
 
 
-def _fits(entry: Mapping[str, Any], title: str) -> bool:
-    return entry["device"] == "cuda" and entry["matches"] in title
+def name_of_own(device: str) -> str:
+    """The name in `machines.yaml` of this machine's device; that of `DEFAULTS` if it has none."""
+    if device == "cuda":
+        title = torch.cuda.get_device_name()
+        for name, entry in _data()["machines"].items():
+            if entry["device"] == "cuda" and entry["matches"] in title:
+                return name
+    return DEFAULTS[device]
 
 
 @functools.cache
@@ -130,6 +134,7 @@ def _machine(name: str) -> Profile:
         node=entry["node"],
         within=_link(entry["within"]),
         between=_link(entry["between"]),
+        host=_link(entry["host"]) if "host" in entry else None,
         overlaps=entry["overlaps"],
         source=entry["source"],
     )
@@ -193,6 +198,7 @@ def from_json(value: Any) -> Profile:
         node=int(_positive(value["node"])),
         within=_link_from_json(value["within"]),
         between=_link_from_json(value["between"]),
+        host=None if value["host"] is None else _link_from_json(value["host"]),
         overlaps=bool(value["overlaps"]),
         source=str(value["source"]),
     )

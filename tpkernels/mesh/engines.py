@@ -1,0 +1,78 @@
+"""Which engine of a machine with both computes a product: its CPU or its GPUs. Pure.
+
+Model: the operands are on the host, where the result is wanted too, and the weight is on both. So a
+GPU's time is that of the product on a mesh of GPUs (cost.py), and of copies of this rank's x and
+result over the link to the host, which nothing hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from tpkernels.mesh.cost import Estimate, ranked
+from tpkernels.mesh.layout import local_shape
+from tpkernels.mesh.machines import Profile
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
+
+ENGINES = ("cpu", "gpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """An engine at its best.
+
+    Attributes:
+        name: of `ENGINES`.
+        cost: of ``plan``, without the copies.
+        copies: seconds of the copies between the host and the device.
+        fits: whether the device's memory is enough.
+    """
+
+    name: str
+    profile: Profile
+    plan: MatmulPlan
+    cost: Estimate
+    copies: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """From operands on the host to the result there."""
+        return self.cost.seconds + self.copies
+
+    def __str__(self) -> str:
+        copies = f", {1e3 * self.copies:.3g} of them copies" if self.copies else ""
+        return f"{self.profile.title} {1e3 * self.seconds:.3g} ms{copies}"
+
+
+def engine_on(problem: MatmulProblem, profile: Profile) -> Engine:
+    """The engine with these rates."""
+    plan, cost = ranked(problem, profile)[0]
+    copies = 0.0
+    if profile.host is not None:
+        mesh = problem.mesh_shape
+        for operand, placements in (("x", problem.x), ("out", plan.out)):
+            shard = local_shape(problem.shape(operand), placements, mesh, (0,) * len(mesh))
+            nbytes = prod(shard) * problem.itemsize
+            copies += profile.host.call + nbytes / profile.host.bandwidth
+    name = "gpu" if profile.device == "cuda" else "cpu"
+    return Engine(
+        name=name,
+        profile=profile,
+        plan=plan,
+        cost=cost,
+        copies=copies,
+        fits=cost.fits(profile),
+    )
+
+
+def faster(cpu: Engine, gpu: Engine) -> tuple[Engine, str]:
+    """The engine to take, and why."""
+    if not gpu.fits:
+        return cpu, f"it needs more than the GPU's {gpu.profile.memory / 1e9:.4g} GB"
+    if gpu.seconds < cpu.seconds:
+        return gpu, f"{gpu}; {cpu}"
+    if gpu.copies >= cpu.seconds:
+        return cpu, f"the copies to and from the GPU alone take longer: {cpu}; {gpu}"
+    return cpu, f"{cpu}; {gpu}"
