@@ -1,9 +1,11 @@
 """Checks and measurements on a machine with an NVIDIA GPU: ``python -m benchmarks.gpu_suite``.
 
-Runs stages, each with a time budget; the first check results, the later ones measure. Prints a
-table and writes it as JSON and Markdown, with device, driver, versions and date. Needs only torch,
-triton and this package. ``--device cpu`` rehearses the stages under Triton's interpreter, at sizes
-too small to measure speed. ``--only sanitize`` repeats the small checks under compute-sanitizer.
+Runs stages, the most important checks first and measurements last, each in a process of its own and
+with a time budget. Prints a table and writes it as JSON and Markdown after every stage, with
+device, driver, versions and date; ``--resume`` runs only the stages that have not ended. Needs only
+torch, triton and this package. ``--device cpu`` rehearses the stages on CPU tensors and under
+Triton's interpreter, at sizes too small to measure speed. ``--only sanitize`` repeats the small
+checks under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -23,24 +26,34 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_cuda, gpu_link, gpu_nccl, gpu_stages, gpu_tune
-from benchmarks.gpu_stages import Result, Setting
+from benchmarks.gpu import cuda, faults, kernels, link, models, nccl, order, path, tune
+from benchmarks.gpu.runner import run_stage, write_results
+from benchmarks.gpu.stage import Result, Setting
 
 STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
-    "matmul_check": gpu_stages.matmul_check,
-    "fused_check": gpu_stages.fused_check,
-    "graph": gpu_stages.graph,
-    "cuda_check": gpu_cuda.cuda_check,
-    "nccl_check": gpu_nccl.nccl_check,
-    "gpu_tests": gpu_nccl.gpu_tests,
-    "queued_check": gpu_cuda.queued_check,
-    "paced_copy": gpu_cuda.paced_copy,
-    "paced_link": gpu_link.paced_link,
-    "matmul_speed": gpu_stages.matmul_speed,
-    "fused_speed": gpu_stages.fused_speed,
-    "symm_mem": gpu_tune.symm_mem,
-    "tune": gpu_tune.tune,
-    "sanitize": gpu_stages.sanitize,
+    "path_check": path.path_check,
+    "grad_check": path.grad_check,
+    "layer_check": models.layer_check,
+    "compile_check": path.compile_check,
+    "path_speed": path.path_speed,
+    "cuda_check": cuda.cuda_check,
+    "queued_check": cuda.queued_check,
+    "streams_check": order.streams_check,
+    "fault_check": faults.fault_check,
+    "matmul_check": kernels.matmul_check,
+    "fused_check": kernels.fused_check,
+    "graph": kernels.graph,
+    "multimem_check": order.multimem_check,
+    "model_check": models.model_check,
+    "nccl_check": nccl.nccl_check,
+    "gpu_tests": nccl.gpu_tests,
+    "paced_copy": cuda.paced_copy,
+    "paced_link": link.paced_link,
+    "matmul_speed": kernels.matmul_speed,
+    "fused_speed": kernels.fused_speed,
+    "symm_mem": tune.symm_mem,
+    "tune": tune.tune,
+    "sanitize": kernels.sanitize,
 }
 ON_REQUEST = {"sanitize"}  # many times slower than the checks it repeats
 
@@ -69,26 +82,6 @@ def environment(device: str) -> dict[str, str]:
     }
 
 
-def run_stage(name: str, setting: Setting) -> list[Result]:
-    """Runs one stage; an exception or an exhausted budget is also a result."""
-    begin = time.monotonic()
-    print(f"== {name} (budget {setting.budget_s:g} s)", flush=True)
-    results: list[Result] = []
-    try:
-        for result in STAGES[name](setting):
-            print(f"   {result}", flush=True)
-            results.append(result)
-            if time.monotonic() - begin > setting.budget_s:
-                results.append(Result(name, "budget exhausted: the rest was not run", ok=None))
-                break
-    except Exception as error:  # the later stages still run
-        text = f"{type(error).__name__}: {error}"
-        print(text, flush=True)
-        results.append(Result(name, text.splitlines()[0][:300], ok=False))
-    print(f"   {time.monotonic() - begin:.1f} s", flush=True)
-    return results
-
-
 def markdown(report: dict[str, Any], command: str) -> str:
     """The report as Markdown."""
     lines = [f"# {report['environment']['device']}, {report['environment']['date']}", ""]
@@ -98,49 +91,110 @@ def markdown(report: dict[str, Any], command: str) -> str:
     for row in report["results"]:
         right = {True: "yes", False: "NO", None: ""}[row["ok"]]
         lines.append(f"| {row['stage']} | {row['what']} | {row['value']} | {right} |")
-    missing = [name for name in STAGES if name not in report["stages"]]
+    missing = [name for name in STAGES if name not in report["seconds"]]
     lines += ["", f"Not run: {', '.join(missing) or 'nothing'}.", ""]
     return "\n".join(lines)
 
 
+class Report:
+    """The results so far, written to ``folder`` after every stage."""
+
+    def __init__(self, facts: dict[str, str], command: str, folder: Path) -> None:
+        self._command, self._folder = command, folder
+        self._file = folder / "gpu_suite.json"
+        self._content: dict[str, Any] = {"environment": facts, "seconds": {}, "results": []}
+
+    def resume(self) -> None:
+        """Takes over the stages that ended in an earlier run on the same machine."""
+        if not self._file.exists():
+            return
+        earlier = json.loads(self._file.read_text())
+        same = ("device", "torch", "triton")
+        facts = self._content["environment"]
+        if any(earlier["environment"][name] != facts[name] for name in same):
+            raise SystemExit(f"{self._file} is of another device or version; pass another --out")
+        self._content |= {name: earlier[name] for name in ("seconds", "results")}
+
+    def has(self, stage: str) -> bool:
+        return stage in self._content["seconds"]
+
+    def add(self, name: str, results: list[Result], seconds: float, complete: bool) -> None:
+        """A stage that did not come to its end counts as not run, but its results are kept."""
+        kept = [row for row in self._content["results"] if row["stage"] != name]
+        self._content["results"] = kept + [asdict(result) for result in results]
+        if complete:
+            self._content["seconds"][name] = round(seconds, 1)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(self._content, indent=1) + "\n")
+        (self._folder / "gpu_suite.md").write_text(self.text())
+
+    def text(self) -> str:
+        return markdown(self._content, self._command)
+
+    @property
+    def wrong(self) -> bool:
+        return any(row["ok"] is False for row in self._content["results"])
+
+
 def main(arguments: list[str] | None = None) -> int:
+    by_default = [name for name in STAGES if name not in ON_REQUEST]
+    given = _options(arguments, by_default)
+    if given.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    setting = Setting(given.device, given.budget_s, given.small or given.device == "cpu")
+    if given.stage:
+        write_results(given.stage, STAGES[given.stage], setting, given.into)
+        return 0
+    command = f"python -m benchmarks.gpu_suite {' '.join(arguments or sys.argv[1:])}".strip()
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Report(environment(given.device), command, given.out or Path(scratch))
+        if given.resume:
+            report.resume()
+        deadline = time.monotonic() + given.total_s
+        for name in given.only or by_default:
+            left = deadline - time.monotonic()
+            if report.has(name) or left <= 0:
+                continue
+            budget = min(given.budget_s, left)
+            print(f"== {name} (budget {budget:.0f} s)", flush=True)
+            options = ["--device", given.device, "--budget-s", str(budget)]
+            options += ["--small"] if setting.small else []
+            stage = run_stage(name, options, Path(scratch) / f"{name}.jsonl", budget)
+            report.add(name, stage.results, stage.seconds, stage.complete)
+            print(f"   {stage.seconds:.1f} s", flush=True)
+        print(report.text())
+        return 1 if report.wrong else 0
+
+
+def _options(arguments: list[str] | None, by_default: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_suite",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    by_default = [name for name in STAGES if name not in ON_REQUEST]
     parser.add_argument(
         "--only", help=f"stages out of {','.join(STAGES)}; default: {','.join(by_default)}"
     )
     parser.add_argument("--budget-s", type=float, default=120.0, help="seconds for each stage")
+    parser.add_argument(
+        "--total-s", type=float, default=float("inf"), help="seconds for all; no stage begins later"
+    )
     parser.add_argument("--out", type=Path, help="folder for gpu_suite.json and gpu_suite.md")
+    parser.add_argument("--resume", action="store_true", help="go on with the results in --out")
     parser.add_argument("--small", action="store_true", help="the sizes of a rehearsal")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--stage", choices=list(STAGES), help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    stages = given.only.split(",") if given.only else by_default
-    unknown = [name for name in stages if name not in STAGES]
+    given.only = given.only.split(",") if given.only else None
+    unknown = [name for name in given.only or () if name not in STAGES]
     if unknown:
         parser.error(f"unknown stage {', '.join(unknown)}; choose from {', '.join(STAGES)}")
+    if given.resume and given.out is None:
+        parser.error("--resume needs --out")
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --device cpu rehearses the stages")
-    if given.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    setting = Setting(given.device, given.budget_s, given.small or given.device == "cpu")
-    results = [result for name in stages for result in run_stage(name, setting)]
-    report = {
-        "environment": environment(given.device),
-        "stages": stages,
-        "results": [asdict(result) for result in results],
-    }
-    command = f"python -m benchmarks.gpu_suite {' '.join(arguments or sys.argv[1:])}".strip()
-    text = markdown(report, command)
-    print(text)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "gpu_suite.json").write_text(json.dumps(report, indent=1))
-        (given.out / "gpu_suite.md").write_text(text)
-    return 1 if any(result.ok is False for result in results) else 0
+    return given
 
 
 if __name__ == "__main__":

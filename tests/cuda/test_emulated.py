@@ -239,7 +239,7 @@ def test_the_gpu_suites_checks(ranks: RanksFixture, cuda_driver: str, world: int
 
 
 def suite_job(driver: str) -> list[tuple[str, bool]]:
-    from benchmarks.gpu_cuda import check_job
+    from benchmarks.gpu.cuda import check_job
 
     emulated.load(driver)
     return check_job("cpu", 3, 200)

@@ -160,7 +160,7 @@ def test_copy_engines_gather_for_fused(
 
 def suite_job(driver: str) -> list[bool]:
     """What the GPU suite does over paced links, its peers in threads."""
-    from benchmarks import gpu_link
+    from benchmarks.gpu import link as gpu_link
 
     emulated.load(driver)
     gather = gpu_link.Gather("cpu", 3, 96, 48, 32)

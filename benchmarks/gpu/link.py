@@ -13,11 +13,11 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu_stages import Result, Setting, times_ms
+from benchmarks.gpu.stage import Result, Setting, times_ms
 from tpkernels import cuda
 from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
@@ -147,6 +147,8 @@ class Gather:
 
         space, side = self.ranks.spaces[0], self.ranks.side
         config = choose(self.rows.device, self.rows.dtype, self.whole.shape[0])
+        # A paced copy must be resident beside the kernel, whose programs fill the others.
+        config = replace(config, programs=max(config.programs - COPY_SMS, config.fetchers + 1))
         launch = kernel.prepare_arriving(config, self.w, None, self.out, self.whole, self.sizes)
         with PacedCall(self.ranks, 2, rate, space.words - 2) as copies, ExitStack() as after:
             fused.bring_rows(

@@ -1,4 +1,4 @@
-"""The stages of the GPU suite. Each yields results; checks come before measurements."""
+"""The Triton kernels for the GPU suite: the tile loop, and the fused ops."""
 
 from __future__ import annotations
 
@@ -7,74 +7,16 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from tpkernels.launch import Ranks
-
-Job = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The device and the time limit of a stage."""
-
-    device: str
-    budget_s: float
-    small: bool = False  #: sizes too small to measure speed
-
-    @property
-    def rehearsal(self) -> bool:
-        return self.device == "cpu"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the report; ``ok`` is None if nothing was checked."""
-
-    stage: str
-    what: str
-    value: str = ""
-    ok: bool | None = True
-
-    def __str__(self) -> str:
-        return f"{'WRONG ' if self.ok is False else ''}{self.what}: {self.value}"
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def times_ms(device: str, jobs: list[Job], rounds: int = 5) -> list[float]:
-    """The median time of each job, interleaved."""
-    samples: list[list[float]] = [[] for _ in jobs]
-    for _ in range(rounds):
-        for job, times in zip(jobs, samples, strict=True):
-            if device == "cuda":
-                import triton
-
-                times.append(triton.testing.do_bench(job, warmup=5, rep=20, return_mode="median"))
-            else:
-                begin = time.perf_counter()
-                job()
-                times.append((time.perf_counter() - begin) * 1e3)
-    return [statistics.median(times) for times in samples]
+from benchmarks.gpu.stage import Job, Result, Setting, over_ranks, times_ms
 
 
 def _random(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=device).to(dtype)
-
-
-def integers(seed: int, device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Small integers, the same on every device, whose products are exact."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-1, 2, shape, generator=generator).to(dtype).to(device)
 
 
 def matmul_check(setting: Setting) -> Iterator[Result]:
@@ -127,49 +69,47 @@ def matmul_speed(setting: Setting) -> Iterator[Result]:
     yield Result("matmul_speed", what, f"{mean:.3f}x of torch.matmul", ok=None)
 
 
-def _fused_job(device: str, calls: int, delay_us: int, rows: int) -> list[tuple[str, bool]]:
-    """Runs the fused ops on one rank, on exact integers and uneven shards, call after call."""
-    from benchmarks.gpu_calls import FusedCalls
+FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "one_shot", "two_shot")
+# (M, N, K) of exact calls with many tiles and k-iterations for each program; one of odd sizes.
+DEEP = [(4096, 3584, 8192), (1021, 1031, 2053)]
 
-    calls_of = FusedCalls(device)
-    calls_of.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
+
+def _fused_job(
+    device: str, calls: int, delay_us: int, m: int, n: int, k: int
+) -> list[tuple[str, bool]]:
+    """Runs the fused ops on one rank, on exact integers and uneven shards, call after call."""
+    from benchmarks.gpu.calls import Calls
+
+    made = Calls(device, "fused")
+    made.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
     exact: dict[str, bool] = {}
     for i in range(calls):
-        for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot", "two_shot"):
-            right = calls_of.check(op, i, rows + i % 3)
-            exact[op] = exact.get(op, True) and right
+        for op in FUSED_OPS:
+            exact[op] = exact.get(op, True) and made.check(op, i, m + i % 3, n, k)
     return list(exact.items())
 
 
-def over_ranks(setting: Setting, world: int, job: Callable[..., Any], *args: object) -> list[Any]:
-    """Runs ``job(device, *args)`` on ``world`` ranks; returns the results by rank."""
-    env = {
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # needs NCCL 2.30.3, without NVLS
-        "NCCL_NVLS_ENABLE": "0",
-    }
-    if setting.rehearsal:
-        env["TRITON_INTERPRET"] = "1"
-    with Ranks(world, backend="gloo", env=env) as ranks:
-        return ranks.run(job, setting.device, *args, timeout=setting.budget_s)
-
-
 def fused_check(setting: Setting) -> Iterator[Result]:
-    """The fused kernels on 1, 2 and 4 ranks of one GPU, with and without delays."""
-    calls, rows, worlds = (1, 40, (1, 2)) if setting.small else (20, 300, (1, 2, 4))
-    for world in worlds:
-        for delay_us in (0, 200):
-            ranks = over_ranks(setting, world, _fused_job, calls, delay_us, rows)
-            for op in dict(ranks[0]):
-                right = all(dict(rank)[op] for rank in ranks)
-                what = f"{op}, {world} ranks, delays up to {delay_us} us"
-                yield Result("fused_check", what, f"{calls} calls", right)
+    """The fused kernels on ranks that may share a GPU: small calls with and without delays, then
+    calls of many tiles and k-iterations."""
+    jobs = [(world, 20, delay_us, 300, 72, 40) for world in (1, 2, 4) for delay_us in (0, 200)]
+    jobs += [(world, 3, 0, *shape) for world in (2, 4, 8) for shape in DEEP]
+    if setting.small:
+        jobs = [(world, 1, delay_us, 40, 72, 40) for world in (1, 2) for delay_us in (0, 200)]
+        jobs += [(2, 1, 0, 150, 70, 200)]
+    for world, calls, delay_us, *shape in jobs:
+        ranks = over_ranks(setting, world, _fused_job, calls, delay_us, *shape)
+        delays = f", delays up to {delay_us} us" if delay_us else ""
+        for op in FUSED_OPS:
+            right = all(dict(rank)[op] for rank in ranks)
+            what = f"{op} {'x'.join(map(str, shape))}, {world} ranks{delays}"
+            yield Result("fused_check", what, f"{calls} calls", right)
 
 
 def _overhead_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
-    from benchmarks.gpu_calls import FusedCalls
+    from benchmarks.gpu.calls import Calls
 
-    return FusedCalls(device).compare_with_plain(m, n, k)
+    return Calls(device, "fused").compare_with_plain(m, n, k)
 
 
 def fused_speed(setting: Setting) -> Iterator[Result]:
@@ -182,9 +122,9 @@ def fused_speed(setting: Setting) -> Iterator[Result]:
 
 
 def _graph_job(device: str, replays: int) -> int:
-    from benchmarks.gpu_calls import FusedCalls
+    from benchmarks.gpu.calls import Calls
 
-    return FusedCalls(device).replay(replays)
+    return Calls(device, "fused").replay(replays)
 
 
 def graph(setting: Setting) -> Iterator[Result]:

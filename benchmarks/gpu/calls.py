@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 import tpkernels
-from benchmarks.gpu_stages import integers, synchronize, times_ms
+from benchmarks.gpu.stage import integers, synchronize, times_ms
 from tpkernels import groups
 from tpkernels.kernels import matmul_all_reduce as reduce
 from tpkernels.kernels.matmul import matmul
@@ -15,11 +17,21 @@ from tpkernels.shards import shard_sizes
 TIMEOUT = 20.0
 
 
-class FusedCalls:
-    """The matmul ops with one algorithm, on their own group. Every rank can generate the inputs of
-    all ranks."""
+def _rounded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x @ w as it travels: in x's dtype."""
+    return (x.double() @ w.double()).to(x.dtype)
 
-    def __init__(self, device: str, algorithm: str = "fused") -> None:
+
+class Calls:
+    """The ops with one algorithm, on a group of their own. Every rank can generate the inputs of
+    all ranks.
+
+    Args:
+        device: "cuda" or "cpu".
+        algorithm: of the ops.
+    """
+
+    def __init__(self, device: str, algorithm: str) -> None:
         self.device, self.algorithm = device, algorithm
         self.group = dist.new_group()
         assert self.group is not None
@@ -40,34 +52,50 @@ class FusedCalls:
         return slice(begin, begin + sizes[self.rank])
 
     def run(
-        self, op: str, x: torch.Tensor, w: torch.Tensor, sizes: tuple[int, ...]
+        self,
+        op: str,
+        x: torch.Tensor,
+        w: torch.Tensor | None,
+        sizes: tuple[int, ...],
+        **options: Any,
     ) -> torch.Tensor:
-        """One call; the all-gather takes this rank's rows of x, the others all rows."""
+        """One call; the all-gathers take this rank's rows of x, the others all rows. "one_shot" and
+        "two_shot" are ways of `matmul_all_reduce`."""
         if "shot" in op:
             reduce.ONE_SHOT_BYTES = 0 if op == "two_shot" else 1 << 40
-            return tpkernels.matmul_all_reduce(x, w, self.group, algorithm=self.algorithm)
+            op = "matmul_all_reduce"
+        if "all_reduce" not in op:
+            options["shard_sizes"] = sizes
+        operands = (x,) if w is None else (x, w)
         function = getattr(tpkernels, op)
-        result: torch.Tensor = function(
-            x, w, self.group, shard_sizes=sizes, algorithm=self.algorithm
-        )
+        result: torch.Tensor = function(*operands, self.group, algorithm=self.algorithm, **options)
         return result
 
     def check(self, op: str, seed: int, rows: int, n: int = 72, k: int = 40) -> bool:
-        """Whether one call on integers is exact."""
+        """Whether one call on integers is exact: x [rows, k], w [k, n]; in the matmul reductions
+        also with a bias and a residual, if ``seed`` is odd."""
         sizes = tuple(shard_sizes(rows, self.world))
         dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
         xs = [integers(seed * 9 + r, self.device, dtype, rows, k) for r in range(self.world)]
         ws = [integers(seed * 9 + 5 + r, self.device, dtype, k, n) for r in range(self.world)]
-        own = self._own(sizes)
-        if op == "all_gather_matmul":
-            got = self.run(op, xs[0][own].contiguous(), ws[self.rank], sizes)
-            exact = xs[0].double() @ ws[self.rank].double()
+        own, w = self._own(sizes), ws[self.rank] if "matmul" in op or "shot" in op else None
+        if "all_gather" in op:
+            got = self.run(op, xs[0][own].contiguous(), w, sizes)
+            exact = xs[0].double() if w is None else xs[0].double() @ w.double()
         else:
-            got = self.run(op, xs[self.rank], ws[self.rank], sizes)
-            exact = sum(x.double() @ w.double() for x, w in zip(xs, ws, strict=True))
-            exact = exact[own] if op == "matmul_reduce_scatter" else exact
+            partials = [x if w is None else _rounded(x, v) for x, v in zip(xs, ws, strict=True)]
+            exact = torch.stack([partial.double() for partial in partials]).sum(0)
+            rows_out = own if "reduce_scatter" in op else slice(None)
+            exact, options = exact[rows_out], {}
+            if w is not None and seed % 2:
+                bias = integers(seed + 1, self.device, dtype, n)
+                residual = integers(seed + 2, self.device, dtype, rows, n)[rows_out].contiguous()
+                options = {"bias": bias, "residual": residual}
+                exact = exact + bias.double() + residual.double()
+            x = xs[self.rank].clone() if op.endswith("_") else xs[self.rank]
+            got = self.run(op, x, w, sizes, **options)
         synchronize(self.device)
-        return torch.equal(got.double(), exact)
+        return torch.equal(got, exact.to(dtype))
 
     def compare_with_plain(self, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
         """(op, ms, ms of the plain kernel) at world size 1, bf16."""

@@ -11,11 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_stages import Result, Setting, integers, over_ranks
+from benchmarks.gpu.stage import Result, Setting, integers, nccl_worlds, over_ranks
 from tpkernels import nccl
-
-# The first version of NCCL that lets ranks share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
-_SHARED_GPU = (2, 30, 3)
 
 
 def _nccl_job(device: str, count: int) -> list[tuple[str, bool]]:
@@ -50,20 +47,13 @@ def nccl_check(setting: Setting) -> Iterator[Result]:
     if setting.rehearsal:
         yield Result("nccl_check", "NCCL needs a GPU", ok=None)
         return
-    version = nccl.version()
-    for world in (1, 2):
-        if world > torch.cuda.device_count() and _numbers(version) < _SHARED_GPU:
-            what = f"{world} ranks on {torch.cuda.device_count()} GPU"
-            yield Result("nccl_check", what, f"needs NCCL 2.30.3, this is {version}", ok=None)
-            continue
+    worlds, why = nccl_worlds(setting)
+    for world in worlds:
         ranks = over_ranks(setting, world, _nccl_job, 100 if setting.small else 100_000)
         for what in dict(ranks[0]):
             right = all(dict(rank)[what] for rank in ranks)
-            yield Result("nccl_check", f"{what}, {world} ranks", f"NCCL {version}", right)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+            yield Result("nccl_check", f"{what}, {world} ranks", nccl.version(), right)
+    yield Result("nccl_check", "numbers of ranks", why, ok=None)
 
 
 def gpu_tests(setting: Setting) -> Iterator[Result]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_stages import Result, Setting, over_ranks, synchronize, times_ms
+from benchmarks.gpu.stage import Result, Setting, over_ranks, synchronize, times_ms
 from tpkernels import _C, cuda, groups
 from tpkernels.algorithms import fused
 from tpkernels.dtypes import CODES
@@ -160,11 +160,11 @@ def cuda_check(setting: Setting) -> Iterator[Result]:
 def _queued_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     """Runs the ops on one rank, on exact integers and uneven shards; `copied` is `fused` with copy
     engines even for small shards. On a GPU also replays of a graph."""
-    from benchmarks.gpu_calls import FusedCalls
+    from benchmarks.gpu.calls import Calls
 
     if algorithm == "copied":
         fused.COPY_ENGINE_BYTES = 0
-    made = FusedCalls(device, "fused" if algorithm == "copied" else algorithm)
+    made = Calls(device, "fused" if algorithm == "copied" else algorithm)
     made.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
     results = []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot"):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from benchmarks.gpu_stages import Result, Setting, over_ranks, times_ms
+from benchmarks.gpu.stage import Result, Setting, over_ranks, times_ms
 
 SHAPES = {
     True: [(16, 3584, 8192), (64, 3584, 8192), (64, 8192, 3584)],
@@ -62,11 +62,11 @@ def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float,
     """(op, our ms, their ms) on ranks that may share a GPU, bf16; the same on every rank."""
     import torch.distributed._symmetric_memory as symmetric
 
-    from benchmarks.gpu_calls import FusedCalls
+    from benchmarks.gpu.calls import Calls
 
     group = dist.group.WORLD
     assert group is not None
-    calls = FusedCalls(device)
+    calls = Calls(device, "fused")
     symmetric.enable_symm_mem_for_group(group.group_name)
     world, sizes = calls.world, (m // calls.world,) * calls.world
     shard = torch.randn(m // world, k, device=device).to(torch.bfloat16)
@@ -91,9 +91,10 @@ def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float,
 
 
 def symm_mem(setting: Setting) -> Iterator[Result]:
-    """The fused kernels compared with torch.ops.symm_mem.fused_*, two ranks."""
-    if setting.rehearsal:
-        yield Result("symm_mem", "torch.ops.symm_mem needs a GPU", ok=None)
+    """The fused kernels compared with torch.ops.symm_mem.fused_*, two ranks with a GPU each: ranks
+    that share one would measure its time slices."""
+    if setting.rehearsal or torch.cuda.device_count() < 2:
+        yield Result("symm_mem", "torch.ops.symm_mem", "needs two GPUs", ok=None)
         return
     for m, n, k in [(512, 4096, 4096), (2048, 4096, 4096), (8192, 4096, 4096)]:
         ranks = over_ranks(setting, 2, _symm_mem_job, m, n, k)
