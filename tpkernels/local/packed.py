@@ -32,6 +32,10 @@ def pack(w: torch.Tensor) -> torch.Tensor:
     are slower, such as one row of 64 x 64 in bfloat16 or of 768 x 576 in float32 (AMD EPYC Zen 4, 1
     thread, torch 2.13, 2026-11-22).
 
+    Torch and oneDNN keep what they prepare for a shape of a weight and a number of rows, about half
+    a MiB each in float32. Each keeps the last 1024, or as many as ``LRU_CACHE_CAPACITY`` and
+    ``ONEDNN_PRIMITIVE_CACHE_CAPACITY`` say in the environment.
+
     Args:
         w: [K, N] of float32, bfloat16 or float16; any strides.
 
