@@ -69,7 +69,7 @@ def test_mesh_splits(tmp_path: Path) -> None:
     assert said.endswith("= [34, 29]\n")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mesh_matmul(tmp_path: Path) -> None:
     said = said_by("mesh_matmul.py", tmp_path)
     assert "[2048, 2048] @ [2048, 1024] in bfloat16 on 2x2" in said

@@ -87,7 +87,14 @@ def nothing_left(tmp_path: Path, pids: list[int]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["call", "idle", "message", "stream", "exit"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "call",
+        "message",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("idle", "stream", "exit")),
+    ],
+)
 def test_a_killed_driver_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
     with start(PARENT, tmp_path, how) as parent:
         assert parent.stdout is not None

@@ -160,7 +160,7 @@ def _require_success(run: subprocess.CompletedProcess[str]) -> None:
     assert cases is not None and int(cases[1]) >= 20, run.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_threads_under_thread_sanitizer(build: Build) -> None:
     toolchain, program = build("thread")
     _require_success(toolchain.run(program, "--threads-only"))

@@ -1,5 +1,5 @@
-"""Which cases of a sweep `make test` runs. The others are marked ``thorough``: `make test-thorough`
-runs them too."""
+"""Which cases of a sweep `make test` runs. Some of the others are marked ``thorough``, for `make
+test-thorough`, and the rest ``slow``, for `make test-slow`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
+# Cases of a sweep that `make test-thorough` runs in addition.
+_THOROUGH = 2
+
+
 def sweep(cases: Iterable[Any], count: int = 1) -> list[Any]:
     """Cases of ``parametrize``, of which `make test` runs the first ``count``. A tuple has a value
     for each of several parameters."""
-    return [case if i < count else _left(case) for i, case in enumerate(cases)]
+    return _left(list(cases), set(range(count)), _THOROUGH)
 
 
 def covering(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -25,13 +29,22 @@ def covering(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     parameter. The next to be chosen has the most values that are still missing."""
     given = [(case, set(enumerate(case))) for case in cases]
     missing = set().union(*(values for _, values in given))
-    chosen = set()
+    chosen: set[int] = set()
     while missing:
         most = max(range(len(given)), key=lambda i: len(given[i][1] & missing))
         chosen.add(most)
         missing -= given[most][1]
-    return [case if i in chosen else _left(case) for i, (case, _) in enumerate(given)]
+    return _left([case for case, _ in given], chosen, max(len(chosen), _THOROUGH))
 
 
-def _left(case: Any) -> Any:
-    return thorough(*case) if isinstance(case, tuple) else thorough(case)
+def _left(cases: list[Any], chosen: set[int], count: int) -> list[Any]:
+    """The cases; all but the chosen ones are marked, ``count`` of them, evenly spread, as thorough
+    and the rest as slow."""
+    left = [i for i in range(len(cases)) if i not in chosen]
+    some = {left[i * len(left) // count] for i in range(count)} if left else set()
+    marked = []
+    for i, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        mark = pytest.mark.thorough if i in some else pytest.mark.slow
+        marked.append(case if i in chosen else pytest.param(*values, marks=mark))
+    return marked
