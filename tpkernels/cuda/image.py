@@ -64,6 +64,24 @@ def unsupported(device: torch.device) -> str | None:
     return None
 
 
+def available(device: torch.device) -> bool:
+    """Whether the kernels can be launched on a GPU; loads them. False while a graph is captured, if
+    nothing has loaded them before."""
+    try:
+        return _loads(device_and_stream(device)[0])
+    except RuntimeError:  # of a capture: not remembered
+        return False
+
+
+@functools.cache
+def _loads(device: int) -> bool:
+    try:
+        kernels(device)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def driver_status() -> str:
     """What the CUDA driver supports, or why it cannot be used."""
     try:
