@@ -42,8 +42,11 @@ def graph_job(op: str, ms: dict[str, float] | None, rows: int, symbolic: bool) -
         world, name = group.size(), group.group_name
         if ms is not None:
             groups.get(name).times["cuda"] = times(op, world, **ms)
-        x, w = torch.ones(rows, K), torch.ones(K, N)
-        _, told = rewritten(lambda x, w: GRAPHS[op](x, w, world, name), [x, w], symbolic=symbolic)
+
+        def function(x: torch.Tensor) -> Any:  # a weight's sizes are known
+            return GRAPHS[op](x, torch.ones(K, N), world, name)
+
+        _, told = rewritten(function, [torch.ones(rows, K)], symbolic=symbolic)
         return [each.op for each in told.rewritten] + [each.reason for each in told.left_alone]
 
 
