@@ -64,5 +64,5 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
 
     names = [groups.name_of(group) for group in only]
     for name in names:
-        read_times(groups.get(name))
+        read_times(name)
     return CollectiveFusion(names or None)

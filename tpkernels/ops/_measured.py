@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tpkernels import groups
 from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.problem import ORDERED, Problem
@@ -19,14 +20,17 @@ from tpkernels.shards import shard_sizes
 _UNLESS = "CUDA tensors keep torch's calls unless times measured by `tpkernels tune` favour the op"
 
 
-def read_times(group: Group) -> None:
+def read_times(name: str) -> None:
     """Has rank 0 send the others the times that it has for CUDA tensors. Collective on groups that
-    move these by NCCL; on others it does nothing."""
-    if torch.cuda.is_available() and group.world > 1 and not group.by_gloo("cuda"):
-        try:
-            group.pg._get_backend(torch.device("cuda"))
-        except RuntimeError:  # it moves CPU tensors only
-            return
+    move these by NCCL; on others, and without GPUs, it does nothing."""
+    if not torch.cuda.is_available():
+        return
+    group = groups.get(name)
+    try:
+        group.pg._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it moves CPU tensors only
+        return
+    if group.world > 1 and not group.by_gloo("cuda"):
         group.ready().tuned("cuda")
 
 

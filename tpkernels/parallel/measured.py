@@ -15,11 +15,11 @@ def left_to_torch(linear: nn.Linear, mesh: DeviceMesh, op: str, width: int) -> b
     that travel. Collective on a mesh of GPUs."""
     if not _has_gpus(mesh):
         return False
-    group, dtype = groups.get(groups.name_of(mesh)), linear.weight.dtype
-    read_times(group)
+    name, dtype = groups.name_of(mesh), linear.weight.dtype
+    read_times(name)
     options = describe(dtype, dtype) if "reduce" in op else ()
     reason = why_left_to_torch(
-        group, op, "cuda", rows=None, width=width, dtype=dtype, options=options
+        groups.get(name), op, "cuda", rows=None, width=width, dtype=dtype, options=options
     )
     return reason is not None
 
