@@ -90,7 +90,8 @@ def run(
     group = call.group
     with group.lock:
         group.check_usable()
-        if call.problem.device == "cuda" and group.cuda_sums.changed:
+        problem = call.problem
+        if problem.device == "cuda" and problem.reduces and group.cuda_sums.changed:
             group.forget_calls()
         if call.generation != group.generation:
             call = plan()

@@ -45,8 +45,12 @@ Space make_space(Address regions, Address state, Address control, int rank, std:
 
 Epilogue make_epilogue(int out_dtype, Address bias, std::uint64_t cols, int bias_dtype,
                        Address residual, int residual_dtype) {
-  return {pointer<const void>(bias), cols,          pointer<const void>(residual), bias_dtype,
-          residual_dtype,            out_dtype};
+  return {pointer<const void>(bias),
+          cols,
+          pointer<const void>(residual),
+          bias_dtype,
+          residual_dtype,
+          out_dtype};
 }
 
 std::unique_ptr<Kernels> make_kernels(int device, const std::optional<std::string>& image) {
