@@ -16,6 +16,7 @@ from tests.cuda.test_emulated import BF16, DTYPES, F16, F32, bits, host_sum, ran
 from tests.support import emulated
 from tests.support.cases import RanksFixture
 from tpkernels import cuda
+from tpkernels.cuda import image
 from tpkernels.symm.device import DeviceWorkspace
 
 COUNTS = (0, 1, 7, 8, 9, 17, 2048, 2055, 20_011)
@@ -162,6 +163,33 @@ def test_refusals(
 ) -> None:
     with pytest.raises(error, match=match):
         call(**changed)
+
+
+def test_whether_the_kernels_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture cannot load them, which is not remembered; what a machine lacks is."""
+    problems: list[Exception] = [RuntimeError("capturing"), NotImplementedError("no driver")]
+
+    def kernels(device: int) -> None:
+        if problems:
+            raise problems[0]
+
+    monkeypatch.setattr(image, "kernels", kernels)
+    image._loads.cache_clear()
+    on, found = torch.device("cpu"), []
+    try:
+        with pytest.raises(RuntimeError, match="capturing"):
+            cuda.available(on)
+        monkeypatch.setattr(image, "_capturing", lambda: True)
+        found.append(cuda.available(on))
+        problems.pop(0)
+        found.append(cuda.available(on))
+        problems.clear()
+        found.append(cuda.available(on))
+        image._loads.cache_clear()
+        found.append(cuda.available(on))
+    finally:
+        image._loads.cache_clear()
+    assert found == [False, False, False, True]
 
 
 def copies_refusals_job(driver: str) -> list[str]:
