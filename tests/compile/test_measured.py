@@ -17,6 +17,7 @@ from tests.support.traced import AG, AR, RS, gather, reduce, rewritten, scatter
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.compile import measured
+from tpkernels.groups.group import Group
 from tpkernels.planning.table import Measurement, Table
 
 M, K, N = 64, 24, 40
@@ -102,3 +103,30 @@ def cache_job() -> tuple[bool, bool]:
 
 def test_times_are_part_of_the_key_of_inductors_cache(ranks: RanksFixture) -> None:
     assert ranks(2).run(cache_job) == [(True, False)] * 2
+
+
+def sent_job() -> list[list[str]]:
+    """For which device types times were read when a pass was made: by NCCL, by gloo, without GPUs,
+    and for a group that was not named."""
+    read: list[str] = []
+    found = []
+    for by_gloo, gpus, named in (
+        (False, True, True),
+        (True, True, True),
+        (False, False, True),
+        (False, True, False),
+    ):
+        read.clear()
+        with (
+            fresh_group() as group,
+            mock.patch.object(Group, "by_gloo", lambda self, device, gloo=by_gloo: gloo),
+            mock.patch.object(Group, "tuned", lambda self, device: read.append(device)),
+            mock.patch.object(torch.cuda, "is_available", lambda yes=gpus: yes),
+        ):
+            tpkernels.compile.fuse_collectives(*[group] * named)
+        found.append(list(read))
+    return found
+
+
+def test_times_are_sent_to_the_ranks_of_named_groups(ranks: RanksFixture) -> None:
+    assert ranks(2).run(sent_job) == [[["cuda"], [], [], []]] * 2
