@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from tpkernels import _C, cuda, kernels
-from tpkernels.algorithms import fused, ring, unfused
+from tpkernels.algorithms import fused, ring
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
+from tpkernels.algorithms.unfused import cpu as unfused
+from tpkernels.algorithms.unfused import cuda as unfused_cuda
 from tpkernels.call import Call
 from tpkernels.local.ranges import profiling, recorded_waits
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -43,7 +45,7 @@ def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]
 TABLES = {
     "cpu": _table(unfused=unfused, ring=ring, direct=direct, pipelined=pipelined, fused=fused),
     "cuda": _table(
-        unfused=unfused, ring=ring, direct=direct_cuda, pipelined=pipelined_cuda, fused=fused
+        unfused=unfused_cuda, ring=ring, direct=direct_cuda, pipelined=pipelined_cuda, fused=fused
     ),
 }
 
@@ -88,6 +90,9 @@ def run(
     group = call.group
     with group.lock:
         group.check_usable()
+        problem = call.problem
+        if problem.device == "cuda" and problem.reduces and group.cuda_sums.changed:
+            group.forget_calls()
         if call.generation != group.generation:
             call = plan()
         try:

@@ -28,9 +28,10 @@ struct Space {
 
 // After the sum: + bias[(begin + i) % cols] + residual[i], then one rounding.
 struct Epilogue {
-  const float* bias;  // null: none
+  const void* bias;  // null: none
   u64 cols;
   const void* residual;  // null: none
+  int bias_dtype;
   int residual_dtype;
   int out_dtype;
 };

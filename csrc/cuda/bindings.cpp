@@ -43,9 +43,13 @@ Space make_space(Address regions, Address state, Address control, int rank, std:
           chaos};
 }
 
-Epilogue make_epilogue(int out_dtype, Address bias, std::uint64_t cols, Address residual,
-                       int residual_dtype) {
-  return {pointer<const float>(bias), cols, pointer<const void>(residual), residual_dtype,
+Epilogue make_epilogue(int out_dtype, Address bias, std::uint64_t cols, int bias_dtype,
+                       Address residual, int residual_dtype) {
+  return {pointer<const void>(bias),
+          cols,
+          pointer<const void>(residual),
+          bias_dtype,
+          residual_dtype,
           out_dtype};
 }
 
@@ -183,7 +187,7 @@ void bind(py::module_& m) {
            py::arg("CHAOS"));
   py::class_<Epilogue>(m, "Epilogue")
       .def(py::init(&make_epilogue), py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1,
-           py::arg("residual") = 0, py::arg("residual_dtype") = 0);
+           py::arg("bias_dtype") = 0, py::arg("residual") = 0, py::arg("residual_dtype") = 0);
   py::class_<Kernels> kernels(m, "Kernels");
   kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"));
   bind_calls(kernels);

@@ -127,9 +127,13 @@ TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 b
   }
   if (epilogue.bias != nullptr) {
     u64 column = (begin + i) % epilogue.cols;
+    const int dtype = epilogue.bias_dtype;
+    const u64 first = address_of(epilogue.bias), size = size_of(dtype);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      acc[k] += epilogue.bias[column];
+      float value[1];
+      load_any(value, first + column * size, dtype);
+      acc[k] += value[0];
       column = column + 1 == epilogue.cols ? 0 : column + 1;
     }
   }

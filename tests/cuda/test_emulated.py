@@ -39,6 +39,7 @@ def host_sum(
 ) -> torch.Tensor:
     """What csrc/host computes."""
     out = torch.empty(partials[0].shape, dtype=out_dtype)
+    bias = None if bias is None else bias.float()
     epilogue = Reduction(out_dtype, bias, residual).epilogue()
     wire, addresses = CODES[partials[0].dtype], [p.data_ptr() for p in partials]
     _C.host.sum_partials(out.data_ptr(), addresses, wire, 0, out.numel(), epilogue)
@@ -56,7 +57,7 @@ def sums_job(driver: str, way: str) -> list[str]:
     cases = itertools.product(COUNTS, DTYPES, (F32, BF16), (None, F16), (0, 1))
     for number, (count, dtype, out_dtype, residual_dtype, offset) in enumerate(cases):
         xs = [random(count, dtype, 100 * number + r, offset) for r in range(world)]
-        bias = random(count, F32, 7) if number % 2 else None
+        bias = random(count, DTYPES[number % 3], 7) if number % 2 else None
         residual = None if residual_dtype is None else random(count, residual_dtype, 9, offset)
         out = torch.empty(count + offset, dtype=out_dtype)[offset:]
         cuda.all_reduce(space, number + 1, xs[rank], out, bias, residual, way)

@@ -4,6 +4,7 @@ Kernels run under their interpreter, and shared memory stands in for torch's sym
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -90,18 +91,25 @@ def test_auto_does_what_is_known_not_to_be_slower(ranks: RanksFixture) -> None:
 
 
 @pytest.mark.parametrize("dtype", dtypes.CODES)
-@pytest.mark.parametrize("begin", [0, 7, 100])
-def test_sums_have_the_bits_of_the_extension(dtype: torch.dtype, begin: int) -> None:
+@pytest.mark.parametrize(("begin", "columns"), [(0, 33), (7, 33), (100, 33), (100, 50)])
+def test_sums_have_the_bits_of_the_extension(dtype: torch.dtype, begin: int, columns: int) -> None:
     torch.manual_seed(begin)
     wide = dtypes.accumulator(dtype)
     partials = [torch.randn(1000).to(dtype) for _ in range(4)]
-    bias, residual = torch.randn(33).to(wide), torch.randn(1200).to(dtype)
-    for reduction in (Reduction(dtype, bias, residual), Reduction(wide, None, None)):
+    bias, residual = torch.randn(columns).to(wide), torch.randn(1200).to(dtype)
+    for reduction, count in itertools.product(
+        (Reduction(dtype, bias, residual), Reduction(dtype, bias), Reduction(wide)), (4, 1)
+    ):
         ours = torch.empty(1000, dtype=reduction.out_dtype)
         theirs = torch.empty_like(ours)
-        summing._reduce_by_torch(ours, partials, reduction, begin)
-        summing.reduce_into(theirs, partials, reduction, begin)
+        given = [partial.clone() for partial in partials[:count]]
+        summing._reduce_by_torch(ours, given, reduction, begin)
+        summing.reduce_into(theirs, partials[:count], reduction, begin)
         assert torch.equal(ours, theirs)
+        assert all(map(torch.equal, given, partials))  # they are the caller's
+        if ours.dtype == dtype:  # in place
+            summing._reduce_by_torch(given[0], given, reduction, begin)
+            assert torch.equal(given[0], theirs)
 
 
 class NoMemory(SharedMemory):

@@ -25,7 +25,8 @@ from tests.support.faults import PROMPT, Ending, Report
 from tests.support.ranked import apart
 from tests.support.tiers import covering, sweep
 from tpkernels import groups
-from tpkernels.algorithms import ring, shards, unfused
+from tpkernels.algorithms import ring, shards
+from tpkernels.algorithms.unfused import cpu as unfused
 from tpkernels.backends import OPS
 
 WORLD = 4

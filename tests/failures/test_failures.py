@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.support import faults
 from tests.support.faults import CASES, MATMUL_CASES, PROMPT, Ending, Report
 from tests.support.tiers import covering, sweep
-from tpkernels.algorithms import unfused
+from tpkernels.algorithms.unfused import cpu as unfused
 from tpkernels.transport import point_to_point as links
 from tpkernels.transport import waits as waiting
 

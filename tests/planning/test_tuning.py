@@ -9,6 +9,7 @@ import torch
 
 from tpkernels.bench.specs import Spec
 from tpkernels.planning.choose import Means, Plan, choose
+from tpkernels.planning.problem import ORDERED, VENDOR
 from tpkernels.planning.table import Config, Measurement, Table
 from tpkernels.planning.trials import is_eligible
 
@@ -165,3 +166,29 @@ def test_an_algorithm_asked_for_is_what_runs() -> None:
     problem = spec(64).problem(2)
     asked = choose(problem, Means(shared_memory=True), requested="pipelined", tuned=one)
     assert (asked.algorithm, asked.reason) == ("pipelined", "asked for")
+
+
+def test_times_hold_for_the_numerics_that_they_were_measured_with() -> None:
+    """Where `unfused` sums in order it takes longer, so another algorithm may be faster there."""
+    reduction = spec(64, op="matmul_reduce_scatter").problem(2, "cuda")
+    assert reduction.numerics == VENDOR
+    key = reduction.tuning_key
+    assert key is not None
+    one = Measurement(*key, other=512, ms={"unfused": 2.0, "direct": 1.0}, date="2026-11-22")
+    ordered = replace(reduction, numerics=ORDERED)
+    means, tuned = Means(shared_memory=True), Table((one,))
+    assert choose(reduction, means, tuned=tuned).algorithm == "direct"
+    assert choose(ordered, means, tuned=tuned).algorithm == "unfused"
+
+
+def test_numerics_are_those_of_the_algorithm() -> None:
+    """Only `unfused` leaves a sum to the vendor, and no gather has a choice."""
+    reduction = spec(64, op="matmul_all_reduce").problem(2, "cuda")
+    means = Means(shared_memory=True)
+    plans = [choose(reduction, means, requested=way) for way in ("unfused", "direct", "ring")]
+    plans.append(choose(replace(reduction, numerics=ORDERED), means, requested="unfused"))
+    assert [each.numerics for each in plans] == [VENDOR, ORDERED, ORDERED, ORDERED]
+    assert all(f"numerics '{each.numerics}'" in each.reason for each in plans)
+    assert len({each.signature for each in plans}) == len(plans)
+    gather = choose(spec(64).problem(2, "cuda"), means)
+    assert "numerics" not in gather.reason and gather.text.endswith("[unfused]")

@@ -27,12 +27,18 @@ TIMEOUT = 20.0  # s, after which ranks no longer wait for one that failed alone
 
 @contextlib.contextmanager
 def fresh_group(
-    workspace_bytes: int = 1 << 20, autotune: bool = True
+    workspace_bytes: int = 1 << 20, autotune: bool = True, numerics: str | None = None
 ) -> Iterator[dist.ProcessGroup]:
     """A group of all ranks that no other test can have broken."""
     group = dist.new_group()
     assert group is not None
-    tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=workspace_bytes, autotune=autotune)
+    tpkernels.init(
+        group,
+        timeout=TIMEOUT,
+        workspace_bytes=workspace_bytes,
+        autotune=autotune,
+        numerics=numerics,
+    )
     try:
         yield group
     finally:

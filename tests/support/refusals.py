@@ -244,8 +244,8 @@ def options() -> Iterator[Refusal]:
         pattern = f"workspace_bytes must be at least 65536, not {nbytes}"
         yield no(ValueError, pattern, tpkernels.init, workspace_bytes=nbytes)
     pattern = (
-        "is in use with timeout=20.0, workspace_bytes=1048576, autotune=True; it cannot change to "
-        "timeout=19.0, workspace_bytes=1048576, autotune=True"
+        "is in use with timeout=20.0, workspace_bytes=1048576, autotune=True, numerics=None; it "
+        "cannot change to timeout=19.0, workspace_bytes=1048576, autotune=True, numerics=None"
     )
     yield no(ValueError, pattern, tpkernels.init, timeout=19.0, workspace_bytes=1 << 20)
     pattern = "it cannot change to timeout=30.0, workspace_bytes=67108864"
@@ -253,5 +253,9 @@ def options() -> Iterator[Refusal]:
     pattern = "it cannot change to .*autotune=False"
     same = {"timeout": 20.0, "workspace_bytes": 1 << 20}
     yield no(ValueError, pattern, tpkernels.init, **same, autotune=False)
+    pattern = "numerics=None; it cannot change to .*numerics='ordered'"
+    yield no(ValueError, pattern, tpkernels.init, **same, numerics="ordered")
+    pattern = "numerics is 'fast'; it can be 'vendor', 'ordered' or None"
+    yield no(ValueError, pattern, tpkernels.init, numerics="fast")
     pattern = r"\[3, -4\] has a negative size"
     yield Refusal(ValueError, pattern, lambda group: tpkernels.empty(3, -4, group=group))

@@ -27,6 +27,7 @@ class Epilogue:
         out_dtype: int,
         bias: int = 0,
         cols: int = 1,
+        bias_dtype: int = 0,
         residual: int = 0,
         residual_dtype: int = 0,
     ) -> None: ...

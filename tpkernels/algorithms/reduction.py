@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels import _C, dtypes
+from tpkernels import _C, cuda, dtypes
 from tpkernels.integers import ceil_div
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, recorded
@@ -18,13 +18,17 @@ class Reduction:
     """The steps after the sum of the partials: ``+ bias + residual``, then one rounding to
     ``out_dtype``.
 
-    ``bias`` is [cols] in the accumulator's dtype; ``residual`` is contiguous, of the output's
-    shape.
+    ``bias`` is [cols], on CPUs in the accumulator's dtype; ``residual`` is contiguous, of the
+    output's shape.
     """
 
     out_dtype: torch.dtype
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
+
+    def keeps(self, total: torch.dtype) -> bool:
+        """Whether a sum in this dtype is the result already."""
+        return self.bias is None and self.residual is None and self.out_dtype == total
 
     def epilogue(self) -> _C.host.Epilogue:
         """The extension's form. It holds addresses: keep the reduction alive while it is used."""
@@ -40,8 +44,7 @@ class Reduction:
 
 def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     """The result for a single rank, whose partial is the whole sum. May be ``partial`` itself."""
-    plain = reduction.bias is None and reduction.residual is None
-    if plain and reduction.out_dtype == partial.dtype:
+    if reduction.keeps(partial.dtype):
         return partial
     out = empty(partial.shape, reduction.out_dtype, partial.device)
     reduce_into(out, [partial.contiguous()], reduction)
@@ -52,9 +55,11 @@ def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
     """``out = round(sum of partials in order + bias + residual)``. All are contiguous, of one size,
-    and start at element ``begin`` of the whole output. ``out`` may be one of the partials."""
-    if out.device.type != "cpu":
-        _reduce_by_torch(out, partials, reduction, begin)
+    and start at element ``begin`` of the whole output. ``out`` may be one of the partials. One
+    launch on GPUs, where the kernels of ``csrc/cuda`` can be loaded and take the dtypes."""
+    if _on_gpu(out):
+        run = _reduce_by_kernel if _has_kernel(out, partials, reduction) else _reduce_by_torch
+        run(out, partials, reduction, begin)
         return
     if begin and reduction.residual is not None:
         rest = reduction.residual.view(-1)[begin:]
@@ -67,17 +72,62 @@ def reduce_into(
         )
 
 
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.device.type != "cpu"
+
+
+def _has_kernel(out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction) -> bool:
+    given = (out, *partials, reduction.bias, reduction.residual)
+    return (
+        len(partials) <= _C.cuda.MAX_WORLD
+        and all(each is None or each.dtype in cuda.DTYPES for each in given)
+        and cuda.available(out.device)
+    )
+
+
+def _reduce_by_kernel(
+    out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int
+) -> None:
+    residual = reduction.residual
+    if residual is not None:
+        residual = residual.view(-1).narrow(0, begin, out.numel())
+    flat = [partial.view(-1) for partial in partials]
+    cuda.sum_partials(out.view(-1), flat, reduction.bias, residual, begin)
+
+
 def _reduce_by_torch(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int
 ) -> None:
-    wide, count = dtypes.accumulator(partials[0].dtype), out.numel()
-    total = partials[0].reshape(-1).to(wide, copy=True)
-    for partial in partials[1:]:
-        total += partial.reshape(-1)
-    if reduction.bias is not None and count:
-        columns = reduction.bias.numel()
-        bias = reduction.bias.roll(-(begin % columns))
-        total += bias.repeat(ceil_div(count, columns))[:count]
+    """One launch for each term, the last of which rounds; the first may have to be widened."""
+    terms = [partial.view(-1) for partial in partials]
+    total = terms[0].to(dtypes.accumulator(terms[0].dtype))
+    own = total is not terms[0]  # may be overwritten
+    if reduction.bias is not None:
+        terms.append(_fitted(reduction.bias, begin, out.numel()))
     if reduction.residual is not None:
-        total += reduction.residual.view(-1)[begin : begin + count]
-    out.view(-1).copy_(total)
+        terms.append(reduction.residual.view(-1).narrow(0, begin, out.numel()))
+    if len(terms) == 1:
+        out.view(-1).copy_(total)
+        return
+    for term in terms[1:-1]:
+        total = _add(total, term, total if own else torch.empty_like(total))
+        own = True
+    _add(total, terms[-1], out.view(-1))
+
+
+def _add(total: torch.Tensor, term: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out = total + term``, flat; a term of two dims is one row, added to all of its width."""
+    if term.dim() == 1:
+        return torch.add(total, term, out=out)
+    columns = term.shape[1]
+    torch.add(total.view(-1, columns), term, out=out.view(-1, columns))
+    return out
+
+
+def _fitted(bias: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+    """The bias for ``count`` elements from ``begin`` on: one row where these are whole rows."""
+    columns = bias.numel()
+    first = begin % columns
+    if not first and not count % columns:
+        return bias.view(1, columns)
+    return bias.repeat(ceil_div(first + count, columns))[first : first + count]

@@ -14,7 +14,7 @@ from tpkernels.bench.session import unsupported_kernels
 from tpkernels.ops._reduction import describe
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
-from tpkernels.planning.problem import Problem
+from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import has_matmul
 from tpkernels.shards import shard_sizes
 
@@ -57,6 +57,7 @@ class Spec:
             sizes=tuple(shard_sizes(shape[0], world)) if split else (),
             dtype=self.dtype,
             options=describe(self.dtype, self.dtype) if "reduce" in self.op else (),
+            numerics=VENDOR if device == "cuda" and "reduce" in self.op and world > 1 else ORDERED,
         )
 
     def cost(self, world: int) -> Cost:

@@ -7,8 +7,9 @@ The error of an element may be as large as torch's own on the same inputs, plus 
                                                           the result y and of each partial p_r
 
 The first alone is too weak for 16-bit dtypes: on random data in bf16 it exceeds the result itself
-from about K = 256. A residual is one more term of the sum. Each rank checks its own rows; all ranks
-get the same verdict.
+from about K = 256. A residual is one more term of the sum. On CUDA tensors NCCL may sum, and the
+bound has eps/2 * (W - 1) * sum_r |p_r| more. Each rank checks its own rows; all ranks get the same
+verdict.
 """
 
 from __future__ import annotations
@@ -143,8 +144,11 @@ def _bound(
         return torch.zeros_like(total)
     eps = torch.finfo(case.x.dtype).eps
     contract = math.sqrt(depth) * eps * magnitude
-    additions = depth + len(case.sizes) + 1
+    world = len(case.sizes)
+    additions = depth + world + 1
     rounding = eps / 2 * (total.abs() + rounded) + additions * 2.0**-24 * magnitude
+    if case.x.is_cuda and "reduce" in case.op:  # NCCL rounds each addition
+        rounding += (world - 1) * eps / 2 * (rounded if case.weights else magnitude)
     return torch.minimum(contract, _SECOND_ORDER * rounding)
 
 

@@ -34,10 +34,14 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
       returns it too.
     - A reduce-scatter or all-reduce ("sum" or "avg") is fused with the matmul that it reduces, or
       with the sum of matmuls, if nothing else reads that. Sums are those of the ops: in fp32, in
-      rank order.
+      rank order (on CUDA tensors see ``numerics`` of `tpkernels.init`).
     - Views, transpositions and chunks in between are supported, with static and symbolic sizes.
     - Each rank rewrites its own graph, and all make the same decisions, even if some ranks have
       smaller or empty shards of a weight.
+    - Collectives of CUDA tensors stay as they are, unless times measured by `tpkernels tune` on
+      rank 0 say that the op is faster. Naming a group that moves CUDA tensors by NCCL sends these
+      times to its ranks, so all of them must make the pass: it is collective then. For groups that
+      are not named, only times count that an op has sent before.
     - The ops of a graph run in the graph's order, including those that the model calls itself.
       Without the pass, inductor may reorder them differently on ranks with uneven shards. The
       result is a ``CollectiveMismatchError``, or a wrong sum if two calls have the same shapes.
@@ -56,5 +60,9 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
         TypeError: an argument is not a group.
     """
     from tpkernels.compile.fusion import CollectiveFusion
+    from tpkernels.ops._measured import read_times
 
-    return CollectiveFusion([groups.name_of(group) for group in only] or None)
+    names = [groups.name_of(group) for group in only]
+    for name in names:
+        read_times(name)
+    return CollectiveFusion(names or None)

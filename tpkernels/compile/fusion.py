@@ -88,14 +88,16 @@ class CollectiveFusion(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """The pass's part of inductor's cache key: the code of the pass and of the ops, whose
-        schemas may change between versions; its groups; and the sizes of all groups, by which means
-        are divided and which the graph of an all-reduce does not show."""
+        schemas may change between versions; its groups; the sizes of all groups, by which means
+        are divided and which the graph of an all-reduce does not show; and the measured times by
+        which collectives of CUDA tensors are rewritten."""
         package = Path(__file__).parents[1]
         folders = package / "compile", package / "ops"
         files = tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
         only = None if self._only is None else sorted(self._only)
         sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
-        return get_hash_for_files(files, repr((only, sizes)))
+        times = sorted((name, repr(table)) for name, table in groups.known_times("cuda").items())
+        return get_hash_for_files(files, repr((only, sizes, times)))
 
     def __call__(self, graph: fx.Graph) -> None:
         backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))

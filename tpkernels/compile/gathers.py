@@ -21,6 +21,7 @@ from tpkernels.compile.graph import (
 )
 from tpkernels.compile.layout import Axes, Axis, Layout, same, size_of
 from tpkernels.compile.matmuls import Matmul
+from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import carriers, follow, readers, shape_of
 
 aten = torch.ops.aten
@@ -70,6 +71,9 @@ def fuse(gather: Collective) -> Change:
             raise Unsupported(f"{describe(reader)} writes into the gathered tensor")
 
     lead = [size_of(use.rows.before)] if use.rows.before else []
+    rows = None if lead else size_of(use.rows.within) * gather.world
+    kept = ("return_gathered",) if use.rest else ()
+    check_worthwhile(gather, "all_gather_matmul", rows, shape_of(use.matmuls[0].left)[1], *kept)
     shape = [*lead, size_of(use.rows.within), shape_of(use.matmuls[0].left)[1]]
     with Editor(use.matmuls[0].node) as editor:
         order = [axis for axis in use.layout.flat if axis is not ranks]
@@ -85,8 +89,8 @@ def fuse(gather: Collective) -> Change:
         )
         _replace(editor, fused, moves, use)
     erase_unread([*moves, *(carrier for move in moves for carrier in carriers(move))])
-    kept = "; the gathered tensor is kept" if use.rest else ""
-    detail = f"x {shape} along dim {len(lead)}, {len(use.matmuls)} matmuls{kept}"
+    more = "; the gathered tensor is kept" if use.rest else ""
+    detail = f"x {shape} along dim {len(lead)}, {len(use.matmuls)} matmuls{more}"
     return Change("all_gather_matmul", len(use.matmuls), detail)
 
 

@@ -24,7 +24,9 @@ from tpkernels.compile.graph import (
 )
 from tpkernels.compile.layout import Layout, same, same_shape, size_of
 from tpkernels.compile.matmuls import Matmul
+from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import carriers, chain_to, shape_of, through
+from tpkernels.ops._reduction import describe as describe_options
 
 aten = torch.ops.aten
 
@@ -141,6 +143,8 @@ def fuse_scatter(scatter: Collective) -> Change:
     if ranks in columns and columns[0] is not ranks:
         raise Unsupported("each rank gets several blocks of columns")
     before = rows[: rows.index(ranks)] if ranks in rows else ()
+    by_rows = ranks in rows and not before
+    _check_worthwhile(scatter, "matmul_reduce_scatter", reduced, dtype, by_rows=by_rows)
 
     dim = 1 if before or ranks in columns else 0
     with Editor(node) as editor:
@@ -174,6 +178,7 @@ def fuse_all_reduce(reduce: Collective) -> Change:
     dtype = _out_dtype(node)
     reduced = _Reduced(reduce)
     matmul, source = reduced.layouts()
+    _check_worthwhile(reduce, "matmul_all_reduce", reduced, dtype)
     with Editor(node) as editor:
         x, w = reduced.factors(editor)
         fused = editor.call(
@@ -184,6 +189,20 @@ def fuse_all_reduce(reduce: Collective) -> Change:
         result = editor.laid_out_like(node, result)
     reduced.replace(node, result)
     return reduced.change("matmul_all_reduce", str(list(shape_of(x))))
+
+
+def _check_worthwhile(
+    collective: Collective,
+    op: str,
+    reduced: _Reduced,
+    out_dtype: torch.dtype | None,
+    *,
+    by_rows: bool = True,
+) -> None:
+    rows, width = shape_of(reduced.matmuls[0].node)
+    dtype = collective.node.meta["val"].dtype
+    options = describe_options(dtype, out_dtype or dtype)
+    check_worthwhile(collective, op, rows if by_rows else None, width, *options)
 
 
 def _out_dtype(collective: fx.Node) -> torch.dtype | None:

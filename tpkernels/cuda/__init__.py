@@ -15,8 +15,9 @@ from tpkernels.cuda.calls import (
     prepare_all_reduce,
     sum_partials,
 )
+from tpkernels.cuda.checks import DTYPES
 from tpkernels.cuda.copies import CopyCall
-from tpkernels.cuda.image import driver_status, image_status, unsupported
+from tpkernels.cuda.image import available, driver_status, image_status, unsupported
 from tpkernels.cuda.shards import (
     all_gather,
     prepare_all_gather,
@@ -25,11 +26,13 @@ from tpkernels.cuda.shards import (
 )
 
 __all__ = [
+    "DTYPES",
     "ONE_SHOT_BYTES",
     "WAYS",
     "CopyCall",
     "all_gather",
     "all_reduce",
+    "available",
     "barrier",
     "driver_status",
     "image_status",

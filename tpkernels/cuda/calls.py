@@ -87,7 +87,7 @@ def all_reduce(
     Args:
         x: contiguous, fp32, fp16 or bf16; the same shape and dtype on all ranks.
         out: of x's shape, any of the dtypes; may be x.
-        bias: fp32, [x.shape[-1]].
+        bias: [x.shape[-1]], any of the dtypes.
         residual: of x's shape, any of the dtypes.
         way: ``one_shot`` (every rank sums everything), ``two_shot`` (every rank sums a part),
             ``auto`` (one of these, by size) or ``multimem``: the switch sums, in its own order, so
@@ -99,7 +99,7 @@ def all_reduce(
             compute capability 9.0, or with an epilogue.
     """
     check_contiguous(space.regions.device, x=x, out=out, bias=bias, residual=residual)
-    check_dtypes(x=x, out=out, residual=residual)
+    check_dtypes(x=x, out=out, bias=bias, residual=residual)
     check_alike(False, x=x, out=out, residual=residual)
     check_bias(bias, _columns(x))
     if way == "auto":
@@ -201,13 +201,14 @@ def sum_partials(
 ) -> None:
     """``out = round(partials[0] + partials[1] + ... + bias + residual)``, added in fp32 in that
     order. Contiguous, of one shape; ``out`` may be a partial. They start at element ``begin`` of
-    the whole output: element i gets ``bias[(begin + i) % len(bias)]``, fp32."""
+    the whole output: element i gets ``bias[(begin + i) % len(bias)]``. Each has a dtype of its own
+    but the partials, which share one."""
     if not 1 <= len(partials) <= _C.cuda.MAX_WORLD:
         raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.cuda.MAX_WORLD}")
     first = partials[0]
     given = {f"partials[{i}]": partial for i, partial in enumerate(partials)}
     check_contiguous(out.device, **given, out=out, bias=bias, residual=residual)
-    check_dtypes(**given, out=out, residual=residual)
+    check_dtypes(**given, out=out, bias=bias, residual=residual)
     check_alike(True, **given)
     check_alike(False, partials=first, out=out, residual=residual)
     check_bias(bias)

@@ -49,15 +49,10 @@ def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
 
 
 def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
-    """Raises ``ValueError`` unless bias is fp32 [cols], of any length by default."""
-    if bias is None:
-        return
-    wrong = bias.dim() != 1 or (cols is not None and bias.shape[0] != cols)
-    if wrong or bias.dtype != torch.float32:
+    """Raises ``ValueError`` unless bias is [cols], of any length by default."""
+    if bias is not None and (bias.dim() != 1 or cols not in (None, bias.shape[0])):
         needed = "cols" if cols is None else cols
-        raise ValueError(
-            f"bias is {list(bias.shape)} {name(bias.dtype)}; it must be [{needed}] float32"
-        )
+        raise ValueError(f"bias has shape {list(bias.shape)}; it must be [{needed}]")
 
 
 def epilogue(
@@ -71,6 +66,7 @@ def epilogue(
         CODES[out_dtype],
         0 if bias is None else bias.data_ptr(),
         1 if bias is None else max(bias.numel(), 1),
+        0 if bias is None else CODES[bias.dtype],
         0 if residual is None else residual.data_ptr() + begin * residual.element_size(),
         0 if residual is None else CODES[residual.dtype],
     )

@@ -35,13 +35,17 @@ def kernels(device: int) -> _C.cuda.Kernels:
         NotImplementedError: there is no driver, no such GPU, or no image that it can run.
         RuntimeError: the kernels are not loaded yet and a graph is being captured.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _capturing():
         raise RuntimeError(
             "the CUDA kernels cannot be loaded while a graph is captured: call "
             "tpkernels.cuda.barrier, or any other function of tpkernels.cuda, once before"
         )
     capability = _C.cuda.compute_capability(device)
     return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def image_status() -> str:
@@ -62,6 +66,26 @@ def unsupported(device: torch.device) -> str | None:
     except NotImplementedError as error:
         return f"needs the CUDA kernels: {error}"
     return None
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels can be launched on a GPU; loads them. False while a graph is captured, if
+    nothing has loaded them before."""
+    try:
+        return _loads(device_and_stream(device)[0])
+    except RuntimeError:
+        if _capturing():
+            return False
+        raise
+
+
+@functools.cache
+def _loads(device: int) -> bool:
+    try:
+        kernels(device)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def driver_status() -> str:

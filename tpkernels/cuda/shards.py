@@ -59,14 +59,14 @@ def prepare_reduce_scatter(
 ) -> Launch:
     """``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order of the
     ranks. Contiguous, fp32, fp16 or bf16: x [sum(sizes), row], out and residual [sizes[rank], row],
-    each with a dtype of its own; bias fp32 [row]. The launch raises what that of
+    each with a dtype of its own; bias [row]. The launch raises what that of
     ``prepare_all_gather`` does."""
     cut = _cut(x, sizes)
 
     def run(space: DeviceWorkspace, signature: int) -> None:
         _check(space, cut, x, out, sum(sizes), sizes[space.rank])
         check_contiguous(x.device, bias=bias, residual=residual)
-        check_dtypes(residual=residual)
+        check_dtypes(bias=bias, residual=residual)
         check_bias(bias, x.shape[1])
         if residual is not None and residual.shape != out.shape:
             raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")

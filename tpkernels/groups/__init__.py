@@ -6,8 +6,18 @@ from tpkernels.groups.registry import (
     finalize,
     get,
     init,
+    known_times,
     name_of,
     told_of_errors,
 )
 
-__all__ = ["GroupLike", "empty", "finalize", "get", "init", "name_of", "told_of_errors"]
+__all__ = [
+    "GroupLike",
+    "empty",
+    "finalize",
+    "get",
+    "init",
+    "known_times",
+    "name_of",
+    "told_of_errors",
+]

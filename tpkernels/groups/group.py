@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from tpkernels import defaults
 from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
+from tpkernels.groups.numerics import CudaNumerics
 from tpkernels.groups.turns import Turns
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
 from tpkernels.planning.machine import this_machine
+from tpkernels.planning.problem import ORDERED
 from tpkernels.planning.table import Table
 from tpkernels.planning.trials import Trial
 from tpkernels.symm.colocation import probe_colocation
@@ -41,8 +43,10 @@ class Group(Turns):
         self.why_not_shared: str | None = None  #: why the ranks share no memory
         self.hosts = 1
         self.autotune = defaults.AUTOTUNE
+        self.numerics: str | None = None  #: as given to `init`
+        self.cuda_sums = CudaNumerics()
         self.trials: dict[Hashable, Trial] = {}  #: see ops/_trial.py
-        self._tuned: dict[str, Table] = {}  # rank 0's and of trials, by the kind of device
+        self.times: dict[str, Table] = {}  #: rank 0's and of trials, by device type; see `tuned`
         self._known: dict[str, str] = {}  # what `from_rank_0` has returned
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` is to give
@@ -76,9 +80,16 @@ class Group(Turns):
         except RuntimeError:  # no backend has
             return False
 
-    def init(self, timeout: float, workspace_bytes: int, autotune: bool) -> None:
+    def init(
+        self, timeout: float, workspace_bytes: int, autotune: bool, numerics: str | None = None
+    ) -> None:
         """See ``tpkernels.init``."""
-        options = {"timeout": timeout, "workspace_bytes": workspace_bytes, "autotune": autotune}
+        options: dict[str, Any] = {
+            "timeout": timeout,
+            "workspace_bytes": workspace_bytes,
+            "autotune": autotune,
+        }
+        options |= {"numerics": numerics}
         with self._together(ValueError, MemoryError):  # after these they may try again
             if self._ready:
                 in_use = {name: getattr(self, name) for name in options}
@@ -98,9 +109,10 @@ class Group(Turns):
                     f"process group: {self.why_not_shared}"
                 )
             self.timeout, self.workspace_bytes, self.autotune = timeout, workspace_bytes, autotune
+            self.numerics, self.cuda_sums = numerics, CudaNumerics(numerics)
             self._ready = True
 
-    def _agree_on_memory(self, participant: Participant, options: dict[str, float]) -> bool:
+    def _agree_on_memory(self, participant: Participant, options: dict[str, Any]) -> bool:
         """Finds out with the other ranks whether all give the same options and can share memory
         (``why_not_shared``), and whether all run on one machine."""
         say = {"options": options, "host": socket.gethostname()}
@@ -120,17 +132,17 @@ class Group(Turns):
     def tuned(self, device: str) -> Table:
         """The times that rank 0 finds in its cache for tensors of a device type: what each rank
         found by itself might differ, and with it the choices. Collective at the first call."""
-        if self.world > 1 and device not in self._tuned:
+        if self.world > 1 and device not in self.times:
             with self._together():
-                if device not in self._tuned:  # another thread was first
-                    self._tuned[device] = self._tuned_by_rank_0(device)
-        return self._tuned.get(device, Table())
+                if device not in self.times:  # another thread was first
+                    self.times[device] = self._tuned_by_rank_0(device)
+        return self.times.get(device, Table())
 
     def use_times(self, device: str, table: Table) -> None:
         """Has calls be planned by other times from here on; all ranks use the same, from the same
         call on."""
         with self.lock:
-            self._tuned[device] = table
+            self.times[device] = table
             self.forget_calls()
 
     def _tuned_by_rank_0(self, device: str) -> Table:
@@ -142,6 +154,18 @@ class Group(Turns):
         if ignored:
             self.notices.append(ignored)
         return store.from_json(said[0]["table"])
+
+    def cuda_numerics(self) -> str:
+        """How a reduction of CUDA tensors sums; the same on all ranks. Collective at the first call
+        and after each change of torch's flag."""
+        if self.world == 1 or self.by_gloo("cuda"):  # the host sums in order at no extra cost
+            return ORDERED
+        sums = self.cuda_sums
+        if not sums.settled:
+            with self._together(ValueError):
+                said = self._exchange("numerics", {"numerics": sums.wanted})
+                sums.settle(self.rank, [each["numerics"] for each in said])
+        return sums.wanted
 
     def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
         """What rank 0's ``make`` returns at the first call for a purpose; collective then."""

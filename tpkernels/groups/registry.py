@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import defaults
 from tpkernels.errors import TpkernelsError
 from tpkernels.groups.group import Group
+from tpkernels.planning.problem import NUMERICS
+from tpkernels.planning.table import Table
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
@@ -116,6 +118,11 @@ def get(name: str) -> Group:
     return group
 
 
+def known_times(device: str) -> dict[str, Table]:
+    """The measured times that groups have for a device type, by the group's name."""
+    return {name: group.times[device] for name, group in _groups.items() if device in group.times}
+
+
 @contextlib.contextmanager
 def told_of_errors(name: str | None) -> Iterator[None]:
     """An error on the way to a call of the group of that name, or between two, leaves this rank out
@@ -138,6 +145,7 @@ def init(
     timeout: float = defaults.TIMEOUT,
     workspace_bytes: int | None = None,
     autotune: bool = defaults.AUTOTUNE,
+    numerics: str | None = None,
 ) -> None:
     """Sets a group up for the ops. Optional: the first op does it with the defaults. Collective.
 
@@ -153,6 +161,14 @@ def init(
             and keeps the fastest. That happens on CPUs, between ranks that share memory, and for
             ops with a matmul; all algorithms give the same bits. Without it, measured thresholds
             and the times of `tpkernels tune` decide.
+        numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
+            once, so the bits are the same in every run and for every algorithm. "vendor": `unfused`
+            leaves the sum to NCCL, which adds in the wire dtype and in an order of its own; other
+            algorithms, which run if they are named or measured to be faster, sum in order. None
+            follows torch: "ordered" under ``torch.use_deterministic_algorithms(True)``, else
+            "vendor". On CPU tensors, and where gloo moves CUDA tensors, sums are always ordered,
+            which costs nothing there; "vendor" is accepted, since it allows any order, so one
+            program runs on both.
 
     Raises:
         ValueError: an argument is out of range, differs between ranks, or the group is in use with
@@ -166,13 +182,15 @@ def init(
         raise ValueError(f"workspace_bytes must be at least 65536, not {nbytes}")
     if nbytes > 1 << 56:  # sizes of whole arenas must fit 64 bits
         raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
+    if numerics not in (None, *NUMERICS):
+        raise ValueError(f"numerics is {numerics!r}; it can be 'vendor', 'ordered' or None")
     if group is None:
         if not dist.is_initialized():
             raise ValueError("no default process group: call torch.distributed.init_process_group")
         group = dist.group.WORLD
         assert group is not None  # for the type checker: initialised above
     made = get(name_of(group))
-    made.init(float(timeout), int(nbytes), bool(autotune))
+    made.init(float(timeout), int(nbytes), bool(autotune), numerics)
     made.warn()
 
 

@@ -5,6 +5,10 @@ fp32. In that case the product is computed in fp32, one panel of weight columns 
 is converted into a buffer that stays in the cache, so the conversion costs little compared with the
 product. The same code gives fp32 results of 16-bit operands. Either way products accumulate in fp32
 and round once.
+
+On GPUs it is torch's product with the user's settings. By default these let cuBLAS add the parts of
+a split K in the result's dtype. The ops do not change that: the settings are the process's, so a
+switch would affect the products of other threads.
 """
 
 from __future__ import annotations
@@ -66,8 +70,11 @@ def _local_matmul(
     if same and (x.is_cuda or not converts(x.dtype, x.shape[0])):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
     if x.is_cuda:
-        wide = torch.mm(x, w, out_dtype=torch.float32)
-        return out.copy_(wide if bias is None else wide.add_(bias))
+        if out.dtype != torch.float32:
+            wide = torch.mm(x, w, out_dtype=torch.float32)
+            return out.copy_(wide) if bias is None else torch.add(wide, bias, out=out)
+        torch.mm(x, w, out_dtype=torch.float32, out=out)
+        return out if bias is None else out.add_(bias)
     wide = empty(x.shape, torch.float32, x.device).copy_(x)
     wide_bias = None if bias is None else bias.float()
     for begin in range(0, w.shape[1], _PANEL_COLUMNS):

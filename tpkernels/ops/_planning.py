@@ -4,6 +4,7 @@ taken."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -40,6 +41,8 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
         )
     if algorithm != "auto":  # refuses what cannot run before anything is sent
         choose(problem, _means(group), requested=algorithm)
+    if problem.device == "cuda" and problem.reduces:
+        problem = replace(problem, numerics=group.cuda_numerics())
     tuned = NOTHING_TUNED
     if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are measured with NCCL
         tuned = group.tuned(problem.device)

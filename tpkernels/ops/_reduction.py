@@ -82,9 +82,9 @@ def reduction_of(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> Reduction:
-    """The epilogue of a checked call."""
+    """The epilogue of a checked call. The kernels of GPUs read a bias of any dtype."""
     if bias is not None:
-        bias = bias.to(dtypes.accumulator(x.dtype)).contiguous()
+        bias = bias.contiguous() if x.is_cuda else bias.to(dtypes.accumulator(x.dtype)).contiguous()
     if residual is not None:
         residual = residual.contiguous()
     return Reduction(out_dtype or x.dtype, bias, residual)

@@ -122,7 +122,8 @@ def all_gather_matmul(  # type: ignore[misc]
         group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         gather_dim: the dim of ``x`` that is split over the ranks.
         biases: [N] for each weight, or None.
-        out_dtype: dtype of the result; default ``x``'s. The matmul accumulates in fp32 either way.
+        out_dtype: dtype of the result; default ``x``'s. The matmul accumulates in fp32 either way
+            (docs/numerics.md has cuBLAS's exception).
         return_gathered: also return the gathered ``x``.
         save_gathered: keep the gathered ``x`` for the gradient of the weights. By default ``x``
             is kept and gathered again in the backward, which takes a small fraction of the time of

@@ -106,7 +106,7 @@ def all_reduce(
 
     Returns:
         The sum, in fp32, in rank order, rounded once: the same bits on every rank and in every
-        run.
+        run. On CUDA tensors ``numerics`` of `init` decides.
 
     All ranks compute the same loss from the result, so its gradient is the same on all ranks and
     goes to each rank's ``x`` unchanged. An input that all ranks share and multiply by their own

@@ -90,7 +90,8 @@ def matmul_all_reduce(
 
     Returns:
         ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in rank order
-        and rounded once: the same bits on every rank, in every run and for every algorithm.
+        and rounded once: the same bits on every rank, in every run and for every algorithm. On CUDA
+        tensors ``numerics`` of `init` decides.
 
     All ranks compute the same loss from the result, so its gradient is the same on all ranks and
     the backward is local: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``. For an input that all

@@ -129,7 +129,8 @@ def matmul_reduce_scatter(
 
     Returns:
         This rank's shard of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
-        rank order and rounded once: the same bits in every run and for every algorithm.
+        rank order and rounded once: the same bits in every run and for every algorithm. On CUDA
+        tensors ``numerics`` of `init` decides.
 
     The backward gathers the gradients of the shards once, for ``x`` (an ``all_gather_matmul``),
     ``w`` and ``bias``. Every rank gets the whole gradient of ``bias``.

@@ -90,8 +90,8 @@ def reduce_scatter(
         algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
-        The shard, summed in fp32 in rank order and rounded once. The gradient of ``x`` is the
-        gathered gradient of all shards.
+        The shard, summed in fp32 in rank order and rounded once; on CUDA tensors as ``numerics`` of
+        `init` says. The gradient of ``x`` is the gathered gradient of all shards.
 
     Raises:
         ValueError, TypeError: invalid arguments; nothing has been sent.

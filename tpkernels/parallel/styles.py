@@ -5,7 +5,7 @@ The parameters are the same DTensors as with torch's styles, so state dicts, che
 and FSDP2 on another mesh dimension work unchanged. Only the forward differs: the module becomes a
 subclass of ``nn.Linear`` that calls one op on the local tensors, where DTensor would first
 redistribute and then multiply. If a layout leaves nothing to fuse, the style does what torch's
-does.
+does; and so it does on a mesh of GPUs, unless measured times favour the op.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tpkernels.nn import check
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.parallel.measured import left_to_torch
 from tpkernels.shards import chunk_sizes
 
 
@@ -91,6 +92,10 @@ class _RowwiseLinear(_FusedLinear):
 class FusedColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` for ``nn.Linear`` that gathers its input while it multiplies.
 
+    On a mesh of GPUs the style does what torch's does, unless times measured by `tpkernels tune`
+    on rank 0 favour the op for this width and dtype. The ranks learn them when
+    ``parallelize_module`` applies the style.
+
     The arguments are those of ``torch.distributed.tensor.parallel.ColwiseParallel``. Several
     linears of one input gather it once each. If the overlap does not make up for that, gather the
     input once with ``PrepareModuleInput`` and leave ``input_layouts`` at the default.
@@ -123,7 +128,8 @@ class FusedColwiseParallel(ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear, layout, output = self.check(module, device_mesh)
-        if not layout.is_shard():
+        op, width = "all_gather_matmul", linear.in_features
+        if not layout.is_shard() or left_to_torch(linear, device_mesh, op, width):
             return super()._apply(module, device_mesh)
         _distribute(linear, Shard(0), Shard(0), device_mesh, self.src_data_rank)
         return _become(_ColwiseLinear, linear, device_mesh, layout, output, self.use_local_output)
@@ -133,7 +139,8 @@ class FusedRowwiseParallel(RowwiseParallel):
     """``RowwiseParallel`` for ``nn.Linear`` that sums its output while it multiplies.
 
     The arguments are those of ``torch.distributed.tensor.parallel.RowwiseParallel``. The bias is
-    added once, after the sum. Errors are those of ``FusedColwiseParallel``.
+    added once, after the sum. Errors, and what happens on a mesh of GPUs, are those of
+    ``FusedColwiseParallel``.
 
     Args:
         input_layouts: how an input that is not a DTensor is laid out; by default ``Shard(-1)``, the
@@ -155,7 +162,9 @@ class FusedRowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear, layout, output = self.check(module, device_mesh)
-        if not (output.is_shard() or output.is_replicate()):
+        op = "matmul_reduce_scatter" if output.is_shard() else "matmul_all_reduce"
+        fuses = output.is_shard() or output.is_replicate()
+        if not fuses or left_to_torch(linear, device_mesh, op, linear.out_features):
             return super()._apply(module, device_mesh)
         _distribute(linear, Shard(1), Replicate(), device_mesh, self.src_data_rank)
         return _become(_RowwiseLinear, linear, device_mesh, layout, output, self.use_local_output)

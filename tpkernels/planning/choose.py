@@ -16,7 +16,7 @@ import torch
 
 from tpkernels import defaults
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
-from tpkernels.planning.problem import Problem
+from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.steps import step_bytes, step_rows
 from tpkernels.planning.table import Config, Series, Table
 from tpkernels.planning.thresholds import (
@@ -29,16 +29,22 @@ from tpkernels.planning.thresholds import (
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice, the reason for it, and how the call identifies itself to peers."""
+    """The choice, the reason for it, and how the call identifies itself to peers. ``numerics`` says
+    how a reduction sums: only `unfused` can leave that to the process group."""
 
     algorithm: str
     reason: str
     text: str = field(repr=False)
     signature: int = field(repr=False)
+    numerics: str = ORDERED
     config: Config = ()  #: block sizes of the fused kernels; empty: those of the built-in table
 
 
 NOTHING_TUNED = Table()
+_SUMS = {
+    VENDOR: "numerics 'vendor': the process group sums",
+    ORDERED: "numerics 'ordered': sums in fp32, in rank order",
+}
 
 
 @dataclass(frozen=True)
@@ -193,5 +199,9 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(problem: Problem, algorithm: str, reason: str) -> Plan:
-    text = f"{problem} [{algorithm}]"
-    return Plan(algorithm, reason, text, zlib.crc32(text.encode()) or 1)
+    numerics = problem.numerics if algorithm == "unfused" else ORDERED
+    name = algorithm
+    if problem.device == "cuda" and problem.reduces and problem.world > 1:  # else it is no choice
+        name, reason = f"{algorithm}, {numerics}", f"{reason}; {_SUMS[numerics]}"
+    text = f"{problem} [{name}]"
+    return Plan(algorithm, reason, text, zlib.crc32(text.encode()) or 1, numerics)

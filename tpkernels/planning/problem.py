@@ -15,6 +15,10 @@ from tpkernels import dtypes
 from tpkernels.planning.table import Series, has_matmul
 from tpkernels.shards import shard_sizes
 
+# How a reduction sums: in fp32 and in rank order, rounded once; or as the process group does it.
+ORDERED, VENDOR = "ordered", "vendor"
+NUMERICS = (VENDOR, ORDERED)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -23,7 +27,8 @@ class Problem:
     ``shape`` is the global shape of the communicated tensor: the gathered ``x`` of an all-gather,
     the unreduced sum of a reduction. ``dim`` is the gathered or scattered dim (None for an
     all-reduce), of which rank ``r`` holds ``sizes[r]`` rows. ``dtype`` is the dtype on the wire.
-    ``options`` is everything else that must be the same on all ranks.
+    ``options`` is everything else that must be the same on all ranks. ``numerics`` is `VENDOR`
+    where a reduction may leave the sum to the process group.
     """
 
     op: str
@@ -34,6 +39,12 @@ class Problem:
     sizes: tuple[int, ...]
     dtype: torch.dtype
     options: tuple[str, ...] = ()
+    numerics: str = ORDERED
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the op sums over the ranks."""
+        return "reduce" in self.op
 
     @property
     def has_matmul(self) -> bool:
@@ -66,7 +77,8 @@ class Problem:
         it belongs to none: it is not split evenly along its rows (along its elements, without a
         matmul).
 
-        A bias and a residual do not count: every algorithm adds them while it sums.
+        A bias and a residual do not count: every algorithm adds them while it sums. The numerics
+        do: `unfused` takes longer where it sums in order.
         """
         matmul = self.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
@@ -80,6 +92,8 @@ class Problem:
             if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
                 return None
         options = tuple(one for one in self.options if one not in ("bias", "residual"))
+        if self.numerics != ORDERED:
+            options += (self.numerics,)
         dtype = dtypes.name(self.dtype)
         return Series(self.op, self.device, self.world, width, dtype, options), extent
 

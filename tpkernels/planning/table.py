@@ -121,6 +121,10 @@ class Table:
             return low if low == high else ()
         return max(extents[extent], key=lambda one: one.other).config
 
+    def extents(self, series: Series) -> list[int]:
+        """The measured extents."""
+        return sorted(self._by_series.get(series, {}))
+
     def choice(
         self, series: Series, extent: int, possible: Collection[str], unless: str
     ) -> tuple[str, str] | None:

@@ -1,8 +1,9 @@
-"""The plain way: a ``torch.distributed`` collective, then the matmul, or the other way round.
+"""``unfused`` in the host's memory. It runs on any process group, and ``auto`` chooses it where
+ranks share no memory.
 
-It runs on any process group, and ``auto`` chooses it where ranks share no memory. Reductions move
-the partials with an all-to-all and sum them locally, in fp32 and in rank order. That moves as
-many bytes as a reduce-scatter, and gives the same bits as every other algorithm.
+Reductions move the partials with an all-to-all and sum them locally, in fp32 and in rank order.
+That moves as many bytes as a reduce-scatter, and gives the same bits as every other algorithm. It
+takes CUDA tensors too, where gloo moves them: through the host's memory.
 
 A rank in another call is detected before anything is sent; see ``transport``.
 """

@@ -1,0 +1,153 @@
+"""Counts what a rank would queue on its GPU, on fake CUDA tensors: kernels, collectives, and the
+bytes that they move. It times nothing and runs nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tpkernels import cuda
+
+aten = torch.ops.aten
+_ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+
+
+@dataclass
+class Queue:
+    """What was queued: names in order, bytes that kernels read and write, and bytes that a rank
+    receives from its peers."""
+
+    launches: list[str] = field(default_factory=list)
+    touched: int = 0
+    received: float = 0.0
+
+    def kernel(self, name: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        self.launches.append(name)
+        self.touched += sum(_bytes(x) for x in tensors if x is not None)
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class _Kernels(TorchDispatchMode):
+    """Adds torch's kernels to a queue."""
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self.queue = queue
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        name = func._schema.name.removeprefix("aten::")
+        if func._schema.is_mutable:  # its fake kernel may need a GPU
+            self.queue.kernel(name, given)
+            return kwargs.get("out", args[0])
+        if func is aten.mm.dtype:  # has no fake kernel
+            out = args[0].new_empty((args[0].shape[0], args[1].shape[1]), dtype=args[2])
+            self.queue.kernel(name, [*given, out])
+            return out
+        result = func(*args, **kwargs)
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        memory = {x.untyped_storage()._cdata for x in given}
+        is_view = all(x.untyped_storage()._cdata in memory for x in made)
+        if name not in _ALLOCATIONS and not is_view:
+            self.queue.kernel(name, [*given, *made])
+        return result
+
+
+class Collectives:
+    """A process group that moves nothing. Each call is one launch; a group of NCCL calls is one."""
+
+    def __init__(self, queue: Queue, rank: int, world: int) -> None:
+        self.queue, self.rank, self.world = queue, rank, world
+
+    def _add(self, name: str, received: float) -> None:
+        self.queue.launches.append(name)
+        self.queue.received += received
+
+    def _allgather_base(self, out: torch.Tensor, own: torch.Tensor, options: Any) -> None:
+        assert out.numel() == self.world * own.numel() and out.is_contiguous()
+        assert own.is_contiguous() and out.dtype == own.dtype and not options.asyncOp
+        self._add("all_gather", _bytes(out) - _bytes(own))
+
+    def allgather(
+        self, outs: list[list[torch.Tensor]], owns: list[torch.Tensor], options: Any
+    ) -> None:
+        (each,), (own,) = outs, owns
+        assert all(out.is_contiguous() for out in each) and own.is_contiguous()
+        assert each[self.rank].numel() == own.numel() and not options.asyncOp
+        self._add("all_gather of a list", sum(map(_bytes, each)) - _bytes(own))
+
+    def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> None:
+        assert x.numel() == self.world * out.numel() and x.is_contiguous()
+        assert out.is_contiguous() and x.dtype == out.dtype and not options.asyncOp
+        self._add("reduce_scatter", (self.world - 1) * _bytes(out))
+
+    def reduce_scatter(
+        self, outs: list[torch.Tensor], xs: list[list[torch.Tensor]], options: Any
+    ) -> None:
+        (out,), (each,) = outs, xs
+        assert all(x.is_contiguous() for x in each) and out.is_contiguous()
+        assert each[self.rank].numel() == out.numel() and not options.asyncOp
+        share = (self.world - 1) / self.world  # along a chain of ranks for each of the reductions
+        self._add("reduce_scatter of a list", share * sum(map(_bytes, each)))
+
+    def allreduce(self, xs: list[torch.Tensor], options: Any) -> None:
+        (x,) = xs
+        assert x.is_contiguous() and not options.asyncOp
+        self._add("all_reduce", 2 * (self.world - 1) / self.world * _bytes(x))
+
+    def alltoall_base(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        received: list[int],
+        sent: list[int],
+        options: Any,
+    ) -> None:
+        assert out.is_contiguous() and x.is_contiguous() and not options.asyncOp
+        if sent:
+            assert sum(sent) == x.numel() and sum(received) == out.numel()
+        self._add("all_to_all", _bytes(out) * (self.world - 1) / self.world)
+
+
+@contextlib.contextmanager
+def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
+    """A queue, and a group for calls on CUDA tensors that are made within the block. The tensors
+    made there are fake."""
+    queue = Queue()
+
+    def sum_partials(out: torch.Tensor, partials: Sequence[torch.Tensor], *more: Any) -> None:
+        queue.kernel("sum_partials", [out, *partials, *more[:2]])
+
+    def copy_(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        queue.kernel("copy_", [to, source])  # torch's asks for the device
+        return to
+
+    group = SimpleNamespace(
+        rank=rank,
+        world=world,
+        timeout=30.0,
+        pg=Collectives(queue, rank, world),
+        by_gloo=lambda device: False,
+        workspace=None,
+    )
+    with (
+        mock.patch.object(cuda, "available", lambda device: True),
+        mock.patch.object(cuda, "sum_partials", sum_partials),
+        mock.patch.object(torch.Tensor, "copy_", copy_),
+        FakeTensorMode(),
+        _Kernels(queue),
+    ):
+        yield queue, group

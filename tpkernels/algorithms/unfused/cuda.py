@@ -1,0 +1,222 @@
+"""``unfused`` on CUDA tensors: the collectives of the process group, straight into the result.
+
+Gathers        one all-gather. Uneven shards go as a list, which NCCL sends as one group of
+               broadcasts: no padding travels.
+Reductions     with numerics "vendor" one reduce-scatter or all-reduce of the process group, and one
+               launch behind it for bias, residual and another dtype. With "ordered" an all-to-all,
+               or for an all-reduce that and an all-gather, and one launch that sums.
+
+The shards of a dim with others before it do not lie together: they are copied, in one launch if
+they are even. Gloo cannot do all this with CUDA tensors; it takes the way through the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ProcessGroup,
+    ReduceScatterOptions,
+)
+
+from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
+from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
+from tpkernels.algorithms.unfused import cpu as through_host
+from tpkernels.call import Call
+from tpkernels.integers import ceil_div, round_up
+from tpkernels.local.matmul import local_matmul
+from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
+from tpkernels.planning.problem import VENDOR, Problem
+
+_PART_UNIT = 8  # elements of a rank's part of an all-reduce: the kernel loads 8 at a time
+
+
+def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
+    out = empty(call.problem.shape, x.dtype, x.device)
+    _gather_into(call, x, out)
+    return out
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[Weight],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    if gathered is None and call.group.world == 1:
+        whole = x
+    else:
+        whole = empty(call.problem.shape, x.dtype, x.device) if gathered is None else gathered
+        _gather_into(call, x, whole)
+    for w, bias, out in zip(weights, biases, outs, strict=True):
+        local_matmul(as_rows(whole), w, as_rows(out), bias)
+
+
+def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    out = _reduce_scatter(call, x, reduction)
+    return out.clone(memory_format=torch.contiguous_format) if out is x else out
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
+) -> torch.Tensor:
+    return _reduce_scatter(call, matmul_partial(call, x, w), reduction)
+
+
+def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """``out`` may be ``x``."""
+    if call.group.world == 1 or call.group.by_gloo("cuda"):
+        through_host.all_reduce(call, x, out, reduction)
+    elif call.plan.numerics != VENDOR:
+        _ordered_all_reduce(call, x, out, reduction)
+    else:
+        total = out if out.dtype == x.dtype else empty(x.shape, x.dtype, x.device)
+        if total is not x:
+            total.copy_(x)
+        _finish(_pg(call).allreduce([total], _options(AllreduceOptions, call)))
+        if total is not out:
+            reduce_into(out, [total], reduction)
+
+
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
+    partial = matmul_partial(call, x, w)
+    if call.group.world == 1:
+        return reduced(partial, reduction)
+    out = partial
+    if reduction.out_dtype != partial.dtype:
+        out = empty(partial.shape, reduction.out_dtype, partial.device)
+    if call.group.by_gloo("cuda"):
+        through_host.all_reduce(call, partial, out, reduction)
+    elif call.plan.numerics != VENDOR:
+        _ordered_all_reduce(call, partial, out, reduction)
+    else:
+        _finish(_pg(call).allreduce([partial], _options(AllreduceOptions, call)))
+        if not reduction.keeps(partial.dtype):
+            reduce_into(out, [partial], reduction)
+    return out
+
+
+def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    group, problem = call.group, call.problem
+    if group.world == 1:
+        return reduced(partial, reduction)
+    if group.by_gloo("cuda"):
+        return through_host.reduce_scatter(call, partial, reduction)
+    out = empty(shard_shape(problem, group.rank), reduction.out_dtype, partial.device)
+    own, counts = out.view(-1), _counts(problem)
+    by_owner = _by_owner(problem, partial)
+    if call.plan.numerics != VENDOR:
+        reduce_into(own, _exchanged(call, by_owner, counts), reduction)
+        return out
+    total = own if out.dtype == partial.dtype else empty(own.shape, partial.dtype, own.device)
+    options = _options(ReduceScatterOptions, call)
+    if _even(counts):
+        _finish(_pg(call)._reduce_scatter_base(total, by_owner, options))
+    else:
+        _finish(_pg(call).reduce_scatter([total], [list(by_owner.split(counts))], options))
+    if not reduction.keeps(partial.dtype):
+        reduce_into(own, [total], reduction)
+    return out
+
+
+def _ordered_all_reduce(
+    call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction
+) -> None:
+    """Each rank sums its part in its place in ``out``, then the parts are gathered in place."""
+    flat, result = x.reshape(-1), out.view(-1)
+    part = round_up(ceil_div(flat.numel(), call.group.world), _PART_UNIT)
+    edges = [min(flat.numel(), rank * part) for rank in range(call.group.world + 1)]
+    counts = [end - begin for begin, end in itertools.pairwise(edges)]
+    begin, end = edges[call.group.rank : call.group.rank + 2]
+    own = result.narrow(0, begin, end - begin)
+    reduce_into(own, _exchanged(call, flat, counts), reduction, begin)
+    _all_gather(call, own, result, counts)
+
+
+def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
+    """x of all ranks along the problem's dim."""
+    problem = call.problem
+    if call.group.world == 1:
+        out.copy_(x)
+        return
+    if call.group.by_gloo("cuda"):
+        out.copy_(through_host.all_gather(call, x))
+        return
+    counts = _counts(problem)
+    flat = out.view(-1) if problem.outer == 1 else x.new_empty(out.numel())
+    _all_gather(call, x.reshape(-1), flat, counts)
+    if problem.outer != 1:
+        shards = [
+            shard.view(shard_shape(problem, rank)) for rank, shard in enumerate(flat.split(counts))
+        ]
+        assert problem.dim is not None  # an all-gather has one
+        torch.cat(shards, problem.dim, out=out)
+
+
+def _by_owner(problem: Problem, partial: torch.Tensor) -> torch.Tensor:
+    """The elements of the ranks' shards, one shard after the other."""
+    if problem.outer == 1:
+        return partial.reshape(-1)
+    assert problem.dim is not None  # a reduce-scatter has one
+    if _even(problem.sizes):
+        split = partial.unflatten(problem.dim, (problem.world, -1))
+        return split.movedim(problem.dim, 0).reshape(-1)
+    whole = partial.new_empty(partial.numel())
+    for to, shard in zip(
+        whole.split(_counts(problem)), partial.split(list(problem.sizes), problem.dim), strict=True
+    ):
+        to.view(shard.shape).copy_(shard)
+    return whole
+
+
+def _counts(problem: Problem) -> list[int]:
+    """Elements of each rank's shard."""
+    return [problem.outer * size * problem.inner for size in problem.sizes]
+
+
+def _even(counts: Sequence[int]) -> bool:
+    return len(set(counts)) == 1
+
+
+def _all_gather(call: Call, own: torch.Tensor, whole: torch.Tensor, counts: Sequence[int]) -> None:
+    pg, options = _pg(call), _options(AllgatherOptions, call)
+    if _even(counts):
+        _finish(pg._allgather_base(whole, own, options))
+    else:
+        _finish(pg.allgather([list(whole.split(list(counts)))], [own], options))
+
+
+def _exchanged(call: Call, x: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Sends each rank its part of x. Returns what this rank got, in rank order."""
+    group, own = call.group, counts[call.group.rank]
+    received = x.new_empty(group.world * own)
+    splits = ([], []) if _even(counts) else ([own] * group.world, list(counts))
+    _finish(_pg(call).alltoall_base(received, x, *splits, _options(AllToAllOptions, call)))
+    return received.view(group.world, own).unbind(0)
+
+
+def _pg(call: Call) -> ProcessGroup:
+    return call.group.pg
+
+
+def _options(cls: Any, call: Call) -> Any:
+    options = cls()
+    options.timeout = timedelta(seconds=call.group.timeout)
+    options.asyncOp = False  # on the current stream, as torch.distributed's own functions
+    return options
+
+
+def _finish(work: Any) -> None:
+    """The stream waits, where the collective is not on it anyway."""
+    if work is not None:
+        work.wait()

@@ -1,0 +1,47 @@
+"""How a group's reductions of CUDA tensors sum: what was given to ``tpkernels.init``, or torch's
+flag for deterministic algorithms, which may change between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tpkernels.planning.problem import ORDERED, VENDOR
+
+
+class CudaNumerics:
+    """One rank's view of it. ``given`` holds for all calls; without it the flag does."""
+
+    def __init__(self, given: str | None = None) -> None:
+        self._given = given
+        self._agreed: str | None = None
+
+    @property
+    def wanted(self) -> str:
+        """What this rank wants of the next call."""
+        if self._given is not None:
+            return self._given
+        return ORDERED if torch.are_deterministic_algorithms_enabled() else VENDOR
+
+    @property
+    def settled(self) -> bool:
+        """Whether all ranks are known to want the same as this one."""
+        return self._agreed == self.wanted
+
+    @property
+    def changed(self) -> bool:
+        """Whether calls have been planned that sum otherwise than this rank now wants."""
+        return self._agreed is not None and not self.settled
+
+    def settle(self, rank: int, everyone: Sequence[str]) -> None:
+        """Compares what the ranks want. ``ValueError``, on all ranks, if they differ."""
+        wanted = everyone[rank]
+        for other, their in enumerate(everyone):
+            if their != wanted:
+                raise ValueError(
+                    f"rank {rank} wants numerics '{wanted}', rank {other} '{their}': call "
+                    "torch.use_deterministic_algorithms alike on all ranks, or give numerics to "
+                    "tpkernels.init"
+                )
+        self._agreed = wanted
