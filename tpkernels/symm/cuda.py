@@ -8,7 +8,7 @@ peers and announces its own exit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 
 from tpkernels import _C
+from tpkernels.symm import order
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.side_stream import SideStream
@@ -48,8 +49,7 @@ class CudaWorkspace:
         self._chaos: dict[str, Any] | None = None
         self._watch = Watch(channel, self.spaces)
         self._watch.start()
-        self._last: torch.cuda.Event | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._event = order.new_event(device)  # after the last call outside a capture
 
     @property
     def current(self) -> DeviceWorkspace:
@@ -80,19 +80,18 @@ class CudaWorkspace:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Runs the kernels of a group one after the other, even if they come from several streams.
-        (Replays of a graph are for the caller to order.)"""
-        if self.device.type != "cuda":  # a rehearsal
-            yield
-            return
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream()
-            captured = torch.cuda.is_current_stream_capturing()
-            if self._last is not None and self._stream != stream and not captured:
-                stream.wait_event(self._last)
-            yield
-            if not captured:
-                self._stream, self._last = stream, stream.record_event(self._last)
+        """A call. Runs the calls of all groups on the device one after the other, even if they come
+        from several streams; in a capture, the streams order them (symm/order.py)."""
+        device = self.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            stream = order.current_stream(device)
+            if stream is None or self._event is None:  # a rehearsal
+                yield
+            elif torch.cuda.is_current_stream_capturing():
+                yield
+            else:
+                with order.order_of(device).turn(self._member.group, stream, self._event):
+                    yield
 
     def set_chaos(self, **switches: Any) -> None:
         """For tests; see ``DeviceWorkspace.set_chaos``."""
