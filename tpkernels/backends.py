@@ -15,6 +15,7 @@ from tpkernels.algorithms.direct import cuda as direct_cuda
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.call import Call
+from tpkernels.errors import CaptureError
 from tpkernels.local.ranges import profiling, recorded_waits
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
@@ -97,6 +98,8 @@ def run(
                     result = execute(call, given)
             else:
                 result = execute(call, given)
+        except CaptureError:  # raised before anything was queued
+            raise
         except BaseException as error:
             failed(call, error)
             raise

@@ -24,10 +24,19 @@ from tpkernels.symm.device import Launch
 
 
 @contextlib.contextmanager
-def queued(call: Call, on: torch.device, words: int, buffer_bytes: int) -> Iterator[CudaWorkspace]:
+def queued(
+    call: Call, on: torch.device, words: int, buffer_bytes: int, sizes: tuple[int, ...] = ()
+) -> Iterator[CudaWorkspace]:
     """A call whose work is only queued, in a workspace (``current``) with that many words from each
-    source and such buffers. Raises if an earlier call of the group has failed meanwhile."""
+    source and such buffers. ``sizes``: those whose `starts` the kernels read.
+
+    Raises:
+        TpkernelsError: an earlier call of the group has failed meanwhile.
+        CaptureError: a graph is captured and the workspace lacks something.
+    """
     memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
+    if sizes:  # here, because in a capture this raises, which it must before anything is queued
+        memory.current.starts(sizes)
     failure = memory.failure()
     if failure is None or failure[0] == device.ABORTED:
         memory.check()
@@ -39,7 +48,7 @@ def queued(call: Call, on: torch.device, words: int, buffer_bytes: int) -> Itera
 
 def queue(call: Call, on: torch.device, launch: Launch) -> None:
     """Queues a prepared call."""
-    with queued(call, on, launch.words, launch.buffer_bytes) as memory:
+    with queued(call, on, launch.words, launch.buffer_bytes, launch.sizes) as memory:
         launch.run(memory.current, call.plan.signature)
 
 

@@ -13,13 +13,19 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import defaults
-from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
+from tpkernels.errors import (
+    CaptureError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    TpkernelsError,
+)
 from tpkernels.groups.turns import Turns
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.table import Table
 from tpkernels.planning.trials import Trial
+from tpkernels.symm import capture
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 from tpkernels.symm.host import HostWorkspace
@@ -174,8 +180,8 @@ class Group(Turns):
             return own
         key = device, kernels
         if key not in self._unsupported_kernels:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
+            if capture.is_captured(device):
+                raise CaptureError(
                     f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
                     "before the capture of a graph"
                 )

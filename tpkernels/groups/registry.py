@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import defaults
-from tpkernels.errors import TpkernelsError
+from tpkernels.errors import CaptureError, TpkernelsError
 from tpkernels.groups.group import Group
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
@@ -122,7 +122,7 @@ def told_of_errors(name: str | None) -> Iterator[None]:
     of step with its peers: they are told, and the group is broken."""
     try:
         yield
-    except TpkernelsError:  # of a call, which has seen to that
+    except (TpkernelsError, CaptureError):  # of a call, which has seen to that
         raise
     except BaseException as error:
         # Within a call, in a signal handler, all calls are refused: this rank is not out of step.

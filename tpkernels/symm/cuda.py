@@ -7,6 +7,7 @@ peers and announces its own exit.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 
 from tpkernels import _C
-from tpkernels.symm import order
+from tpkernels.symm import capture, order
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.side_stream import SideStream
@@ -50,6 +51,7 @@ class CudaWorkspace:
         self._watch = Watch(channel, self.spaces)
         self._watch.start()
         self._event = order.new_event(device)  # after the last call outside a capture
+        self._recorded = False  # a graph has calls of this group
 
     @property
     def current(self) -> DeviceWorkspace:
@@ -84,10 +86,12 @@ class CudaWorkspace:
         from several streams; in a capture, the streams order them (symm/order.py)."""
         device = self.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if capture.is_captured(device):
+                self._recorded = True
+                yield
+                return
             stream = order.current_stream(device)
             if stream is None or self._event is None:  # a rehearsal
-                yield
-            elif torch.cuda.is_current_stream_capturing():
                 yield
             else:
                 with order.order_of(device).turn(self._member.group, stream, self._event):
@@ -100,9 +104,14 @@ class CudaWorkspace:
             space.set_chaos(**switches)
 
     def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """Stops the watch and tells the peers. Memory is freed after its last use."""
+        """Stops the watch, tells the peers and ends the waits of kernels. The memory is freed after
+        its last use, but never if a graph may replay kernels that use it."""
         self._watch.stop()
         self._channel.abandon(why, late, culprit)
+        for space in self.spaces:
+            space.abort(self._member.rank if culprit < 0 else culprit)
+            if self._recorded:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))
 
 
 @torch.inference_mode(False)  # the memory outlives this call's mode

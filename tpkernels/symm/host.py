@@ -6,10 +6,8 @@ protocol and its proof). Symmetric tensors that users make are arenas of their o
 
 from __future__ import annotations
 
-import contextlib
 import os
 import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -18,6 +16,9 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C.host import Phase
+from tpkernels.errors import CaptureError
+from tpkernels.symm import capture
+from tpkernels.symm.channels import make_channel
 from tpkernels.symm.cuda import CudaWorkspace, agree_on_gpus
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
@@ -29,12 +30,6 @@ _PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
 _FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
 # Of a GPU's first workspace; it grows when a call needs more.
 _FIRST_WORDS, _FIRST_BYTES = 1 << 10, 1 << 20
-# How long a waiter polls at most before it sleeps (csrc/host/patience.h). If ranks outnumber cores,
-# it yields its core between polls; else not, because whoever gets it keeps it for long: vLLM's
-# workers share their cores with its engine, which is always busy. With the plugin it decodes a
-# batch of 8 at 0.77 of its own speed where waiters yield after 5 us, and at 1.14 where they do not
-# (benchmarks/results/cpu-2core-vllm.md).
-_SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
 
 
 class HostWorkspace:
@@ -60,7 +55,7 @@ class HostWorkspace:
         except MemoryError as error:
             hint = f"give tpkernels.init a smaller workspace_bytes than {workspace_bytes}"
             raise MemoryError(f"{error}; {hint}") from None
-        self.channel = _channel(link, participant, first)
+        self.channel = make_channel(link, participant, first)
         self._arena = link.arena
 
     @property
@@ -146,7 +141,7 @@ class HostWorkspace:
             agree_on_gpus(self._watched(), reason)
             return
         link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, _PAGE))
-        channel = _channel(link, self.participant, _PAGE)
+        channel = make_channel(link, self.participant, _PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
         space = CudaWorkspace(self.participant, channel, device)
@@ -161,12 +156,12 @@ class HostWorkspace:
         """The workspace of kernels on GPUs, as `device` is for those under the interpreter.
 
         Raises:
-            RuntimeError: it would have to grow while a graph is captured.
+            CaptureError: it would have to grow while a graph is captured.
         """
         space = self._cuda[device]
         if not space.current.holds(words, buffer_bytes):
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
+            if capture.is_captured(device):
+                raise CaptureError(
                     f"{text} needs a larger workspace: call it once before capturing a graph"
                 )
             self._agree(f"a GPU workspace of {words} words and {buffer_bytes} bytes for {text}")
@@ -269,27 +264,3 @@ class HostWorkspace:
         self._bases.clear()
         self.segments.clear()
         self._device = None
-
-
-def _is_crowded(pids: Sequence[int]) -> bool:
-    """Whether the ranks are more than the cores they may use together. An engine may have bound
-    each to a core of its own."""
-    cores = os.sched_getaffinity(0)
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it ended, or is in another pid namespace
-            cores |= os.sched_getaffinity(pid)
-    return len(pids) > len(cores)
-
-
-def _channel(link: MappedArena, participant: Participant, capacity: int) -> _C.host.Channel:
-    crowded = _is_crowded(link.pids)
-    return _C.host.Channel(
-        link.arena,
-        participant.rank,
-        link.pidfds,
-        link.pids,
-        timeout=participant.timeout,
-        spin_us=_CROWDED_SPIN_US if crowded else _SPIN_US,
-        yield_us=0.0 if crowded else _SPIN_US,
-        capacity=capacity,
-    )
