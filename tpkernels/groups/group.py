@@ -262,6 +262,11 @@ class Group(Turns):
         super().disown(owner)
         self.waiter = Waiter()
 
+    def leave(self) -> None:
+        """For the end of the process."""
+        if self.workspace is not None and not self.is_forked:
+            self.workspace.leave()
+
     def close(self, by: str) -> None:
         """Has no more calls run, and gives the workspace back; in a call, on any thread, nothing:
         then the workspace goes with the last use of it."""

@@ -215,6 +215,12 @@ def finalize() -> None:
             _forget(group, by="tpkernels.finalize")
 
 
-# What the process has goes with it, and its end tells the peers. Without this, what is left of the
-# groups would be taken apart among modules that have no names any more.
-atexit.register(_groups.clear)
+def _at_exit() -> None:
+    """What the process has goes with it, and its end tells the peers. Without this, what is left of
+    the groups would be taken apart among modules that have no names any more."""
+    for group in list(_groups.values()):
+        group.leave()
+    _groups.clear()
+
+
+atexit.register(_at_exit)

@@ -8,8 +8,10 @@ peers and announces its own exit.
 from __future__ import annotations
 
 import ctypes
+import logging
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +24,12 @@ from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
+
+_logger = logging.getLogger("tpkernels")
+
+_QUERY_S = 1e-3  # seconds between two looks at an event
+_GRACE_S = 5.0  # that an orderly end leaves queued calls to run
+_LAST_S = 5.0  # that kernels may take to end once their waits do
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,28 @@ class CudaWorkspace:
             stream = order.current_stream(device)
             if stream is None or self._event is None:  # a rehearsal
                 yield
-            else:
-                with order.order_of(device).turn(self._member.group, stream, self._event):
+                return
+            with order.order_of(device).turn(self._member.group, stream, self._event):
+                try:
                     yield
+                except BaseException:
+                    self.side.join()  # the event is to cover what is queued there
+                    raise
+
+    def ended(self, seconds: float) -> bool:
+        """Whether all calls outside graphs have run, after a wait of at most that long."""
+        deadline = time.monotonic() + seconds
+        while self._event is not None and not self._event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_QUERY_S)
+        return True
+
+    def let_end(self) -> None:
+        """Waits a while for the calls outside graphs to run, before `close` would end them."""
+        if not capture.is_captured(self.device):
+            with suppress(RuntimeError):  # of the device; `close` reports it
+                self.ended(_GRACE_S)
 
     def set_chaos(self, **switches: Any) -> None:
         """For tests; see ``DeviceWorkspace.set_chaos``."""
@@ -104,14 +131,47 @@ class CudaWorkspace:
             space.set_chaos(**switches)
 
     def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """Stops the watch, tells the peers and ends the waits of kernels. The memory is freed after
-        its last use, but never if a graph may replay kernels that use it."""
+        """Stops the watch, tells the peers and ends the waits of queued kernels. The memory is
+        freed once these have run. If that takes too long, or a graph may replay some, it is never
+        freed: kernels would read and write what somebody else has there by then."""
         self._watch.stop()
         self._channel.abandon(why, late, culprit)
+        ended = False
+        try:
+            self._abort(culprit)
+            ended = not self._recorded and self._ended_at_last()
+        finally:
+            if not ended:
+                self._keep()
+
+    def leave(self) -> None:
+        """For the end of the process: ends the waits of queued kernels, and keeps their memory."""
+        self._abort(-1)
+        self._keep()
+
+    def _abort(self, culprit: int) -> None:
         for space in self.spaces:
             space.abort(self._member.rank if culprit < 0 else culprit)
-            if self._recorded:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))
+
+    def _ended_at_last(self) -> bool:
+        """Whether the kernels have ended, now that none waits any more."""
+        if capture.is_captured(self.device):  # of another group's calls; events cannot be queried
+            return False
+        try:
+            if self.ended(_LAST_S):
+                return True
+            why = f"have not ended {_LAST_S:g} s after their group"
+        except RuntimeError as error:  # the device has failed
+            why = f"may not have ended: {error}"
+        _logger.warning(
+            "kernels of group '%s' on %s %s; their workspaces are never freed: %d bytes",
+            *(self._member.group, self.device, why, sum(space.nbytes for space in self.spaces)),
+        )
+        return False
+
+    def _keep(self) -> None:
+        for space in self.spaces:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))
 
 
 @torch.inference_mode(False)  # the memory outlives this call's mode

@@ -88,6 +88,11 @@ class DeviceWorkspace:
         self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's region."""
+        return region_bytes(self.world, self.words, self.buffer_bytes)
+
     def holds(self, words: int, buffer_bytes: int) -> bool:
         """Whether a call that needs that much fits."""
         return words <= self.words and buffer_bytes <= self.buffer_bytes

@@ -258,8 +258,16 @@ class HostWorkspace:
             space.close(why, late, culprit)
         self._cuda.clear()
 
+    def leave(self) -> None:
+        """For the end of the process: kernels that are still queued stop waiting for peers."""
+        for space in self._cuda.values():
+            space.leave()
+
     def close(self) -> None:
-        """Drops the memory, which is freed when its last view is."""
+        """Drops the memory, which is freed when its last view is. Queued kernels may end first,
+        within limits: their peers count on them."""
+        for space in self._cuda.values():
+            space.let_end()
         self.abandon("tpkernels.finalize")
         self._bases.clear()
         self.segments.clear()
