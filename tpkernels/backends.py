@@ -93,6 +93,8 @@ def run(
             call = plan()
         try:
             group.in_call = True
+            if call.problem.device == "cuda":
+                group.check_kernels(call.plan.text)
             if profiling():
                 with recorded_waits(group.workspace):
                     result = execute(call, given)

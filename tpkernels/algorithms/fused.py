@@ -20,9 +20,10 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.shards import as_rows, shard_rows, shard_shape
 from tpkernels.call import Call
-from tpkernels.cuda.queued import kernel_error, queue, queued
+from tpkernels.cuda.queued import queue, queued
 from tpkernels.local.memory import empty
 from tpkernels.symm.device import Launch
+from tpkernels.symm.failures import kernel_error
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
@@ -49,7 +50,9 @@ def _run(call: Call, device: torch.device, launch: Launch) -> None:
     failure = space.failure()
     if failure is not None:
         channel.watch(Phase.RESULT, 0.0)  # the channel knows more about the peers
-        raise kernel_error(call, "", *failure)
+        raise kernel_error(
+            failure, where=call.plan.text, rank=call.group.rank, timeout=call.group.timeout
+        )
     channel.publish(Phase.RESULT)
     # These waits end the epoch; the kernels' words keep the ranks in step.
     for peer in call.peers_in_ring_order:

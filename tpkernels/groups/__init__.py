@@ -2,6 +2,7 @@
 
 from tpkernels.groups.registry import (
     GroupLike,
+    check,
     empty,
     finalize,
     get,
@@ -10,4 +11,4 @@ from tpkernels.groups.registry import (
     told_of_errors,
 )
 
-__all__ = ["GroupLike", "empty", "finalize", "get", "init", "name_of", "told_of_errors"]
+__all__ = ["GroupLike", "check", "empty", "finalize", "get", "init", "name_of", "told_of_errors"]

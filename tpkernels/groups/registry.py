@@ -135,7 +135,7 @@ def told_of_errors(name: str | None) -> Iterator[None]:
 
 def init(
     group: GroupLike | None = None,
-    timeout: float = defaults.TIMEOUT,
+    timeout: float | None = None,
     workspace_bytes: int | None = None,
     autotune: bool = defaults.AUTOTUNE,
 ) -> None:
@@ -145,7 +145,9 @@ def init(
         group: the process group; None for the default one.
         timeout: seconds that one wait for a peer may take before ``CollectiveTimeoutError``, which
             breaks the group. Choose it longer than any pause in which one rank works alone while
-            the others wait in an op, such as writing a checkpoint on rank 0.
+            the others wait in an op, such as writing a checkpoint on rank 0. By default 30 s on
+            CPUs, and on GPUs the timeout of the process group, which torch sets to 10 minutes for
+            NCCL: a queued kernel must outwait what the ranks' hosts do meanwhile.
         workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
             64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
             several steps.
@@ -159,21 +161,46 @@ def init(
             others.
         MemoryError: the shared memory does not fit.
     """
-    if not 0 < timeout <= 86400:
+    if timeout is not None and not 0 < timeout <= defaults.LONGEST_TIMEOUT:
         raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
     nbytes = defaults.WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     if nbytes < 1 << 16:
         raise ValueError(f"workspace_bytes must be at least 65536, not {nbytes}")
     if nbytes > 1 << 56:  # sizes of whole arenas must fit 64 bits
         raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
+    made = _named_or_default(group)
+    made.init(None if timeout is None else float(timeout), int(nbytes), bool(autotune))
+    made.warn()
+
+
+def _named_or_default(group: GroupLike | None) -> Group:
     if group is None:
         if not dist.is_initialized():
             raise ValueError("no default process group: call torch.distributed.init_process_group")
         group = dist.group.WORLD
         assert group is not None  # for the type checker: initialised above
-    made = get(name_of(group))
-    made.init(float(timeout), int(nbytes), bool(autotune))
-    made.warn()
+    return get(name_of(group))
+
+
+def check(group: GroupLike | None = None) -> None:
+    """Raises what has failed in a group. Not collective: it sends nothing.
+
+    On GPUs a call only queues its work, and a failure there turns the results into NaN. The next
+    call of the group raises it; this function does so before the optimizer makes a step with them.
+    It waits until the queued calls of the group have run, as ``torch.cuda.synchronize`` would, so
+    call it once a step and not after every op. Replays of a graph are not waited for: synchronise
+    their stream first. While a graph is captured nothing is waited for.
+
+    Args:
+        group: the process group; None for the default one.
+
+    Raises:
+        CollectiveTimeoutError, CollectiveMismatchError: a kernel on a GPU failed.
+        PeerLostError: a peer's process has ended, or it left a call. Between ranks that share no
+            memory, calls find this, not this function.
+        GroupBrokenError: the group has failed before.
+    """
+    _named_or_default(group).check()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> torch.Tensor:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,14 +20,16 @@ import torch.distributed._symmetric_memory as symmetric
 
 from tpkernels import _C
 from tpkernels.symm import capture, order
-from tpkernels.symm.device import DeviceWorkspace, region_bytes
+from tpkernels.symm.device import ABORTED, DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.failures import kernel_error
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
 _logger = logging.getLogger("tpkernels")
 
-_QUERY_S = 1e-3  # seconds between two looks at an event
+_QUERY_S = 1e-4  # seconds between two looks at an event
+_SLICE_S = 1.0
 _GRACE_S = 5.0  # that an orderly end leaves queued calls to run
 _LAST_S = 5.0  # that kernels may take to end once their waits do
 
@@ -78,10 +80,31 @@ class CudaWorkspace:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
 
-    def check(self) -> None:
-        """Raises if a peer is lost."""
-        if self._watch.error is not None:
-            raise self._watch.error
+    def set_timeout(self, seconds: float) -> None:
+        """Of waits in kernels, from the next call on. Graphs keep what they have recorded."""
+        self._member = replace(self._member, timeout=seconds)
+        for space in self.spaces:
+            space.timeout_ns = int(seconds * 1e9)
+
+    def check(self, text: str) -> None:
+        """Raises the first failure of a kernel so far, or that a peer is lost. ``text``: what has
+        found it."""
+        failure = self.failure()
+        if self._watch.error is not None and (failure is None or failure[0] == ABORTED):
+            raise self._watch.error  # which says more
+        if failure is not None:
+            raise kernel_error(
+                failure,
+                where=f"an earlier call of the group, found by {text}",
+                rank=self._member.rank,
+                timeout=self._member.timeout,
+                groups=order.order_of(self.device).groups,
+            )
+
+    def wait(self) -> None:
+        """Returns when all calls outside graphs have run; at once in a capture."""
+        while not capture.is_captured(self.device) and not self.ended(_SLICE_S):
+            pass
 
     def failure(self) -> tuple[int, int, int, int] | None:
         """The first failure of a kernel in any of the workspaces."""
