@@ -16,6 +16,8 @@ from tests.support.residency_model import (
     one_order,
     order_per_group,
 )
+from tpkernels.symm.device import MISMATCH, TIMEOUT
+from tpkernels.symm.failures import kernel_error
 
 Calls = Sequence[tuple[str, str]]  # (group, stream) pairs, in the order in which a host issues them
 
@@ -81,3 +83,12 @@ def test_a_call_that_raises_keeps_its_place() -> None:
         pass
     assert [step.action for step in first.steps] == ["record"]
     assert [(step.action, step.name) for step in second.steps] == [("wait", "tp"), ("record", "ep")]
+
+
+def test_a_timeout_names_the_groups_on_its_gpu() -> None:
+    def text(kind: int, groups: set[str]) -> str:
+        failure = (kind, 1, 2, 3)
+        return str(kernel_error(failure, where="here", rank=0, timeout=1.0, groups=groups))
+
+    assert "Groups 'ep', 'tp' use this GPU" in text(TIMEOUT, {"tp", "ep"})
+    assert "use this GPU" not in text(TIMEOUT, {"tp"}) + text(MISMATCH, {"tp", "ep"})

@@ -132,6 +132,8 @@ def bring_rows(
 ) -> None:
     """Within a call, fills ``whole`` [sum(sizes), K] with ``rows`` [sizes[rank], K] and, in the
     order of ``peers``, with the peers' rows. A word tells the kernel of each chunk, ``step`` rows.
+    The kernel is launched later: where all streams share one hardware queue, as with
+    CUDA_DEVICE_MAX_CONNECTIONS=1, it starts behind the last fetch, and nothing overlaps.
     """
     from tpkernels.kernels import all_gather_matmul as kernel
 

@@ -12,17 +12,17 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric
 
 from tpkernels import _C
 from tpkernels.symm import capture, order
-from tpkernels.symm.device import ABORTED, DeviceWorkspace, region_bytes
-from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.device import ABORTED, DeviceWorkspace
+from tpkernels.symm.exchange import Participant
 from tpkernels.symm.failures import kernel_error
+from tpkernels.symm.gpu_memory import make_workspace
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
@@ -32,12 +32,6 @@ _QUERY_S = 1e-4  # seconds between two looks at an event
 _SLICE_S = 1.0
 _GRACE_S = 5.0  # that an orderly end leaves queued calls to run
 _LAST_S = 5.0  # that kernels may take to end once their waits do
-
-
-@dataclass(frozen=True)
-class _Region:
-    address: int
-    memory: Any  # keeps it mapped
 
 
 class CudaWorkspace:
@@ -195,86 +189,3 @@ class CudaWorkspace:
     def _keep(self) -> None:
         for space in self.spaces:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))
-
-
-@torch.inference_mode(False)  # the memory outlives this call's mode
-def make_workspace(
-    participant: Participant,
-    words: int,
-    buffer_bytes: int,
-    device: torch.device,
-    reason: str | None = None,
-) -> DeviceWorkspace:
-    """The workspace of a group whose ranks' GPUs can address each other. Collective; waits for the
-    device. ``reason``: why this rank cannot take part, if that is known already.
-
-    Raises:
-        NotImplementedError: on all ranks, if the GPUs cannot: no peer access, no virtual memory
-            management, ranks that share a GPU without
-            TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
-        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
-    """
-    nbytes = region_bytes(participant.world, words, buffer_bytes)
-    memory = handle = None
-    if reason is None:
-        try:
-            make = torch.empty if participant.world == 1 else symmetric.empty
-            memory = make(nbytes, dtype=torch.uint8, device=device)
-            memory.zero_()
-            if memory.is_cuda:
-                torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
-    # No peer writes before this returns, and by then all memory is zero.
-    agree_on_gpus(participant, reason, _describe(device))
-    assert memory is not None  # otherwise all ranks would have raised
-    if participant.world == 1:
-        alone = _Region(memory.data_ptr(), memory)
-        return DeviceWorkspace(
-            [alone], 0, words, buffer_bytes, participant.timeout, device, own=memory
-        )
-    try:
-        handle = symmetric.rendezvous(memory, cast(Any, participant.group))  # a NewType of str
-    except RuntimeError as error:
-        reason = (
-            f"cannot map the other ranks' memory: {error}. Ranks that share a GPU need "
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
-        )
-    agree_on_gpus(participant, reason)
-    assert handle is not None  # as above
-    regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
-    return DeviceWorkspace(
-        regions,
-        participant.rank,
-        words,
-        buffer_bytes,
-        participant.timeout,
-        device,
-        handle.multicast_ptr,
-        handle.get_buffer(participant.rank, (nbytes,), torch.uint8),
-    )
-
-
-def _describe(device: torch.device) -> str:
-    """What must be the same for all ranks' GPUs, because grids and configs depend on it."""
-    if device.type != "cuda":  # a rehearsal
-        return device.type
-    gpu = torch.cuda.get_device_properties(device)
-    return f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} processors)"
-
-
-def agree_on_gpus(participant: Participant, error: str | None, kind: str = "") -> None:
-    """Raises ``NotImplementedError`` on all ranks if one has an ``error`` or another ``kind`` of
-    GPU. Collective."""
-    reports = exchange(participant, "kernels on GPUs", {"error": error, "kind": kind})
-    for rank, report in enumerate(reports):
-        if report["error"] is not None:
-            raise NotImplementedError(
-                f"the kernels of group '{participant.group}' cannot run on GPUs: rank {rank} "
-                f"{report['error']}"
-            )
-        if report["kind"] != reports[0]["kind"]:
-            raise NotImplementedError(
-                f"the kernels of group '{participant.group}' need GPUs of one kind: rank 0 has "
-                f"{reports[0]['kind']}, rank {rank} {report['kind']}"
-            )

@@ -16,9 +16,10 @@ from tpkernels import _C
 from tpkernels.errors import CaptureError
 from tpkernels.symm import capture
 from tpkernels.symm.channels import make_channel
-from tpkernels.symm.cuda import CudaWorkspace, agree_on_gpus
+from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.gpu_memory import agree_on_gpus
 from tpkernels.symm.limits import short_of_memory
 from tpkernels.symm.rendezvous import Parts, make_arena
 from tpkernels.symm.segments import Segments
