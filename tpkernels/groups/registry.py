@@ -223,7 +223,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> 
 
 def finalize() -> None:
     """Gives back the workspaces of all groups, each once the calls of other threads that have their
-    turn are over. Also happens when the process ends.
+    turn are over. Also happens when the process ends. Kernels that are queued on GPUs have 5 s to
+    end, then they stop waiting for peers. Memory that a captured graph uses is kept.
 
     Raises:
         RuntimeError: it is called within a call, by a signal handler.
