@@ -15,7 +15,7 @@ from tpkernels.errors import (
     PeerLostError,
     TpkernelsError,
 )
-from tpkernels.groups import empty, finalize, init
+from tpkernels.groups import check, empty, finalize, init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack
 from tpkernels.local.product import LocalProduct
@@ -34,6 +34,7 @@ __all__ = [
     "PeerLostError",
     "TpkernelsError",
     "benchmark",
+    "check",
     "compile",
     "empty",
     "finalize",

@@ -17,6 +17,7 @@ from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.unfused import cpu as unfused
 from tpkernels.algorithms.unfused import cuda as unfused_cuda
 from tpkernels.call import Call
+from tpkernels.errors import CaptureError
 from tpkernels.local.ranges import profiling, recorded_waits
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
@@ -97,11 +98,15 @@ def run(
             call = plan()
         try:
             group.in_call = True
+            if call.problem.device == "cuda":
+                group.check_kernels(call.plan.text)
             if profiling():
                 with recorded_waits(group.workspace):
                     result = execute(call, given)
             else:
                 result = execute(call, given)
+        except CaptureError:  # raised before anything was queued
+            raise
         except BaseException as error:
             failed(call, error)
             raise

@@ -35,5 +35,10 @@ class GroupBrokenError(TpkernelsError):
     """The group failed in an earlier call and cannot be used any more; make a new one."""
 
 
+class CaptureError(RuntimeError):
+    """A call that is being captured into a graph needs something that only a call outside a capture
+    can set up. Raised before the call has queued anything, so its group can go on."""
+
+
 def _rebuild(cls: type[TpkernelsError], message: str, peer: int | None) -> TpkernelsError:
     return cls(message, peer=peer)

@@ -1,5 +1,4 @@
-// _C.host: shared memory, signals, collectives and vector units. Memory is passed as integer
-// addresses, dtypes as the codes of host/vector.h.
+// _C.host. Memory is passed as integer addresses, dtypes as the codes of host/vector.h.
 #include "host/bindings.h"
 
 #include <pybind11/functional.h>
@@ -134,6 +133,8 @@ void bind_channel(py::module_& m) {
       .def("wait_any", &Channel::wait_any, py::arg("peers"), py::arg("phase"), py::arg("index") = 0,
            ReleaseGil())
       .def("barrier", &Channel::barrier, ReleaseGil())
+      .def_property("timeout", &Channel::timeout, &Channel::set_timeout)
+      .def("check_peers", &Channel::check_peers)
       .def("watch", &Channel::watch, py::arg("phase"), py::arg("waited"))
       .def(
           "abandon",

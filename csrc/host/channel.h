@@ -118,6 +118,11 @@ class Channel {
   void abandon(const std::string& why, FailureKind kind = FailureKind::kPeerLost, int culprit = -1);
   bool broken() const { return broken_; }
   Sharing& sharing() { return sharing_; }
+  // Limit of one wait, in seconds, from the next wait on.
+  double timeout() const { return options_.timeout_s; }
+  void set_timeout(double seconds) { options_.timeout_s = seconds; }
+  // Between calls: throws if a peer has failed or its process has ended.
+  void check_peers() const;
   // For waits outside the channel: throws what `wait` on any of the peers would throw by now.
   void watch(Phase phase, double waited_s) const;
 

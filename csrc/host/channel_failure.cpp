@@ -52,6 +52,23 @@ void Channel::watch(Phase phase, double waited_s) const {
   }
 }
 
+void Channel::check_peers() const {
+  if (forked()) fail_forked();
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank_) continue;
+    const Header& theirs = header(peer);
+    if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
+        kind != FailureKind{}) {
+      fail(kind, peer, theirs.culprit.load(std::memory_order_relaxed),
+           "found that " + peer_name(peer) + " has failed: " + theirs.fault_text.read());
+    }
+    if (ended(peer)) {
+      fail(FailureKind::kPeerLost, peer, peer,
+           "found that the process of " + peer_name(peer) + " has ended");
+    }
+  }
+}
+
 void Channel::check_mismatch(int peer) const {
   const std::uint64_t entered =
       header(peer).calls[parity()].entered.word.load(std::memory_order_acquire);
@@ -63,7 +80,8 @@ void Channel::check_mismatch(int peer) const {
 
 void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
   std::string message = "rank " + std::to_string(rank_) + " ";
-  if (kind != FailureKind::kMismatch) message = call_text(rank_) + ": " + message;
+  const std::string call = call_text(rank_);  // empty before the first one
+  if (kind != FailureKind::kMismatch && !call.empty()) message = call + ": " + message;
   message += what;
   set_fault(kind, culprit, message);
   throw Failure(kind, kind == FailureKind::kMismatch ? peer : culprit,

@@ -173,7 +173,7 @@ def raising_job() -> Ending:
 
     faults.run_op("matmul_reduce_scatter", group, "fused", 12)
     if group.rank() == 1:
-        kernel.prepare = lambda *_: Launch(1, 1, fail)  # type: ignore[assignment]
+        kernel.prepare = lambda *_: Launch(1, 1, (), fail)  # type: ignore[assignment]
     return faults.ending_of(lambda: faults.run_op("matmul_reduce_scatter", group, "fused", 12))
 
 

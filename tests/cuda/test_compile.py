@@ -56,6 +56,14 @@ def test_nothing_is_spilled() -> None:
             assert used.stack == 0 and used.local == 0, f"{kernel} on {arch}: {used}"
 
 
+def test_a_signal_leaves_its_multiprocessor_to_a_matmul() -> None:
+    """A kernel that waits beside a matmul has one warp. With 32 registers a thread it takes 1024 of
+    the 65536 of a multiprocessor, which a block of 384 threads with 168 registers each leaves."""
+    for arch, kernels in cuda_builds.usage(embedded()).items():
+        for name in ("call_wait", "call_publish"):
+            assert kernels[name].registers <= 32, f"{name} on {arch}: {kernels[name]}"
+
+
 @pytest.mark.thorough
 def test_spills_would_be_seen() -> None:
     """Negative control: blocks so many to an SM that registers are few."""

@@ -7,6 +7,8 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from tests.support.tiers import sweep
 from tpkernels import dtypes, groups
 from tpkernels.algorithms import reduction as summing
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.symm import cuda
+from tpkernels.symm import gpu_memory
 
 
 def cases_job(cases: Sequence[Case]) -> list[str]:
@@ -125,10 +127,18 @@ class NoPeers(SharedMemory):
         raise RuntimeError("no peer access")
 
 
+class NoPointers(SharedMemory):
+    @staticmethod
+    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+        handle = SharedMemory.rendezvous(memory, name)
+        return replace(handle, buffer_ptrs=[0] * len(handle.buffer_ptrs))
+
+
 def unsupported_job(op: str, kind: str) -> list[Ending]:
     """Rank 1 cannot; then all go on without kernels."""
     unlucky = dist.get_rank() == 1
-    memory = {"memory": NoMemory, "peers": NoPeers}.get(kind, SharedMemory)
+    kinds = {"memory": NoMemory, "peers": NoPeers, "pointers": NoPointers}
+    memory = kinds.get(kind, SharedMemory)
     with pretending(memory if unlucky else SharedMemory) as patch:
         group = faults.new_group()
         if unlucky and kind == "old":
@@ -136,7 +146,9 @@ def unsupported_job(op: str, kind: str) -> list[Ending]:
             lacking = {"fused": told}
             patch.setattr("tpkernels.ops._planning.unsupported", lambda name, *_: lacking.get(name))
         if unlucky and kind == "unlike":
-            patch.setattr(cuda, "_describe", lambda _: "H100 (sm_90, 114 processors)")
+            patch.setattr(gpu_memory, "_describe", lambda _: "H100 (sm_90, 114 processors)")
+        if kind == "mps":
+            patch.setattr(gpu_memory, "_gpu_under_mps", lambda _: "GPU-5f1c")
         call = functools.partial(faults.run_op, op, group)
         endings = [faults.ending_of(functools.partial(call, "fused")) for _ in range(2)]
         return [*endings, faults.ending_of(call)]
@@ -149,6 +161,11 @@ def unsupported_job(op: str, kind: str) -> list[Ending]:
         ("old", "rank 1 needs compute capability 8.0; Tesla V100 has 7.0"),
         ("memory", "rank 1 cannot allocate"),
         ("peers", "rank 1 cannot map the other ranks' memory: no peer access"),
+        (
+            "pointers",
+            "rank 1 cannot address the other ranks' memory: torch's",
+        ),
+        ("mps", "ranks 0 and 1 share GPU GPU-5f1c under MPS"),
         ("unlike", "rank 0 has cpu, rank 1 H100 (sm_90, 114 processors)"),
     ],
 )
@@ -159,3 +176,13 @@ def test_what_one_rank_lacks_is_refused_by_all(
         assert first.error == "NotImplementedError" and words in first.text, first
         assert second.error == first.error and second.text == first.text
         assert unfused.error == "", unfused
+
+
+def test_a_gpu_has_a_name_only_under_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    properties = SimpleNamespace(uuid="5f1c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert gpu_memory._gpu_under_mps(torch.device("cuda", 0)) is None
+    (tmp_path / "control").touch()
+    assert gpu_memory._gpu_under_mps(torch.device("cuda", 0)) == "5f1c"
+    assert gpu_memory._gpu_under_mps(torch.device("cpu")) is None

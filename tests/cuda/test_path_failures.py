@@ -104,7 +104,7 @@ def closed_job() -> Ending:
     with pretending():
         group = faults.new_group()
         faults.run_op("matmul_all_reduce", group, "fused", 12)
-        space_of(group).check()
+        space_of(group).check("a test")
         dist.barrier()
         if group.rank() == 1:
             tpkernels.finalize()

@@ -260,7 +260,7 @@ def killed_job(driver: str, way: str) -> tuple[bool, Ending, float] | None:
         x, w = operands("matmul_reduce_scatter", group.rank())
         call = functools.partial(tpkernels.matmul_reduce_scatter, x, w, group, algorithm=way)
         call()
-        space_of(group).check()
+        space_of(group).check("a test")
         if group.rank() == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,15 +9,19 @@ import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton.language as tl
 
 from tests.support import kernel_builds
 from tests.support.kernel_builds import KERNELS, build
 from tests.support.tiers import sweep
+from tpkernels.kernels import all_gather_matmul
 from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
+from tpkernels.symm.device import DeviceWorkspace
 
 DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
 QUICK = {(arch, tl.bfloat16) for arch in (80, 90, 100)} | {(90, tl.float32)}
@@ -41,7 +45,8 @@ ENTRIES = [
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a block may have
 TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
-RELEASE = r"atom\.global\.sys\.release"
+RELEASE = r"st\.release\.sys\.global\.u64"
+POLL = r"ld\.acquire\.sys\.global\.u64"
 GATHERS = ("all_gather_matmul", "multiply_arriving")
 PROXY_FENCE = r"fence\.proxy\.async\.global"
 
@@ -103,6 +108,23 @@ def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
     assert releases
 
 
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
+def test_one_thread_polls_and_tells(name: str, arch: int) -> None:
+    """Words are stored and polled, and the host's memory is read, by one thread; nothing at system
+    scope that stores into a peer's memory is an atomic, which PCIe may not have."""
+    found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False])
+    lines = found.ptx.splitlines()
+    assert found.count(r"ld\.volatile") == 0
+    assert found.count(POLL) == found.count(r"nanosleep\.u32") > 0
+    assert found.count(r"atom\.\S*sys\S*\.release|atom\.\S*release\S*\.sys") == 0
+    alone = [line for line in lines if re.search(rf"{RELEASE}|ld\.relaxed\.sys", line)]
+    assert alone and all(re.match(r"\s*@first ", line) for line in alone), alone
+    for at, line in enumerate(lines):
+        if re.search(POLL, line):  # all but thread 0 have left
+            assert "bra DONE" in "".join(lines[at - 4 : at]), "\n".join(lines[at - 6 : at + 1])
+
+
 @pytest.mark.parametrize("b_major", sweep(["k", "n"]))
 @pytest.mark.parametrize("tma", sweep([True, False]))
 def test_other_layouts_of_the_weight(b_major: str, tma: bool) -> None:
@@ -153,3 +175,25 @@ def test_every_kernel_is_compiled_here() -> None:
 def test_the_table_is_complete() -> None:
     keys = itertools.product((80, 90, 100), (2, 4), (True, False))
     assert set(TABLE) == set(keys)
+
+
+def test_a_product_leaves_room_for_the_kernels_that_bring_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are not resident beside a program that has all registers of its multiprocessor, and it
+    waits for them."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(all_gather_matmul, "all_gather_matmul_kernel", Kernel())
+    region = torch.zeros(1 << 16, dtype=torch.uint8)
+    space = DeviceWorkspace([SimpleNamespace(address=region.data_ptr())] * 2, 0, 64, 64, 1.0)
+    config = replace(TABLE[90, 2, False], programs=132, tma=False)
+    sizes = (1 << 15, 8), (8, 256), (1 << 15, 256)
+    gathered, w, out = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
+    all_gather_matmul.prepare_arriving(config, w, None, out, gathered, (1 << 14,) * 2).run(space, 1)
+    assert grids == [(132 - all_gather_matmul._ROOM,)] and all_gather_matmul._ROOM >= 1

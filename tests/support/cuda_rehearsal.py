@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support import faults
 from tpkernels import groups
 from tpkernels.ops import _check
-from tpkernels.symm import cuda, host
+from tpkernels.symm import gpu_memory, host
 from tpkernels.symm.cuda import CudaWorkspace
 
 FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
@@ -52,7 +52,7 @@ def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_check, "device", lambda _: "cuda")
         patch.setattr("tpkernels.ops._planning.unsupported", lambda *_: None)
-        patch.setattr(cuda, "symmetric", memory)
+        patch.setattr(gpu_memory, "symmetric", memory)
         patch.setattr(host, "_FIRST_WORDS", 4)  # so that they have to grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)
         yield patch

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
-from tpkernels.symm.host import _is_crowded
+from tpkernels.symm.channels import is_crowded
 
 WORLD = 2
 
@@ -19,7 +19,7 @@ def bound_job(pids: list[int], cores: list[int]) -> bool:
     os.sched_setaffinity(0, {cores[dist.get_rank()]})
     try:
         dist.barrier()
-        crowded = _is_crowded(pids)
+        crowded = is_crowded(pids)
         dist.barrier()
         return crowded
     finally:
@@ -38,5 +38,5 @@ def test_ranks_with_a_core_each_are_not_crowded(ranks: RanksFixture) -> None:
 
 def test_processes_that_cannot_be_asked_do_not_count() -> None:
     alone = len(os.sched_getaffinity(0))
-    assert not _is_crowded([os.getpid()])
-    assert _is_crowded([os.getpid(), *[2**22] * alone])
+    assert not is_crowded([os.getpid()])
+    assert is_crowded([os.getpid(), *[2**22] * alone])

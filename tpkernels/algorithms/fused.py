@@ -20,9 +20,10 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.shards import as_rows, shard_rows, shard_shape
 from tpkernels.call import Call
-from tpkernels.cuda.queued import kernel_error, queue, queued
+from tpkernels.cuda.queued import queue, queued
 from tpkernels.local.memory import empty
 from tpkernels.symm.device import Launch
+from tpkernels.symm.failures import kernel_error
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
@@ -49,7 +50,9 @@ def _run(call: Call, device: torch.device, launch: Launch) -> None:
     failure = space.failure()
     if failure is not None:
         channel.watch(Phase.RESULT, 0.0)  # the channel knows more about the peers
-        raise kernel_error(call, "", *failure)
+        raise kernel_error(
+            failure, where=call.plan.text, rank=call.group.rank, timeout=call.group.timeout
+        )
     channel.publish(Phase.RESULT)
     # These waits end the epoch; the kernels' words keep the ranks in step.
     for peer in call.peers_in_ring_order:
@@ -106,7 +109,7 @@ def _gather_by_copies(
     from tpkernels.kernels import all_gather_matmul as kernel
 
     launch = kernel.prepare_arriving(config, weights[0], biases[0], outs[0], whole, sizes)
-    with queued(call, rows.device, launch.words, launch.buffer_bytes) as memory:
+    with queued(call, rows.device, launch.words, launch.buffer_bytes, sizes) as memory:
         space, signature = memory.current, call.plan.signature
         with cuda.CopyCall(space, signature, [whole, *outs]) as copies:
             step = launch.chunk_rows
@@ -129,6 +132,8 @@ def bring_rows(
 ) -> None:
     """Within a call, fills ``whole`` [sum(sizes), K] with ``rows`` [sizes[rank], K] and, in the
     order of ``peers``, with the peers' rows. A word tells the kernel of each chunk, ``step`` rows.
+    The kernel is launched later: where all streams share one hardware queue, as with
+    CUDA_DEVICE_MAX_CONNECTIONS=1, it starts behind the last fetch, and nothing overlaps.
     """
     from tpkernels.kernels import all_gather_matmul as kernel
 

@@ -147,7 +147,7 @@ def prepare_all_reduce(
     def run(space: DeviceWorkspace, signature: int) -> None:
         all_reduce(space, signature, x, out, bias, residual, way)
 
-    return Launch(needs.words, needs.nbytes, run)
+    return Launch(needs.words, needs.nbytes, (), run)
 
 
 def _columns(x: torch.Tensor) -> int:

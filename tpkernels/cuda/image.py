@@ -20,6 +20,8 @@ import torch
 from tpkernels import _C
 from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.cuda.checks import device_and_stream
+from tpkernels.errors import CaptureError
+from tpkernels.symm import capture
 
 _OPTIONS = ("--std=c++17",)
 _MOST_BYTES = 64 << 20  # an image has less than 1 MiB
@@ -33,19 +35,15 @@ def kernels(device: int) -> _C.cuda.Kernels:
 
     Raises:
         NotImplementedError: there is no driver, no such GPU, or no image that it can run.
-        RuntimeError: the kernels are not loaded yet and a graph is being captured.
+        CaptureError: the kernels are not loaded yet and a graph is being captured.
     """
-    if _capturing():
-        raise RuntimeError(
+    if torch.cuda.is_available() and capture.is_captured(torch.device("cuda", device)):
+        raise CaptureError(
             "the CUDA kernels cannot be loaded while a graph is captured: call "
             "tpkernels.cuda.barrier, or any other function of tpkernels.cuda, once before"
         )
     capability = _C.cuda.compute_capability(device)
     return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def image_status() -> str:
@@ -73,10 +71,8 @@ def available(device: torch.device) -> bool:
     nothing has loaded them before."""
     try:
         return _loads(device_and_stream(device)[0])
-    except RuntimeError:
-        if _capturing():
-            return False
-        raise
+    except CaptureError:
+        return False
 
 
 @functools.cache

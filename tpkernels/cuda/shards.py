@@ -47,7 +47,7 @@ def prepare_all_gather(x: torch.Tensor, out: torch.Tensor, sizes: tuple[int, ...
         after = epilogue(x.dtype, None, None)
         _launch(kernels(device).gather, space, signature, cut, x, out, after)
 
-    return Launch(cut.words, cut.buffer_bytes, run)
+    return Launch(cut.words, cut.buffer_bytes, sizes, run)
 
 
 def prepare_reduce_scatter(
@@ -74,7 +74,7 @@ def prepare_reduce_scatter(
         after = epilogue(out.dtype, bias, residual)
         _launch(kernels(device).scatter, space, signature, cut, x, out, after)
 
-    return Launch(cut.words, cut.buffer_bytes, run)
+    return Launch(cut.words, cut.buffer_bytes, sizes, run)
 
 
 def all_gather(

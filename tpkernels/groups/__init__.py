@@ -2,6 +2,7 @@
 
 from tpkernels.groups.registry import (
     GroupLike,
+    check,
     empty,
     finalize,
     get,
@@ -13,6 +14,7 @@ from tpkernels.groups.registry import (
 
 __all__ = [
     "GroupLike",
+    "check",
     "empty",
     "finalize",
     "get",

@@ -13,22 +13,24 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import defaults
-from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
+from tpkernels.errors import CaptureError, GroupBrokenError
+from tpkernels.groups import timeouts
+from tpkernels.groups.endings import Endings
 from tpkernels.groups.numerics import CudaNumerics
-from tpkernels.groups.turns import Turns
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.problem import ORDERED
 from tpkernels.planning.table import Table
 from tpkernels.planning.trials import Trial
+from tpkernels.symm import capture
 from tpkernels.symm.colocation import probe_colocation
-from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
+from tpkernels.symm.exchange import Participant, Presence, exchange
 from tpkernels.symm.host import HostWorkspace
-from tpkernels.text import named_values, of_error
+from tpkernels.text import named_values
 
 
-class Group(Turns):
+class Group(Endings):
     """A process group with its workspace."""
 
     def __init__(self, pg: dist.ProcessGroup, forget: Callable[[Group], None]) -> None:
@@ -37,7 +39,7 @@ class Group(Turns):
         self._pg = weakref.ref(pg, lambda _: forget(self))
         self.rank: int = pg.rank()
         self.world: int = pg.size()
-        self.timeout = defaults.TIMEOUT
+        self.timeout = self.gpu_timeout = defaults.TIMEOUT
         self.workspace_bytes = defaults.WORKSPACE_BYTES
         self.workspace: HostWorkspace | None = None
         self.why_not_shared: str | None = None  #: why the ranks share no memory
@@ -62,11 +64,15 @@ class Group(Turns):
             raise GroupBrokenError(f"process group '{self.name}' has been destroyed")
         return pg
 
-    def ready(self) -> Group:
-        """Makes the workspace at the first call; collective then."""
+    def ready(self, device: str = "cpu") -> Group:
+        """Makes the workspace at the first call, on tensors of a device type; collective then."""
         if not self._ready:
-            self.init(defaults.TIMEOUT, defaults.WORKSPACE_BYTES, defaults.AUTOTUNE)
+            self.init(None, defaults.WORKSPACE_BYTES, defaults.AUTOTUNE, device=device)
         return self
+
+    def timeout_on(self, device: str) -> float:
+        """Seconds that a wait in a call on tensors of a device type may take."""
+        return self.gpu_timeout if device == "cuda" else self.timeout
 
     @property
     def shared_memory(self) -> bool:
@@ -81,25 +87,34 @@ class Group(Turns):
             return False
 
     def init(
-        self, timeout: float, workspace_bytes: int, autotune: bool, numerics: str | None = None
+        self,
+        timeout: float | None,
+        workspace_bytes: int,
+        autotune: bool,
+        numerics: str | None = None,
+        device: str = "cpu",
     ) -> None:
-        """See ``tpkernels.init``."""
+        """See ``tpkernels.init``; ``device``: the type of the tensors that it is done for."""
+        own = defaults.TIMEOUT if timeout is None else timeout
+        gpu_timeout = timeouts.of_process_group(self.pg) if timeout is None else timeout
         options: dict[str, Any] = {
-            "timeout": timeout,
+            "timeout": own,
             "workspace_bytes": workspace_bytes,
             "autotune": autotune,
+            "numerics": numerics,
         }
-        options |= {"numerics": numerics}
         with self._together(ValueError, MemoryError):  # after these they may try again
             if self._ready:
                 in_use = {name: getattr(self, name) for name in options}
                 if options == in_use:
+                    if timeout is not None:
+                        self._set_timeouts(own, gpu_timeout)
                     return
                 raise ValueError(
                     f"group '{self.name}' is in use with {named_values(in_use)}; it cannot change "
                     f"to {named_values(options)}"
                 )
-            participant = self.participant(timeout)
+            participant = self.participant(gpu_timeout if device == "cuda" else own)
             one_machine = self._agree_on_memory(participant, options)
             if self.why_not_shared is None:
                 self.workspace = HostWorkspace(participant, workspace_bytes)
@@ -108,9 +123,15 @@ class Group(Turns):
                     "the ranks are on one machine but share no memory, and so take the slower "
                     f"process group: {self.why_not_shared}"
                 )
-            self.timeout, self.workspace_bytes, self.autotune = timeout, workspace_bytes, autotune
+            self._set_timeouts(own, gpu_timeout)
+            self.workspace_bytes, self.autotune = workspace_bytes, autotune
             self.numerics, self.cuda_sums = numerics, CudaNumerics(numerics)
             self._ready = True
+
+    def _set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
+        self.timeout, self.gpu_timeout = timeout, gpu_timeout
+        if self.workspace is not None:
+            self.workspace.set_timeouts(timeout, gpu_timeout)
 
     def _agree_on_memory(self, participant: Participant, options: dict[str, Any]) -> bool:
         """Finds out with the other ranks whether all give the same options and can share memory
@@ -150,7 +171,8 @@ class Group(Turns):
         if self.rank == 0:
             machine = this_machine(device, self.world, self.hosts, self.shared_memory)
             found, ignored = store.load(machine)
-        said = self._exchange(f"the first call on {device}", {"table": store.to_json(found)})
+        say, seconds = {"table": store.to_json(found)}, self.timeout_on(device)
+        said = self._exchange(f"the first call on {device}", say, seconds)
         if ignored:
             self.notices.append(ignored)
         return store.from_json(said[0]["table"])
@@ -163,7 +185,8 @@ class Group(Turns):
         sums = self.cuda_sums
         if not sums.settled:
             with self._together(ValueError):
-                said = self._exchange("numerics", {"numerics": sums.wanted})
+                say = {"numerics": sums.wanted}
+                said = self._exchange("numerics", say, self.timeout_on("cuda"))
                 sums.settle(self.rank, [each["numerics"] for each in said])
         return sums.wanted
 
@@ -174,7 +197,7 @@ class Group(Turns):
                 if purpose not in self._known:  # another thread was first
                     text = make()
                     if self.world > 1:
-                        text = self._exchange(purpose, {"text": text})[0]["text"]
+                        text = self._exchange(purpose, {"text": text}, self.timeout)[0]["text"]
                     self._known[purpose] = text
         return self._known[purpose]
 
@@ -182,11 +205,12 @@ class Group(Turns):
         """What `from_rank_0` has returned for a purpose, if it has been called."""
         return self._known.get(purpose)
 
-    def _exchange(self, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
-        """The statements of all ranks, in rank order. Collective."""
+    def _exchange(self, purpose: str, say: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+        """The statements of all ranks, in rank order, within ``seconds``. Collective."""
         if self.workspace is not None:
-            return self.workspace.exchange(purpose, say)
-        return exchange(self.participant(self.timeout), purpose, say)
+            with self.workspace.waiting(seconds):
+                return self.workspace.exchange(purpose, say)
+        return exchange(self.participant(seconds), purpose, say)
 
     def unsupported_kernels(
         self, device: torch.device, kernels: str, own: str | None
@@ -198,8 +222,8 @@ class Group(Turns):
             return own
         key = device, kernels
         if key not in self._unsupported_kernels:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
+            if capture.is_captured(device):
+                raise CaptureError(
                     f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
                     "before the capture of a graph"
                 )
@@ -247,6 +271,7 @@ class Group(Turns):
         error breaks the group, unless it is one of ``alike``, which all ranks raise."""
         with self.turn():
             try:
+                self.check_kernels("a step that all ranks take together")
                 yield
             except alike:
                 raise
@@ -260,39 +285,3 @@ class Group(Turns):
         notices, self.notices = self.notices, []
         for notice in notices:
             warnings.warn(notice, RuntimeWarning, stacklevel=3)
-
-    def mark_broken(self, error: BaseException) -> None:
-        """This rank left a call with ``error``: peers that wait for it are told, and no further
-        call can run."""
-        if self._broken is not None:
-            return
-        self._broken, self.open = of_error(error), False
-        if self.workspace is not None:
-            peer = error.peer if isinstance(error, TpkernelsError) else None
-            late = isinstance(error, CollectiveTimeoutError)
-            self.workspace.abandon(self._broken, late, -1 if peer is None else peer)
-        elif not self._ready:
-            with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
-                tell_left(self.participant(self.timeout), error)
-
-    def disown(self, owner: int) -> None:
-        """See there."""
-        super().disown(owner)
-        self.waiter = Waiter()
-
-    def close(self, by: str) -> None:
-        """Has no more calls run, and gives the workspace back; in a call, on any thread, nothing:
-        then the workspace goes with the last use of it."""
-        if not self.lock.acquire(blocking=False):
-            return
-        try:
-            if self.in_call:
-                return
-            self._closed, self.open = by, False
-            self.forget_calls()
-            self.waiter.close()
-            workspace, self.workspace = self.workspace, None
-            if workspace is not None:
-                workspace.close()
-        finally:
-            self.lock.release()

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import defaults
-from tpkernels.errors import TpkernelsError
+from tpkernels.errors import CaptureError, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.planning.problem import NUMERICS
 from tpkernels.planning.table import Table
@@ -129,7 +129,7 @@ def told_of_errors(name: str | None) -> Iterator[None]:
     of step with its peers: they are told, and the group is broken."""
     try:
         yield
-    except TpkernelsError:  # of a call, which has seen to that
+    except (TpkernelsError, CaptureError):  # of a call, which has seen to that
         raise
     except BaseException as error:
         # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
@@ -142,7 +142,7 @@ def told_of_errors(name: str | None) -> Iterator[None]:
 
 def init(
     group: GroupLike | None = None,
-    timeout: float = defaults.TIMEOUT,
+    timeout: float | None = None,
     workspace_bytes: int | None = None,
     autotune: bool = defaults.AUTOTUNE,
     numerics: str | None = None,
@@ -153,7 +153,9 @@ def init(
         group: the process group; None for the default one.
         timeout: seconds that one wait for a peer may take before ``CollectiveTimeoutError``, which
             breaks the group. Choose it longer than any pause in which one rank works alone while
-            the others wait in an op, such as writing a checkpoint on rank 0.
+            the others wait in an op, such as writing a checkpoint on rank 0. By default 30 s on
+            CPUs, and on GPUs the timeout of the process group, which torch sets to 10 minutes for
+            NCCL: a queued kernel must outwait what the ranks' hosts do meanwhile.
         workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
             64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
             several steps.
@@ -175,7 +177,7 @@ def init(
             others.
         MemoryError: the shared memory does not fit.
     """
-    if not 0 < timeout <= 86400:
+    if timeout is not None and not 0 < timeout <= defaults.LONGEST_TIMEOUT:
         raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
     nbytes = defaults.WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     if nbytes < 1 << 16:
@@ -184,14 +186,39 @@ def init(
         raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
     if numerics not in (None, *NUMERICS):
         raise ValueError(f"numerics is {numerics!r}; it can be 'vendor', 'ordered' or None")
+    made = _named_or_default(group)
+    made.init(None if timeout is None else float(timeout), int(nbytes), bool(autotune), numerics)
+    made.warn()
+
+
+def _named_or_default(group: GroupLike | None) -> Group:
     if group is None:
         if not dist.is_initialized():
             raise ValueError("no default process group: call torch.distributed.init_process_group")
         group = dist.group.WORLD
         assert group is not None  # for the type checker: initialised above
-    made = get(name_of(group))
-    made.init(float(timeout), int(nbytes), bool(autotune), numerics)
-    made.warn()
+    return get(name_of(group))
+
+
+def check(group: GroupLike | None = None) -> None:
+    """Raises what has failed in a group. Not collective: it sends nothing.
+
+    On GPUs a call only queues its work, and a failure there turns the results into NaN. The next
+    call of the group raises it; this function does so before the optimizer makes a step with them.
+    It waits until the queued calls of the group have run, as ``torch.cuda.synchronize`` would, so
+    call it once a step and not after every op. Replays of a graph are not waited for: synchronise
+    their stream first. While a graph is captured nothing is waited for.
+
+    Args:
+        group: the process group; None for the default one.
+
+    Raises:
+        CollectiveTimeoutError, CollectiveMismatchError: a kernel on a GPU failed.
+        PeerLostError: a peer's process has ended, or it left a call. Between ranks that share no
+            memory, calls find this, not this function.
+        GroupBrokenError: the group has failed before.
+    """
+    _named_or_default(group).check()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> torch.Tensor:
@@ -214,7 +241,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> 
 
 def finalize() -> None:
     """Gives back the workspaces of all groups, each once the calls of other threads that have their
-    turn are over. Also happens when the process ends.
+    turn are over. Also happens when the process ends. Kernels that are queued on GPUs have 5 s to
+    end, then they stop waiting for peers. Memory that a captured graph uses is kept.
 
     Raises:
         RuntimeError: it is called within a call, by a signal handler.
@@ -233,6 +261,12 @@ def finalize() -> None:
             _forget(group, by="tpkernels.finalize")
 
 
-# What the process has goes with it, and its end tells the peers. Without this, what is left of the
-# groups would be taken apart among modules that have no names any more.
-atexit.register(_groups.clear)
+def _at_exit() -> None:
+    """What the process has goes with it, and its end tells the peers. Without this, what is left of
+    the groups would be taken apart among modules that have no names any more."""
+    for group in list(_groups.values()):
+        group.leave()
+    _groups.clear()
+
+
+atexit.register(_at_exit)

@@ -67,6 +67,11 @@ class Turns(_C.calls.Turns):
         finally:
             self.lock.release()
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether the group belongs to another process, which this one was forked from."""
+        return self._owner is not None
+
     def disown(self, owner: int) -> None:
         """This process is a fork of the rank, process ``owner``: it can neither take its place nor
         end its calls."""

@@ -191,7 +191,7 @@ def prepare(
         multiply_gathered(config, gathered, weights[1:], biases[1:], outs[1:])
 
     words = 1 + ceil_div(max(sizes), config.block_m)
-    return Launch(words, max(sizes) * k * x.itemsize, run)
+    return Launch(words, max(sizes) * k * x.itemsize, sizes, run)
 
 
 def multiply_gathered(
@@ -238,4 +238,5 @@ def prepare_arriving(
         )  # fmt: skip
 
     words = FIRST_CHUNK + ceil_div(max(sizes), chunk_rows) + 2
-    return ArrivingLaunch(words, ceil_div(max(sizes) * row_bytes, 2), run, chunk_rows)
+    nbytes = ceil_div(max(sizes) * row_bytes, 2)
+    return ArrivingLaunch(words, nbytes, sizes, run, chunk_rows)

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels.sync import INTERPRETED
+from tpkernels.kernels.words import INTERPRETED
 from tpkernels.planning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides

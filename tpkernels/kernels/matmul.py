@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.kernels.configs import MatmulConfig, choose
-from tpkernels.kernels.sync import INTERPRETED
+from tpkernels.kernels.words import INTERPRETED
 from tpkernels.symm.device import DeviceWorkspace
 
 

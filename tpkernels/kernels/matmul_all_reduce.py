@@ -196,4 +196,4 @@ def prepare(
         )  # fmt: skip
 
     copied = m * n * out.itemsize if len(sizes) > 1 else 0
-    return Launch(2 * results, world * slot + copied, run)
+    return Launch(2 * results, world * slot + copied, sizes, run)

@@ -221,4 +221,4 @@ def prepare(
             tiling=config.tiling(x, w), **config.launch(),
         )  # fmt: skip
 
-    return Launch(1 + config.tiles([max(sizes)], n), len(sizes) * slot, run)
+    return Launch(1 + config.tiles([max(sizes)], n), len(sizes) * slot, sizes, run)

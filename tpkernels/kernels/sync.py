@@ -9,9 +9,10 @@ an epoch. There are two sets of words and buffers, one for each parity of the ep
 polls local memory.
 
 Sync: a producer writes its data, then pushes a word (`publish`: release, system scope). A consumer
-waits for the word (`wait_for`: acquire, system scope), then reads. The first program of every rank
-pushes an ENTERED word to every peer when it starts, and waits for their ENTERED words before it
-ends.
+waits for the word (`wait_for`: acquire, system scope), then reads. One thread of a program stores
+or polls the word, and a barrier of the program orders that after, or before, what the others do.
+The first program of every rank pushes an ENTERED word to every peer when it starts, and waits for
+their ENTERED words before it ends.
 
 Invariant (no overwritten read): when rank A starts epoch e+2, its kernel of e+1 has ended, so it
 has seen the ENTERED word of e+1 from every peer B. B pushed that word after its kernel of e had
@@ -37,12 +38,19 @@ then store into no buffer (`usable`): a peer may be further behind them than the
 
 from __future__ import annotations
 
-import time
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from tpkernels.kernels.words import (
+    INTERPRETED,
+    clock,
+    load_by_one,
+    pause_for,
+    poll,
+    store_release,
+)
 from tpkernels.symm import device
 
 # Shared with the host; see symm/device.py.
@@ -63,36 +71,6 @@ FAILED_ABORT = tl.constexpr(device.ABORTED)
 # Words from one source: ENTERED, then one per tile or chunk.
 ENTERED = tl.constexpr(0)
 TILES = tl.constexpr(1)
-
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-if INTERPRETED.value:
-
-    def clock() -> int:
-        return time.monotonic_ns()
-
-    def pause_for(nanoseconds: Any) -> None:
-        time.sleep(int(nanoseconds.handle.data.item()) * 1e-9)
-
-    def pause() -> None:
-        """Yields the core to another rank: there may be more ranks than cores."""
-        time.sleep(0)
-
-else:
-
-    @triton.jit
-    def clock():
-        return tl.extra.cuda.globaltimer()
-
-    @triton.jit
-    def pause_for(nanoseconds):
-        begin = clock()
-        while clock() - begin < nanoseconds:
-            pass
-
-    @triton.jit
-    def pause():
-        pass
 
 
 class Peers(NamedTuple):
@@ -208,7 +186,7 @@ def publish_from(peers, to, source, index):
     tl.debug_barrier()  # one thread stores the word, all threads have stored data
     if not broken:
         word = word_of(peers, to, source, index)
-        tl.atomic_xchg(word, peers.word, sem="release", scope="sys")
+        store_release(word, peers.word)
 
 
 @triton.jit
@@ -236,7 +214,7 @@ def _now(state):
 @triton.jit
 def _lost(peers):
     """ABORT, at the latest on the second call after the host has set it."""
-    abort = tl.load(peers.space.control + ABORT, volatile=True)
+    abort = load_by_one(peers.space.control + ABORT)
     return tl.atomic_max(peers.space.state + STATE_LOST, abort, sem="relaxed", scope="gpu")
 
 
@@ -248,7 +226,7 @@ def _poll(peers, source, awaited):
     status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
     seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
     while (seen != word) & (status == 0):
-        pause()
+        poll(awaited, word)
         arrived = tl.atomic_add(entered, 0, sem="relaxed", scope="sys")
         lost = _lost(peers)
         if (arrived != word) & ((arrived & 0xFFFFFFFF) == (word & 0xFFFFFFFF)):
@@ -271,7 +249,7 @@ def _fail(peers, kind: tl.constexpr, source, seen):
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
         tl.debug_barrier()
-        tl.atomic_xchg(peers.space.control + FAILED, none + 1, sem="release", scope="sys")
+        store_release(peers.space.control + FAILED, none + 1)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
     if algorithm != "auto":
         check_algorithm(algorithm)
     if group.world > 1 or algorithm not in ("auto", "unfused"):
-        group.ready()
+        group.ready(problem.device)
     if algorithm == "ring" and problem.device == "cuda" and group.by_gloo("cuda"):
         raise NotImplementedError(
             f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "

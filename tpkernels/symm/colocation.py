@@ -93,7 +93,8 @@ def _why_not_reached(name: str | None, seconds: float) -> str | None:
             return f"cannot open a socket: {error.strerror}"
         return (
             f"cannot reach rank 0's Unix socket ({error.strerror or error}): another host, or "
-            "containers that share no network namespace"
+            "containers that share no network namespace. Ranks share memory within one host "
+            "only, also where NVLink connects GPUs of several, as in an NVL72"
         )
     return None if user == os.geteuid() else f"is user {os.geteuid()}, rank 0 is user {user}"
 

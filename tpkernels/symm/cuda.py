@@ -7,25 +7,31 @@ peers and announces its own exit.
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric
 
 from tpkernels import _C
-from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm import capture, order
+from tpkernels.symm.device import ABORTED, DeviceWorkspace
+from tpkernels.symm.exchange import Participant
+from tpkernels.symm.failures import kernel_error
+from tpkernels.symm.gpu_memory import make_workspace
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
+_logger = logging.getLogger("tpkernels")
 
-@dataclass(frozen=True)
-class _Region:
-    address: int
-    memory: Any  # keeps it mapped
+_QUERY_S = 1e-4  # seconds between two looks at an event
+_SLICE_S = 1.0
+_GRACE_S = 5.0  # that an orderly end leaves queued calls to run
+_LAST_S = 5.0  # that kernels may take to end once their waits do
 
 
 class CudaWorkspace:
@@ -48,8 +54,8 @@ class CudaWorkspace:
         self._chaos: dict[str, Any] | None = None
         self._watch = Watch(channel, self.spaces)
         self._watch.start()
-        self._last: torch.cuda.Event | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._event = order.new_event(device)  # after the last call outside a capture
+        self._recorded = False  # a graph has calls of this group
 
     @property
     def current(self) -> DeviceWorkspace:
@@ -68,10 +74,31 @@ class CudaWorkspace:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
 
-    def check(self) -> None:
-        """Raises if a peer is lost."""
-        if self._watch.error is not None:
-            raise self._watch.error
+    def set_timeout(self, seconds: float) -> None:
+        """Of waits in kernels, from the next call on. Graphs keep what they have recorded."""
+        self._member = replace(self._member, timeout=seconds)
+        for space in self.spaces:
+            space.timeout_ns = int(seconds * 1e9)
+
+    def check(self, text: str) -> None:
+        """Raises the first failure of a kernel so far, or that a peer is lost. ``text``: what has
+        found it."""
+        failure = self.failure()
+        if self._watch.error is not None and (failure is None or failure[0] == ABORTED):
+            raise self._watch.error  # which says more
+        if failure is not None:
+            raise kernel_error(
+                failure,
+                where=f"an earlier call of the group, found by {text}",
+                rank=self._member.rank,
+                timeout=self._member.timeout,
+                groups=order.order_of(self.device).groups,
+            )
+
+    def wait(self) -> None:
+        """Returns when all calls outside graphs have run; at once in a capture."""
+        while not capture.is_captured(self.device) and not self.ended(_SLICE_S):
+            pass
 
     def failure(self) -> tuple[int, int, int, int] | None:
         """The first failure of a kernel in any of the workspaces."""
@@ -80,19 +107,39 @@ class CudaWorkspace:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Runs the kernels of a group one after the other, even if they come from several streams.
-        (Replays of a graph are for the caller to order.)"""
-        if self.device.type != "cuda":  # a rehearsal
-            yield
-            return
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream()
-            captured = torch.cuda.is_current_stream_capturing()
-            if self._last is not None and self._stream != stream and not captured:
-                stream.wait_event(self._last)
-            yield
-            if not captured:
-                self._stream, self._last = stream, stream.record_event(self._last)
+        """A call. Runs the calls of all groups on the device one after the other, even if they come
+        from several streams; in a capture, the streams order them (symm/order.py)."""
+        device = self.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if capture.is_captured(device):
+                self._recorded = True
+                yield
+                return
+            stream = order.current_stream(device)
+            if stream is None or self._event is None:  # a rehearsal
+                yield
+                return
+            with order.order_of(device).turn(self._member.group, stream, self._event):
+                try:
+                    yield
+                except BaseException:
+                    self.side.join()  # the event is to cover what is queued there
+                    raise
+
+    def ended(self, seconds: float) -> bool:
+        """Whether all calls outside graphs have run, after a wait of at most that long."""
+        deadline = time.monotonic() + seconds
+        while self._event is not None and not self._event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_QUERY_S)
+        return True
+
+    def let_end(self) -> None:
+        """Waits a while for the calls outside graphs to run, before `close` would end them."""
+        if not capture.is_captured(self.device):
+            with suppress(RuntimeError):  # of the device; `close` reports it
+                self.ended(_GRACE_S)
 
     def set_chaos(self, **switches: Any) -> None:
         """For tests; see ``DeviceWorkspace.set_chaos``."""
@@ -101,89 +148,44 @@ class CudaWorkspace:
             space.set_chaos(**switches)
 
     def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """Stops the watch and tells the peers. Memory is freed after its last use."""
+        """Stops the watch, tells the peers and ends the waits of queued kernels. The memory is
+        freed once these have run. If that takes too long, or a graph may replay some, it is never
+        freed: kernels would read and write what somebody else has there by then."""
         self._watch.stop()
         self._channel.abandon(why, late, culprit)
-
-
-@torch.inference_mode(False)  # the memory outlives this call's mode
-def make_workspace(
-    participant: Participant,
-    words: int,
-    buffer_bytes: int,
-    device: torch.device,
-    reason: str | None = None,
-) -> DeviceWorkspace:
-    """The workspace of a group whose ranks' GPUs can address each other. Collective; waits for the
-    device. ``reason``: why this rank cannot take part, if that is known already.
-
-    Raises:
-        NotImplementedError: on all ranks, if the GPUs cannot: no peer access, no virtual memory
-            management, ranks that share a GPU without
-            TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
-        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
-    """
-    nbytes = region_bytes(participant.world, words, buffer_bytes)
-    memory = handle = None
-    if reason is None:
+        ended = False
         try:
-            make = torch.empty if participant.world == 1 else symmetric.empty
-            memory = make(nbytes, dtype=torch.uint8, device=device)
-            memory.zero_()
-            if memory.is_cuda:
-                torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
-    # No peer writes before this returns, and by then all memory is zero.
-    agree_on_gpus(participant, reason, _describe(device))
-    assert memory is not None  # otherwise all ranks would have raised
-    if participant.world == 1:
-        alone = _Region(memory.data_ptr(), memory)
-        return DeviceWorkspace(
-            [alone], 0, words, buffer_bytes, participant.timeout, device, own=memory
+            self._abort(culprit)
+            ended = not self._recorded and self._ended_at_last()
+        finally:
+            if not ended:
+                self._keep()
+
+    def leave(self) -> None:
+        """For the end of the process: ends the waits of queued kernels, and keeps their memory."""
+        self._abort(-1)
+        self._keep()
+
+    def _abort(self, culprit: int) -> None:
+        for space in self.spaces:
+            space.abort(self._member.rank if culprit < 0 else culprit)
+
+    def _ended_at_last(self) -> bool:
+        """Whether the kernels have ended, now that none waits any more."""
+        if capture.is_captured(self.device):  # of another group's calls; events cannot be queried
+            return False
+        try:
+            if self.ended(_LAST_S):
+                return True
+            why = f"have not ended {_LAST_S:g} s after their group"
+        except RuntimeError as error:  # the device has failed
+            why = f"may not have ended: {error}"
+        _logger.warning(
+            "kernels of group '%s' on %s %s; their workspaces are never freed: %d bytes",
+            *(self._member.group, self.device, why, sum(space.nbytes for space in self.spaces)),
         )
-    try:
-        handle = symmetric.rendezvous(memory, cast(Any, participant.group))  # a NewType of str
-    except RuntimeError as error:
-        reason = (
-            f"cannot map the other ranks' memory: {error}. Ranks that share a GPU need "
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
-        )
-    agree_on_gpus(participant, reason)
-    assert handle is not None  # as above
-    regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
-    return DeviceWorkspace(
-        regions,
-        participant.rank,
-        words,
-        buffer_bytes,
-        participant.timeout,
-        device,
-        handle.multicast_ptr,
-        handle.get_buffer(participant.rank, (nbytes,), torch.uint8),
-    )
+        return False
 
-
-def _describe(device: torch.device) -> str:
-    """What must be the same for all ranks' GPUs, because grids and configs depend on it."""
-    if device.type != "cuda":  # a rehearsal
-        return device.type
-    gpu = torch.cuda.get_device_properties(device)
-    return f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} processors)"
-
-
-def agree_on_gpus(participant: Participant, error: str | None, kind: str = "") -> None:
-    """Raises ``NotImplementedError`` on all ranks if one has an ``error`` or another ``kind`` of
-    GPU. Collective."""
-    reports = exchange(participant, "kernels on GPUs", {"error": error, "kind": kind})
-    for rank, report in enumerate(reports):
-        if report["error"] is not None:
-            raise NotImplementedError(
-                f"the kernels of group '{participant.group}' cannot run on GPUs: rank {rank} "
-                f"{report['error']}"
-            )
-        if report["kind"] != reports[0]["kind"]:
-            raise NotImplementedError(
-                f"the kernels of group '{participant.group}' need GPUs of one kind: rank 0 has "
-                f"{reports[0]['kind']}, rank {rank} {report['kind']}"
-            )
+    def _keep(self) -> None:
+        for space in self.spaces:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))

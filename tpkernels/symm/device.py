@@ -13,7 +13,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from tpkernels.errors import CaptureError
 from tpkernels.integers import round_up
+from tpkernels.symm import capture
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
@@ -86,6 +88,11 @@ class DeviceWorkspace:
         self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's region."""
+        return region_bytes(self.world, self.words, self.buffer_bytes)
+
     def holds(self, words: int, buffer_bytes: int) -> bool:
         """Whether a call that needs that much fits."""
         return words <= self.words and buffer_bytes <= self.buffer_bytes
@@ -108,8 +115,8 @@ class DeviceWorkspace:
         """Row at which each rank's segment begins, and the end of the last."""
         starts = self._starts.get(sizes)
         if starts is None:
-            if self.regions.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
+            if capture.is_captured(self.regions.device):
+                raise CaptureError(
                     f"rows {list(sizes)} are new to this group: call the op with them once before "
                     "capturing a graph"
                 )
@@ -151,4 +158,5 @@ class Launch:
 
     words: int  # of each source
     buffer_bytes: int
+    sizes: tuple[int, ...]  # whose `starts` the kernels read; empty for none
     run: Callable[[DeviceWorkspace, int], None]  # takes the workspace and the call's signature

@@ -6,10 +6,6 @@ protocol and its proof). Symmetric tensors that users make are arenas of their o
 
 from __future__ import annotations
 
-import contextlib
-import os
-import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -17,27 +13,25 @@ from typing import Any
 import torch
 
 from tpkernels import _C
-from tpkernels._C.host import Phase
-from tpkernels.symm.cuda import CudaWorkspace, agree_on_gpus
+from tpkernels.errors import CaptureError
+from tpkernels.symm import capture
+from tpkernels.symm.channels import make_channel
+from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.gpu_memory import agree_on_gpus
 from tpkernels.symm.limits import short_of_memory
-from tpkernels.symm.rendezvous import MappedArena, Parts, make_arena
+from tpkernels.symm.rendezvous import Parts, make_arena
 from tpkernels.symm.segments import Segments
+from tpkernels.symm.steps import PAGE, Steps
 
-_PAGE, _HUGE_PAGE = 4 << 10, 2 << 20
+_HUGE_PAGE = 2 << 20
 _FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
 # Of a GPU's first workspace; it grows when a call needs more.
 _FIRST_WORDS, _FIRST_BYTES = 1 << 10, 1 << 20
-# How long a waiter polls at most before it sleeps (csrc/host/patience.h). If ranks outnumber cores,
-# it yields its core between polls; else not, because whoever gets it keeps it for long: vLLM's
-# workers share their cores with its engine, which is always busy. With the plugin it decodes a
-# batch of 8 at 0.77 of its own speed where waiters yield after 5 us, and at 1.14 where they do not
-# (benchmarks/results/cpu-2core-vllm.md).
-_SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
 
 
-class HostWorkspace:
+class HostWorkspace(Steps):
     """Peers' buffers, signals and the epoch of one group on one host.
 
     ``channel`` is the extension's side of it, which the algorithms drive.
@@ -60,8 +54,17 @@ class HostWorkspace:
         except MemoryError as error:
             hint = f"give tpkernels.init a smaller workspace_bytes than {workspace_bytes}"
             raise MemoryError(f"{error}; {hint}") from None
-        self.channel = _channel(link, participant, first)
+        self.channel = make_channel(link, participant, first)
         self._arena = link.arena
+        self._gpu_timeout = participant.timeout
+
+    def set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
+        """Seconds of waits in calls on the host, and of those on GPUs, their kernels' included."""
+        self.participant = replace(self.participant, timeout=timeout)
+        self.channel.timeout = timeout
+        self._gpu_timeout = gpu_timeout
+        for space in self._cuda.values():
+            space.set_timeout(gpu_timeout)
 
     @property
     def epoch(self) -> int:
@@ -141,12 +144,16 @@ class HostWorkspace:
             NotImplementedError: on all ranks, if one of them has a ``reason`` not to, or if the
                 GPUs share no memory.
         """
-        self._agree(f"the first call of {kernels} kernels on GPUs")
-        if device in self._cuda:
-            agree_on_gpus(self._watched(), reason)
-            return
-        link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, _PAGE))
-        channel = _channel(link, self.participant, _PAGE)
+        with self.waiting(self._gpu_timeout):
+            self._agree(f"the first call of {kernels} kernels on GPUs")
+            if device in self._cuda:
+                agree_on_gpus(self._watched(), reason)
+            else:
+                self._cuda[device] = self._make_cuda(device, reason)
+
+    def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
+        link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, PAGE))
+        channel = make_channel(link, self.participant, PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
         space = CudaWorkspace(self.participant, channel, device)
@@ -155,50 +162,37 @@ class HostWorkspace:
         except BaseException:
             space.close("no kernels on GPUs")
             raise
-        self._cuda[device] = space
+        return space
 
     def cuda(self, device: torch.device, words: int, buffer_bytes: int, text: str) -> CudaWorkspace:
         """The workspace of kernels on GPUs, as `device` is for those under the interpreter.
 
         Raises:
-            RuntimeError: it would have to grow while a graph is captured.
+            CaptureError: it would have to grow while a graph is captured.
         """
         space = self._cuda[device]
         if not space.current.holds(words, buffer_bytes):
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
+            if capture.is_captured(device):
+                raise CaptureError(
                     f"{text} needs a larger workspace: call it once before capturing a graph"
                 )
-            self._agree(f"a GPU workspace of {words} words and {buffer_bytes} bytes for {text}")
-            space.grow(words, buffer_bytes)
+            with self.waiting(self._gpu_timeout):
+                self._agree(f"a GPU workspace of {words} words and {buffer_bytes} bytes for {text}")
+                space.grow(words, buffer_bytes)
         return space
 
-    def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
-        """An arena in addition to the channel's, which watches the ranks already. Collective."""
-        link = self._link(purpose, nbytes)
-        for pidfd in link.pidfds:
-            os.close(pidfd)
-        return link.arena
+    def check_kernels(self, text: str) -> None:
+        """Raises what has failed in kernels on GPUs so far; ``text`` says what has found it."""
+        for space in self._cuda.values():
+            space.check(text)
 
-    def _link(self, purpose: str, nbytes: int) -> MappedArena:
-        """A new arena, in the call that has just begun. Collective."""
-        region = -(-nbytes // _PAGE) * _PAGE
-        return make_arena(self._watched(), purpose, region, [(0, region)])
-
-    def _watched(self) -> Participant:
-        """This rank, for a rendezvous in the call that has just begun, with its peers watched."""
-        channel = self.channel  # it watches for RESULT, which nobody publishes in such a call
-        return replace(self.participant, watch=lambda: channel.watch(Phase.RESULT, 0.0))
-
-    def _agree(self, text: str) -> None:
-        """Checks that all ranks are about to do the same."""
-        self.channel.begin(zlib.crc32(text.encode()) or 1, text)
-        self.channel.barrier()
-
-    def exchange(self, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
-        """The statements of all ranks, in rank order. A separate call, which detects lost peers."""
-        self._agree(purpose)
-        return exchange(self._watched(), purpose, say)
+    def check(self) -> None:
+        """Raises what has failed in kernels on GPUs, once the queued ones have run, or that a peer
+        is lost."""
+        for space in self._cuda.values():
+            space.wait()
+        self.check_kernels("tpkernels.check")
+        self.channel.check_peers()
 
     def view(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
@@ -263,33 +257,17 @@ class HostWorkspace:
             space.close(why, late, culprit)
         self._cuda.clear()
 
+    def leave(self) -> None:
+        """For the end of the process: kernels that are still queued stop waiting for peers."""
+        for space in self._cuda.values():
+            space.leave()
+
     def close(self) -> None:
-        """Drops the memory, which is freed when its last view is."""
+        """Drops the memory, which is freed when its last view is. Queued kernels may end first,
+        within limits: their peers count on them."""
+        for space in self._cuda.values():
+            space.let_end()
         self.abandon("tpkernels.finalize")
         self._bases.clear()
         self.segments.clear()
         self._device = None
-
-
-def _is_crowded(pids: Sequence[int]) -> bool:
-    """Whether the ranks are more than the cores they may use together. An engine may have bound
-    each to a core of its own."""
-    cores = os.sched_getaffinity(0)
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it ended, or is in another pid namespace
-            cores |= os.sched_getaffinity(pid)
-    return len(pids) > len(cores)
-
-
-def _channel(link: MappedArena, participant: Participant, capacity: int) -> _C.host.Channel:
-    crowded = _is_crowded(link.pids)
-    return _C.host.Channel(
-        link.arena,
-        participant.rank,
-        link.pidfds,
-        link.pids,
-        timeout=participant.timeout,
-        spin_us=_CROWDED_SPIN_US if crowded else _SPIN_US,
-        yield_us=0.0 if crowded else _SPIN_US,
-        capacity=capacity,
-    )

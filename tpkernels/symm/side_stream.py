@@ -9,6 +9,10 @@ import torch
 
 Mark = torch.cuda.Event | None
 
+# High. The kernels there have one block of one warp, and go before the blocks of a matmul that wait
+# for a multiprocessor.
+_PRIORITY = -1
+
 
 class SideStream:
     """A stream of ``device`` that is forked from the current stream and joined to it within a call.
@@ -20,7 +24,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, _PRIORITY) if device.type == "cuda" else None
 
     def fork(self) -> None:
         """Work queued here from now on runs after the work in the current stream."""

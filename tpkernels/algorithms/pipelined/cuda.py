@@ -8,6 +8,11 @@ matmul_reduce_scatter  computes the partials for rank+1, rank+2, ... and publish
                        partials of rank-1, rank-2, ...: they are done in that order.
 matmul_all_reduce      the same over evenly split rows; then the sums are fetched.
 
+Launch order: products and fetches are queued alternately. With CUDA_DEVICE_MAX_CONNECTIONS=1, which
+Megatron sets, all streams share one hardware queue, and a copy that waits for its peer's word holds
+up what is queued behind it. No order of launches deadlocks, since a rank publishes before it waits,
+but with all fetches in front no product would overlap with them.
+
 Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side_stream.py forks
 and joins the second stream. A rank's memory holds its partial of all rows, at the same place on all
 ranks.
@@ -29,7 +34,7 @@ from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.side_stream import Mark, SideStream
 
 # Words of a call: the first and the last are the call's own.
 DATA, _RESULT, _WORDS = 1, 2, 4
@@ -70,21 +75,23 @@ def gather_and_multiply(
     """Within a call: gathers ``rows`` [sizes[rank], K] of all ranks into ``whole`` [sum(sizes), K],
     in the order of ``peers``, and multiplies them for each (w, bias, out)."""
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    arrived = {}
     side.fork()
     with side.current():
         copies.put(rows, 0)
         copies.publish(DATA)
-        for peer in peers:
-            copies.fetch(peer, DATA, whole.narrow(0, begins[peer], sizes[peer]), 0)
-            arrived[peer] = side.mark()
+    arrived: Mark = None
     try:
         whole.narrow(0, begins[copies.rank], sizes[copies.rank]).copy_(rows)
-        for owner in (copies.rank, *peers):
-            side.wait(arrived.get(owner))
+        for owner, following in zip((copies.rank, *peers), (*peers, None), strict=True):
+            side.wait(arrived)
             at = slice(begins[owner], begins[owner] + sizes[owner])
             for w, bias, out in factors:
                 local_matmul(rows if owner == copies.rank else whole[at], w, out[at], bias)
+            if following is not None:
+                with side.current():
+                    there = whole.narrow(0, begins[following], sizes[following])
+                    copies.fetch(following, DATA, there, 0)
+                    arrived = side.mark()
     finally:
         side.join()
 
@@ -124,17 +131,19 @@ def multiply_and_scatter(
     partials = [empty((sizes[rank], columns), wire, rows.device) for _ in sizes]
     side.fork()
     try:
-        for owner in (*peers, rank):
+        # A fetch is queued one product late: it waits for a partial that its source computes, like
+        # this rank its own, in that turn.
+        for owner, source in zip((*peers, rank), (None, *reversed(peers)), strict=True):
             part = rows[begins[owner] : begins[owner] + sizes[owner]]
             if owner == rank:
                 local_matmul(part, w, partials[rank])
-                continue
-            shape = (sizes[owner], columns)
-            local_matmul(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
-            copies.publish(DATA, owner)
-        with side.current():
-            for source in reversed(peers):
-                copies.fetch(source, DATA, partials[source], begins[rank] * row_bytes)
+            else:
+                shape = (sizes[owner], columns)
+                local_matmul(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
+                copies.publish(DATA, owner)
+            if source is not None:
+                with side.current():
+                    copies.fetch(source, DATA, partials[source], begins[rank] * row_bytes)
     finally:
         side.join()
     return partials

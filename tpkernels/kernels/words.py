@@ -1,0 +1,113 @@
+"""Words, clocks and pauses: what depends on whether a GPU or Triton's interpreter runs a kernel.
+
+Words are stored and polled by one thread of a program, in PTX: every thread would do a load of
+Triton's own, and its stores take no memory order. The caller puts a barrier of the program before a
+store, and after a poll.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import triton
+import triton.language as tl
+
+POLLS = tl.constexpr(64)  # polls of a word between two looks for failure
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+if INTERPRETED.value:
+
+    def clock() -> int:
+        return time.monotonic_ns()
+
+    def pause_for(nanoseconds: Any) -> None:
+        time.sleep(int(nanoseconds.handle.data.item()) * 1e-9)
+
+    def yield_core() -> None:
+        """There may be more ranks than cores."""
+        time.sleep(0)
+
+else:
+
+    @triton.jit
+    def clock():
+        return tl.extra.cuda.globaltimer()
+
+    @triton.jit
+    def pause_for(nanoseconds):
+        begin = clock()
+        while clock() - begin < nanoseconds:
+            pass
+
+    @triton.jit
+    def yield_core():
+        pass
+
+
+@triton.jit
+def store_release(word, value):
+    """One thread stores a word, at system scope. Not an atomic: between GPUs that are connected by
+    PCIe only, the link may not have them."""
+    if INTERPRETED:
+        tl.atomic_xchg(word, value, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first; .reg .b32 t;
+            mov.u32 t, %tid.x;
+            setp.eq.u32 first, t, 0;
+            @first st.release.sys.global.u64 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l", [word.to(tl.int64), value], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def poll(word, value):
+    """One thread polls a word until it has the value, at most POLLS times. The caller reads the
+    word once more: by an atomic, whose result all threads share."""
+    if INTERPRETED:
+        yield_core()
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .b32 t; .reg .b32 n; .reg .b64 seen;
+            mov.u32 t, %tid.x;
+            setp.ne.u32 p, t, 0;
+            @p bra DONE;
+            mov.u32 n, $3;
+            AGAIN:
+            ld.acquire.sys.global.u64 seen, [$1];
+            setp.eq.u64 p, seen, $2;
+            @p bra DONE;
+            nanosleep.u32 20;
+            sub.u32 n, n, 1;
+            setp.ne.u32 p, n, 0;
+            @p bra AGAIN;
+            DONE:
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,r", [word.to(tl.int64), value, tl.full((), POLLS, tl.int32)], tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_by_one(word):
+    """A word of the host's memory in the thread that does atomics, 0 in the others."""
+    if INTERPRETED:
+        return tl.load(word, volatile=True)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred first; .reg .b32 t; .reg .b64 seen;
+            mov.u32 t, %tid.x;
+            setp.eq.u32 first, t, 0;
+            mov.u64 seen, 0;
+            @first ld.relaxed.sys.global.u64 seen, [$1];
+            mov.u64 $0, seen;
+            }""",
+            "=l,l", [word.to(tl.int64)], tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip

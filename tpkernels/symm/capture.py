@@ -1,0 +1,13 @@
+"""Whether a CUDA graph is being captured."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what this thread queues on ``device`` now goes into a graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

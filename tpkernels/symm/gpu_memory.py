@@ -1,0 +1,129 @@
+"""Memory that the GPUs of a group's ranks address, from torch's symmetric memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+from tpkernels.symm.device import DeviceWorkspace, region_bytes
+from tpkernels.symm.exchange import Participant, exchange
+
+
+@dataclass(frozen=True)
+class _Region:
+    address: int
+    memory: Any  # keeps it mapped
+
+
+@torch.inference_mode(False)  # the memory outlives this call's mode
+def make_workspace(
+    participant: Participant,
+    words: int,
+    buffer_bytes: int,
+    device: torch.device,
+    reason: str | None = None,
+) -> DeviceWorkspace:
+    """The workspace of a group whose ranks' GPUs can address each other. Collective; waits for the
+    device. ``reason``: why this rank cannot take part, if that is known already.
+
+    Raises:
+        NotImplementedError: on all ranks, if the GPUs cannot: no peer access, no virtual memory
+            management, ranks that share a GPU without
+            TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
+        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
+    """
+    nbytes = region_bytes(participant.world, words, buffer_bytes)
+    memory = handle = None
+    if reason is None:
+        try:
+            make = torch.empty if participant.world == 1 else symmetric.empty
+            memory = make(nbytes, dtype=torch.uint8, device=device)
+            memory.zero_()
+            if memory.is_cuda:
+                torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
+    # No peer writes before this returns, and by then all memory is zero.
+    agree_on_gpus(participant, reason, _describe(device), _gpu_under_mps(device))
+    assert memory is not None  # otherwise all ranks would have raised
+    if participant.world == 1:
+        alone = _Region(memory.data_ptr(), memory)
+        return DeviceWorkspace(
+            [alone], 0, words, buffer_bytes, participant.timeout, device, own=memory
+        )
+    try:
+        handle = symmetric.rendezvous(memory, cast(Any, participant.group))  # a NewType of str
+        if not all(handle.buffer_ptrs):
+            reason = (
+                "cannot address the other ranks' memory: torch's symmetric memory has no pointers "
+                "to it with this backend; call "
+                "torch.distributed._symmetric_memory.set_backend('CUDA') before its first use"
+            )
+    except RuntimeError as error:
+        reason = (
+            f"cannot map the other ranks' memory: {error}. Ranks that share a GPU need "
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+        )
+    agree_on_gpus(participant, reason)
+    assert handle is not None  # as above
+    regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
+    return DeviceWorkspace(
+        regions,
+        participant.rank,
+        words,
+        buffer_bytes,
+        participant.timeout,
+        device,
+        handle.multicast_ptr,
+        handle.get_buffer(participant.rank, (nbytes,), torch.uint8),
+    )
+
+
+def _describe(device: torch.device) -> str:
+    """What must be the same for all ranks' GPUs, because grids and configs depend on it."""
+    if device.type != "cuda":  # a rehearsal
+        return device.type
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} processors)"
+
+
+def _gpu_under_mps(device: torch.device) -> str | None:
+    """The GPU's UUID where MPS runs the kernels of several processes side by side; None where
+    processes that share a GPU have it in turns."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if device.type != "cuda" or not Path(folder, "control").exists():
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def agree_on_gpus(
+    participant: Participant, error: str | None, kind: str = "", under_mps: str | None = None
+) -> None:
+    """Raises ``NotImplementedError`` on all ranks if one has an ``error`` or another ``kind`` of
+    GPU, or if two have one GPU, named by ``under_mps``. Collective."""
+    report = {"error": error, "kind": kind, "under_mps": under_mps}
+    reports = exchange(participant, "kernels on GPUs", report)
+    first: dict[str, int] = {}  # rank on a GPU under MPS
+    for rank, report in enumerate(reports):
+        if report["error"] is not None:
+            raise NotImplementedError(
+                f"the kernels of group '{participant.group}' cannot run on GPUs: rank {rank} "
+                f"{report['error']}"
+            )
+        if report["kind"] != reports[0]["kind"]:
+            raise NotImplementedError(
+                f"the kernels of group '{participant.group}' need GPUs of one kind: rank 0 has "
+                f"{reports[0]['kind']}, rank {rank} {report['kind']}"
+            )
+        gpu = report["under_mps"]
+        if gpu is not None and first.setdefault(gpu, rank) != rank:
+            raise NotImplementedError(
+                f"the kernels of group '{participant.group}' cannot run: ranks {first[gpu]} and "
+                f"{rank} share GPU {gpu} under MPS, where the kernel of one can fill the GPU while "
+                "it waits for the other's. Give each rank a GPU of its own, or stop MPS"
+            )

@@ -1,0 +1,63 @@
+"""Steps that the ranks of one host take together between calls: they agree on what comes next,
+exchange statements and make further arenas."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tpkernels import _C
+from tpkernels._C.host import Phase
+from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.rendezvous import MappedArena, make_arena
+
+PAGE = 4 << 10
+
+
+class Steps:
+    """The part of a `HostWorkspace` that takes these steps, each as a call on ``channel``."""
+
+    participant: Participant
+    channel: _C.host.Channel
+
+    @contextmanager
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """Within the block, waits on the host may take that long."""
+        usual = self.participant
+        self.participant = replace(usual, timeout=seconds)
+        self.channel.timeout = seconds
+        try:
+            yield
+        finally:
+            self.participant, self.channel.timeout = usual, usual.timeout
+
+    def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
+        """An arena in addition to the channel's, which watches the ranks already. Collective."""
+        link = self._link(purpose, nbytes)
+        for pidfd in link.pidfds:
+            os.close(pidfd)
+        return link.arena
+
+    def _link(self, purpose: str, nbytes: int) -> MappedArena:
+        """A new arena, in the call that has just begun. Collective."""
+        region = -(-nbytes // PAGE) * PAGE
+        return make_arena(self._watched(), purpose, region, [(0, region)])
+
+    def _watched(self) -> Participant:
+        """This rank, for a rendezvous in the call that has just begun, with its peers watched."""
+        channel = self.channel  # it watches for RESULT, which nobody publishes in such a call
+        return replace(self.participant, watch=lambda: channel.watch(Phase.RESULT, 0.0))
+
+    def _agree(self, text: str) -> None:
+        """Checks that all ranks are about to do the same."""
+        self.channel.begin(zlib.crc32(text.encode()) or 1, text)
+        self.channel.barrier()
+
+    def exchange(self, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
+        """The statements of all ranks, in rank order. A separate call, which detects lost peers."""
+        self._agree(purpose)
+        return exchange(self._watched(), purpose, say)
