@@ -12,6 +12,7 @@ from tpkernels import _C, cuda, kernels
 from tpkernels.algorithms import fused, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
+from tpkernels.algorithms.hierarchical import cpu as hierarchical
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.call import Call
@@ -41,7 +42,14 @@ def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]
 
 
 TABLES = {
-    "cpu": _table(unfused=unfused, ring=ring, direct=direct, pipelined=pipelined, fused=fused),
+    "cpu": _table(
+        unfused=unfused,
+        ring=ring,
+        direct=direct,
+        pipelined=pipelined,
+        fused=fused,
+        hierarchical=hierarchical,
+    ),
     "cuda": _table(
         unfused=unfused, ring=ring, direct=direct_cuda, pipelined=pipelined_cuda, fused=fused
     ),
@@ -93,7 +101,7 @@ def run(
         try:
             group.in_call = True
             if profiling():
-                with recorded_waits(group.workspace):
+                with recorded_waits(group.nearby):
                     result = execute(call, given)
             else:
                 result = execute(call, given)

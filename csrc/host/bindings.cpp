@@ -108,15 +108,16 @@ void bind_channel(py::module_& m) {
   py::class_<Channel>(m, "Channel")
       .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds,
                        std::vector<int> pids, double timeout, double spin_us, double yield_us,
-                       std::size_t capacity) {
-             auto channel = std::make_unique<Channel>(
-                 std::move(arena), rank, std::move(pidfds), std::move(pids),
-                 ChannelOptions{timeout, spin_us, yield_us}, capacity, /*epoch=*/0);
+                       std::size_t capacity, std::vector<int> names) {
+             ChannelOptions options{timeout, spin_us, yield_us, std::move(names)};
+             auto channel = std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds),
+                                                      std::move(pids), options, capacity, 0);
              channel->set_poll(&poll_signals);
              return channel;
            }),
            py::arg("arena"), py::arg("rank"), py::arg("pidfds"), py::arg("pids"),
-           py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"))
+           py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"),
+           py::arg("names") = std::vector<int>{})
       .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("limit"))
       .def_static("parts", &Channel::parts, py::arg("world"), py::arg("region_bytes"),
                   py::arg("begin"), py::arg("end"))

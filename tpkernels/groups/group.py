@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import defaults
-from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
+from tpkernels.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    TpkernelsError,
+)
 from tpkernels.groups.turns import Turns
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
@@ -23,6 +28,7 @@ from tpkernels.planning.trials import Trial
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 from tpkernels.symm.host import HostWorkspace
+from tpkernels.symm.node import Node, make_node
 from tpkernels.text import named_values, of_error
 
 
@@ -39,6 +45,8 @@ class Group(Turns):
         self.workspace_bytes = defaults.WORKSPACE_BYTES
         self.workspace: HostWorkspace | None = None
         self.why_not_shared: str | None = None  #: why the ranks share no memory
+        self.node: Node | None = None  #: if they do not, and the ranks of each host do
+        self.why_no_node: str | None = None  #: what `hierarchical` lacks
         self.hosts = 1
         self.autotune = defaults.AUTOTUNE
         self.trials: dict[Hashable, Trial] = {}  #: see ops/_trial.py
@@ -69,6 +77,11 @@ class Group(Turns):
         """Whether all ranks map each other's memory."""
         return self.workspace is not None
 
+    @property
+    def nearby(self) -> HostWorkspace | None:
+        """The memory shared by all ranks, or else by those of this host."""
+        return self.workspace if self.node is None else self.node.workspace
+
     def by_gloo(self, device: str) -> bool:
         """Whether gloo, which moves the host's memory, has the group's tensors of a device type."""
         try:
@@ -92,11 +105,13 @@ class Group(Turns):
             one_machine = self._agree_on_memory(participant, options)
             if self.why_not_shared is None:
                 self.workspace = HostWorkspace(participant, workspace_bytes)
-            elif one_machine and self.rank == 0 and self.world > 1:
-                self.notices.append(
-                    "the ranks are on one machine but share no memory, and so take the slower "
-                    f"process group: {self.why_not_shared}"
-                )
+            elif self.world > 1:
+                self.node, self.why_no_node = make_node(participant, workspace_bytes)
+                if one_machine and self.rank == 0:
+                    self.notices.append(
+                        "the ranks are on one machine but share no memory, and so take the slower "
+                        f"process group: {self.why_not_shared}"
+                    )
             self.timeout, self.workspace_bytes, self.autotune = timeout, workspace_bytes, autotune
             self._ready = True
 
@@ -195,10 +210,10 @@ class Group(Turns):
     def make_room(self, nbytes: int, text: str) -> None:
         """Has the data buffers hold ``nbytes`` each for a call, as far as they may and can grow.
         Collective where they grow: all ranks ask for the same."""
-        workspace = self.workspace
-        if workspace is not None and workspace.wants(nbytes):
+        memory = self.node or self.workspace
+        if memory is not None and memory.wants(nbytes):
             with self._together():
-                refused = workspace.grow(nbytes, text)
+                refused = memory.grow(nbytes, text)
                 if refused is not None and self.rank == 0:
                     self.notices.append(refused)
 
@@ -243,13 +258,15 @@ class Group(Turns):
         if self._broken is not None:
             return
         self._broken, self.open = of_error(error), False
-        if self.workspace is not None:
+        if self.nearby is None:
+            if not self._ready:
+                with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
+                    tell_left(self.participant(self.timeout), error)
+        elif self.node is None or not isinstance(error, CollectiveMismatchError):
+            # Across hosts each rank detects a mismatch by itself, from the greetings.
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)
-            self.workspace.abandon(self._broken, late, -1 if peer is None else peer)
-        elif not self._ready:
-            with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
-                tell_left(self.participant(self.timeout), error)
+            self.nearby.abandon(self._broken, late, -1 if peer is None else peer)
 
     def disown(self, owner: int) -> None:
         """See there."""
@@ -267,8 +284,8 @@ class Group(Turns):
             self._closed, self.open = by, False
             self.forget_calls()
             self.waiter.close()
-            workspace, self.workspace = self.workspace, None
-            if workspace is not None:
-                workspace.close()
+            nearby, self.workspace, self.node = self.nearby, None, None
+            if nearby is not None:
+                nearby.close()
         finally:
             self.lock.release()
