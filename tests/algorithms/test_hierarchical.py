@@ -106,7 +106,7 @@ BITS = [
     Case(op="all_gather_matmul", shape=(60, 133), n=(40, 300), biases=(F32, None)),
     Case(op="matmul_reduce_scatter", shape=(60, 65), k=(133, 90), biases=(F32,)),
     Case(op="matmul_reduce_scatter", shape=(60, 65), k=(133,), wire_dtype=F32),
-    Case(op="matmul_reduce_scatter", shape=(9, 60), dim=1, k=(133,), out_dtype=F32),
+    Case(op="matmul_reduce_scatter", shape=(9, 120), dim=1, k=(133,), out_dtype=F32),
     Case(op="matmul_all_reduce", shape=(60, 300), k=(133, 90), biases=(F32,)),
     Case(op="reduce_scatter", shape=(60, 65)),
     Case(op="reduce_scatter", shape=(60, 65), out_dtype=F32),
