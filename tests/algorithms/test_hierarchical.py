@@ -190,6 +190,7 @@ def test_calls_with_delays_and_poison(ranks: RanksFixture, hosts: str) -> None:
         assert not wrong, wrong[:3]
 
 
+@pytest.mark.thorough
 def test_a_wait_that_is_left_out_is_found(ranks: RanksFixture) -> None:
     """Negative control: the test above can fail."""
     told = ranks(4).run(delayed_job, TWO_AND_TWO, 16, timeout=120, skip_waits=True)

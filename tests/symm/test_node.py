@@ -29,7 +29,7 @@ def refusal_job(hosts: str) -> list[str]:
 @pytest.mark.parametrize(
     ("hosts", "reason"),
     [
-        ("010", "rank 2 is on the host of rank 0, and rank 1, on another one, lies between"),
+        ("010", "rank 2 shares a host with rank 0, but rank 1, between them, does not"),
         ("012", "needs a host with two or more ranks that share memory, and each has one"),
         ("000", "is for groups that span hosts, and all ranks of this one are on one host"),
     ],
@@ -94,3 +94,21 @@ def test_the_workspace_grows_on_all_hosts_or_is_not_used(ranks: RanksFixture, la
     for wrong, usable in ranks(3).run(growth_job, "001", lacking):
         assert not wrong
         assert usable == (8 << 20 if lacking < 0 else 1 << 20)
+
+
+def finalize_job() -> list[str]:
+    """The memory of the host goes with the group; a peer that still waits for this rank is told."""
+    with on_hosts("001"), fresh_group() as group:
+        node = groups.get(group.group_name).node
+        assert node is not None
+        assert not check_cases(
+            [Case(op="all_reduce", shape=(9, 5), algorithm="hierarchical")], group
+        )
+        dist.barrier()
+        tpkernels.finalize()
+        return messages_of([lambda: node.channel.begin(1, "another call")])
+
+
+def test_finalize_ends_the_node(ranks: RanksFixture) -> None:
+    for (message,) in ranks(3).run(finalize_job):
+        assert "it left the call with tpkernels.finalize" in message

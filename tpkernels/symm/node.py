@@ -125,9 +125,9 @@ def hosts_of(leaders: Sequence[int]) -> tuple[range, ...] | str:
         for rank in ranks:
             if leaders[rank] != ranks.start:
                 return (
-                    "needs the ranks of each host to follow one another: rank "
-                    f"{rank} is on the host of rank {leaders[rank]}, and rank {ranks.start}, on "
-                    "another one, lies between them"
+                    "needs the ranks of each host to follow one another; "
+                    f"rank {rank} shares a host with rank {leaders[rank]}, but rank {ranks.start}, "
+                    "between them, does not"
                 )
     if len(hosts) == 1:
         return "is for groups that span hosts, and all ranks of this one are on one host"
