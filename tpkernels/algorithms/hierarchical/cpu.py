@@ -147,8 +147,8 @@ def matmul_reduce_scatter(
 
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
-    """``out`` may be ``x``: this rank's part is overwritten when its sum is complete, the others
-    when nothing of ``x`` is needed any more."""
+    """``out`` may be ``x``: a part is overwritten with its sum, which is complete only when the
+    partials of all ranks have been read or received."""
     flat, world = x.contiguous().view(-1), call.group.world
     part = ceil_div(flat.numel(), world)
     edges = [min(flat.numel(), r * part) for r in range(world + 1)]
@@ -184,7 +184,6 @@ def _all_reduce(
     rank = levels.call.group.rank
     sums = [out[begin:end] for begin, end in itertools.pairwise(edges)]
     reduce_parts(levels, parts, sums[rank], reduction, edges[rank])
-    levels.finish_sends()  # they may be parts of the tensor that is overwritten now
     _gather_flat(levels, sums)
 
 

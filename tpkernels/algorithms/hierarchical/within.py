@@ -23,8 +23,8 @@ class Levels:
         self.call = call
         self.node: Node = call.node
         self.link = enter(call)
-        self.sent: list[Started] = []
-        self._kept: list[torch.Tensor] = []  # what `sent` sends
+        self._sent: list[Started] = []
+        self._kept: list[torch.Tensor] = []  # what `_sent` sends
         self._first = True
 
     @property
@@ -58,9 +58,9 @@ class Levels:
         return [rank for each in self.rounds(host) if (rank := each[self.node.index]) is not None]
 
     def send(self, data: torch.Tensor, to: int) -> None:
-        """Starts to send a flat tensor; `finish_sends` waits for it."""
+        """Starts to send a flat tensor; `end` waits for it."""
         self._kept.append(data)
-        self.sent += self.link.start([(data, to)], [])
+        self._sent += self.link.start([(data, to)], [])
 
     def receive(self, data: torch.Tensor, source: int) -> list[Started]:
         """Starts to receive a flat tensor."""
@@ -72,17 +72,12 @@ class Levels:
             with recorded(TRANSFER):
                 self.link.wait(started)
 
-    def finish_sends(self) -> None:
-        """Waits until what was sent may be overwritten."""
-        self.wait(self.sent)
-        self.sent, self._kept = [], []
-
     def end(self) -> None:
         """Ends the call."""
         self.entered()
         if self._first:  # there was nothing to share
             self.node.channel.barrier()
-        self.finish_sends()
+        self.wait(self._sent)
         announce_done(self.call)
 
 
