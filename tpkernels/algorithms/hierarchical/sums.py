@@ -58,6 +58,9 @@ class Parts:
         return max(-(-n // step) for n, step in zip(self.counts, self.steps, strict=True))
 
 
+_RETURNED = -1  # in place of an owner: the sum that returns to this rank
+
+
 class Sums:
     """What one rank does for the sums of one call."""
 
@@ -137,7 +140,7 @@ class Sums:
     def _receive_sum(self, owner: int, host: int, returned: bool = False) -> None:
         """The sum comes from a host, for the first time or ``returned``."""
         total = self._memory(owner, self.wide)
-        key = -1 if returned else owner
+        key = _RETURNED if returned else owner
         self.sums[key] = total
         step, source = self.parts.steps[owner], self.levels.delegate(owner, host)
         for index, part in enumerate(total.split(step)):
@@ -209,9 +212,10 @@ class Sums:
         for index in range(self.parts.most_steps):
             begin, count = self._range(self.rank, index)
             if count:
-                self.levels.wait(self.arriving[-1, index])
+                self.levels.wait(self.arriving[_RETURNED, index])
                 span = slice(begin, begin + count)
-                self._result(self.sums[-1][span], self._received(self.rank, last, span), begin)
+                total = self.sums[_RETURNED][span]
+                self._result(total, self._received(self.rank, last, span), begin)
 
 
 def reduce_parts(
