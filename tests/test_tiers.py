@@ -33,9 +33,16 @@ def test_every_op_by_every_algorithm(op: str) -> None:
     module = importlib.import_module(f"tests.ops.test_{op}")
     assert in_default_tier(module.test_every_dtype_by_every_algorithm)
     run = MATMUL_ALGORITHMS if "matmul" in op else COLLECTIVE_ALGORITHMS
-    # What the interpreter of kernels runs is in algorithms/test_fused.py.
-    there = {algorithm for name, algorithm in TABLES["cpu"] if name == op} - {"fused"}
+    # What the interpreter of kernels runs is in algorithms/test_fused.py, what needs several hosts
+    # in algorithms/test_hierarchical.py.
+    elsewhere = {"fused", "hierarchical"}
+    there = {algorithm for name, algorithm in TABLES["cpu"] if name == op} - elsewhere
     assert set(run) == there | {"auto"}
+
+
+def test_every_op_across_hosts() -> None:
+    module = importlib.import_module("tests.algorithms.test_hierarchical")
+    assert in_default_tier(module.test_every_op_and_dtype)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tpkernels import _C, cuda, kernels
 from tpkernels.algorithms import fused, ring
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
+from tpkernels.algorithms.hierarchical import cpu as hierarchical
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.unfused import cpu as unfused
@@ -44,7 +45,14 @@ def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]
 
 
 TABLES = {
-    "cpu": _table(unfused=unfused, ring=ring, direct=direct, pipelined=pipelined, fused=fused),
+    "cpu": _table(
+        unfused=unfused,
+        ring=ring,
+        direct=direct,
+        pipelined=pipelined,
+        fused=fused,
+        hierarchical=hierarchical,
+    ),
     "cuda": _table(
         unfused=unfused_cuda, ring=ring, direct=direct_cuda, pipelined=pipelined_cuda, fused=fused
     ),
@@ -101,7 +109,7 @@ def run(
             if call.problem.device == "cuda":
                 group.check_kernels(call.plan.text)
             if profiling():
-                with recorded_waits(group.workspace):
+                with recorded_waits(group.nearby):
                     result = execute(call, given)
             else:
                 result = execute(call, given)

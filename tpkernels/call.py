@@ -9,9 +9,11 @@ from typing import Any
 
 from tpkernels import _C
 from tpkernels.groups.group import Group
+from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.problem import Problem
 from tpkernels.symm.host import HostWorkspace
+from tpkernels.symm.node import Node
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +30,11 @@ class Call:
     def workspace(self) -> HostWorkspace:
         assert self.group.workspace is not None  # else `choose` takes another algorithm
         return self.group.workspace
+
+    @property
+    def node(self) -> Node | None:
+        """The ranks of this host, if the call's algorithm goes through their memory."""
+        return self.group.node if ALGORITHMS[self.plan.algorithm].needs_nodes else None
 
     @functools.cached_property
     def collective(self) -> _C.calls.Collective:

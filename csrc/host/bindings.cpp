@@ -17,7 +17,6 @@
 #include "host/arena.h"
 #include "host/channel.h"
 #include "host/collectives.h"
-#include "host/mailbox.h"
 #include "host/segments.h"
 #include "host/vector.h"
 
@@ -107,15 +106,16 @@ void bind_channel(py::module_& m) {
   py::class_<Channel>(m, "Channel")
       .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds,
                        std::vector<int> pids, double timeout, double spin_us, double yield_us,
-                       std::size_t capacity) {
-             auto channel = std::make_unique<Channel>(
-                 std::move(arena), rank, std::move(pidfds), std::move(pids),
-                 ChannelOptions{timeout, spin_us, yield_us}, capacity, /*epoch=*/0);
+                       std::size_t capacity, std::vector<int> names) {
+             ChannelOptions options{timeout, spin_us, yield_us, std::move(names)};
+             auto channel = std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds),
+                                                      std::move(pids), options, capacity, 0);
              channel->set_poll(&poll_signals);
              return channel;
            }),
            py::arg("arena"), py::arg("rank"), py::arg("pidfds"), py::arg("pids"),
-           py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"))
+           py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"),
+           py::arg("names") = std::vector<int>{})
       .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("limit"))
       .def_static("parts", &Channel::parts, py::arg("world"), py::arg("region_bytes"),
                   py::arg("begin"), py::arg("end"))
@@ -185,42 +185,6 @@ void bind_channel(py::module_& m) {
              bool skip_waits) { c.set_chaos({seed | 1, max_delay_us, single_buffer, skip_waits}); },
           py::arg("seed"), py::arg("max_delay_us"), py::arg("single_buffer") = false,
           py::arg("skip_waits") = false);
-}
-
-py::buffer_info bytes_of(const py::buffer& buffer, bool writable = false) {
-  py::buffer_info info = buffer.request(writable);
-  if (info.itemsize != 1 || info.ndim != 1 || (info.size > 1 && info.strides[0] != 1)) {
-    throw py::value_error("a mailbox moves vectors of bytes");
-  }
-  return info;
-}
-
-void bind_mailbox(py::module_& m) {
-  py::class_<Mailbox>(m, "Mailbox")
-      .def(py::init<std::shared_ptr<Arena>, int, int, int, double>(), py::arg("arena"),
-           py::arg("region"), py::arg("readers"), py::arg("bell_region"), py::arg("spin_us"))
-      .def_static("region_bytes", &Mailbox::region_bytes, py::arg("capacity"), py::arg("readers"))
-      .def_property_readonly("capacity", &Mailbox::capacity)
-      .def(
-          "write",
-          [](Mailbox& box, const py::buffer& data, double seconds) {
-            const py::buffer_info bytes = bytes_of(data);
-            const GilReleased released;
-            return box.write(static_cast<const std::byte*>(bytes.ptr),
-                             static_cast<std::size_t>(bytes.size), seconds);
-          },
-          py::arg("data"), py::arg("seconds"))
-      .def(
-          "read",
-          [](Mailbox& box, int reader, const py::buffer& out, double seconds) {
-            const py::buffer_info bytes = bytes_of(out, /*writable=*/true);
-            const GilReleased released;
-            return box.read(reader, static_cast<std::byte*>(bytes.ptr),
-                            static_cast<std::size_t>(bytes.size), seconds);
-          },
-          py::arg("reader"), py::arg("out"), py::arg("seconds"))
-      .def_static("wait_any", &Mailbox::wait_any, py::arg("boxes"), py::arg("seconds"),
-                  ReleaseGil());
 }
 
 void bind_collectives(py::module_& m) {

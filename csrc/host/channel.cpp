@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <numeric>
 #include <thread>
 
 #include "host/fork.h"
@@ -60,15 +61,20 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
       rank_(rank),
       pidfds_(std::move(pidfds)),
       pids_(std::move(pids)),
-      options_(options),
-      patience_(options.spin_us),
+      options_(std::move(options)),
+      patience_(options_.spin_us),
       epoch_(epoch),
       limit_(limit_of(arena_->world(), arena_->region_bytes())),
       capacity_(capacity),
       fork_generation_(fork_generation()) {
   const auto ranks = static_cast<std::size_t>(world());
-  if (rank < 0 || rank >= world() || pidfds_.size() != ranks || pids_.size() != ranks) {
-    throw std::invalid_argument("rank, pidfds or pids do not match a world of " +
+  if (options_.names.empty()) {
+    options_.names.resize(ranks);
+    std::iota(options_.names.begin(), options_.names.end(), 0);
+  }
+  if (rank < 0 || rank >= world() || pidfds_.size() != ranks || pids_.size() != ranks ||
+      options_.names.size() != ranks) {
+    throw std::invalid_argument("rank, pidfds, pids or names do not match a world of " +
                                 std::to_string(world()));
   }
   if (capacity > limit_) {
@@ -145,7 +151,7 @@ std::pair<std::shared_ptr<Arena>, std::size_t> Channel::segment_of(int peer,
   auto segment = found == segments_.end() ? nullptr : found->second.lock();
   const std::uint64_t offset = slot.offset.load(std::memory_order_relaxed);
   if (!segment || offset > segment->region_bytes() || bytes > segment->region_bytes() - offset) {
-    fail(FailureKind::kMismatch, peer, peer,
+    fail(FailureKind::kMismatch, peer, name(peer),
          "is in " + call_text(rank_) + ", to which " + peer_name(peer) +
              " passes a symmetric tensor that this rank has released");
   }

@@ -59,6 +59,8 @@ struct ChannelOptions {
   double timeout_s = 30.0;  // limit of one wait
   double spin_us = 100.0;   // poll at most this long before going to sleep (patience.h)
   double yield_us = 5.0;    // after this, yield the core between polls
+  // The ranks' numbers in errors, where they are part of a larger group; empty: 0, 1, ...
+  std::vector<int> names = {};
 };
 
 // For tests: random delays, and two ways to break the protocol as negative controls.
@@ -114,7 +116,7 @@ class Channel {
   // Returns when every rank has started this call. Carries no data.
   void barrier();
   // Leaves the call without completing it; peers that wait for this rank fail at once. They blame
-  // `culprit`, by default this rank.
+  // the rank named `culprit`, by default this one.
   void abandon(const std::string& why, FailureKind kind = FailureKind::kPeerLost, int culprit = -1);
   bool broken() const { return broken_; }
   Sharing& sharing() { return sharing_; }
@@ -158,6 +160,7 @@ class Channel {
   void check_mismatch(int peer) const;
   void set_fault(FailureKind kind, int culprit, const std::string& what) const;
   std::string call_text(int rank) const;
+  int name(int rank) const { return options_.names[static_cast<std::size_t>(rank)]; }
   std::string peer_name(int rank) const;
   std::string progress(int peer) const;
   bool ended(int peer) const;

@@ -2,6 +2,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 
 #include "host/channel.h"
@@ -20,21 +21,23 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
       kind != FailureKind{}) {
     if (arrived(peer, awaited)) return;  // published before it failed or left
     const int culprit = theirs.culprit.load(std::memory_order_relaxed);
-    if (kind == FailureKind::kMismatch && culprit != rank_ && culprit >= 0 && culprit < world()) {
-      check_mismatch(culprit);
+    if (kind == FailureKind::kMismatch && culprit != name(rank_)) {
+      const auto& names = options_.names;
+      const auto found = std::find(names.begin(), names.end(), culprit);
+      if (found != names.end()) check_mismatch(static_cast<int>(found - names.begin()));
     }
     fail(kind, peer, culprit,
          "waited for " + peer_name(peer) + ", which failed: " + theirs.fault_text.read());
   }
   if (ended(peer)) {
     if (arrived(peer, awaited)) return;  // published before it exited
-    fail(FailureKind::kPeerLost, peer, peer,
+    fail(FailureKind::kPeerLost, peer, name(peer),
          "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
   }
   if (waited_s >= options_.timeout_s) {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%.2f s", waited_s);
-    fail(FailureKind::kTimeout, peer, peer,
+    fail(FailureKind::kTimeout, peer, name(peer),
          std::string("waited ") + waited + " for " + peer_name(peer) + ", which is alive; " +
              progress(peer));
   }
@@ -73,18 +76,18 @@ void Channel::check_mismatch(int peer) const {
   const std::uint64_t entered =
       header(peer).calls[parity()].entered.word.load(std::memory_order_acquire);
   if (epoch_of(entered) != epoch_ || entered == 0 || signature_of(entered) == signature_) return;
-  fail(FailureKind::kMismatch, peer, peer,
+  fail(FailureKind::kMismatch, peer, name(peer),
        "is in " + call_text(rank_) + ", but " + peer_name(peer) + " is in " + call_text(peer) +
            ", both as call #" + std::to_string(epoch_) + " of the group");
 }
 
 void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
-  std::string message = "rank " + std::to_string(rank_) + " ";
+  std::string message = "rank " + std::to_string(name(rank_)) + " ";
   const std::string call = call_text(rank_);  // empty before the first one
   if (kind != FailureKind::kMismatch && !call.empty()) message = call + ": " + message;
   message += what;
   set_fault(kind, culprit, message);
-  throw Failure(kind, kind == FailureKind::kMismatch ? peer : culprit,
+  throw Failure(kind, kind == FailureKind::kMismatch ? name(peer) : culprit,
                 message + ". The group is broken: make a new one.");
 }
 
@@ -100,7 +103,7 @@ void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) 
 
 void Channel::abandon(const std::string& why, FailureKind kind, int culprit) {
   if (broken_) return;
-  set_fault(kind, culprit < 0 ? rank_ : culprit, "it left the call with " + why);
+  set_fault(kind, culprit < 0 ? name(rank_) : culprit, "it left the call with " + why);
 }
 
 bool Channel::forked() const { return fork_generation() != fork_generation_; }
@@ -115,7 +118,7 @@ void Channel::fail_forked() const {
 std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }
 
 std::string Channel::peer_name(int rank) const {
-  return "rank " + std::to_string(rank) + " (pid " +
+  return "rank " + std::to_string(name(rank)) + " (pid " +
          std::to_string(pids_[static_cast<std::size_t>(rank)]) + ")";
 }
 

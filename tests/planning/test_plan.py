@@ -124,11 +124,13 @@ def test_one_rank_has_nothing_to_communicate(op: str) -> None:
     assert "one rank" in plan.reason
 
 
-def across_hosts(op: str, nbytes: int, rows: int = LARGE) -> Plan:
-    """The plan for a tensor of ``nbytes`` whose parts have a quarter of ``rows`` each."""
+def across_hosts(op: str, nbytes: int, rows: int = LARGE, node: bool = False) -> Plan:
+    """The plan for a tensor of ``nbytes`` whose parts have a quarter of ``rows`` each. ``node``:
+    the ranks of each host share memory."""
     shape = (rows, nbytes // rows // 2)
     sizes = () if "all_reduce" in op else (rows // 4,) * 4
-    return choose(problem(op, shape=shape, sizes=sizes), Means(shared_memory=False))
+    means = Means(shared_memory=False, why_no_node=None if node else "needs two ranks on a host")
+    return choose(problem(op, shape=shape, sizes=sizes), means)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -157,6 +159,16 @@ def test_without_shared_memory_few_rows_are_one_matmul(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_hosts_with_shared_memory_take_two_levels_for_large_matmuls(op: str) -> None:
+    large = across_hosts(op, RING_MIN_BYTES, node=True)
+    assert large.algorithm == ("hierarchical" if op in MATMULS else "ring")
+    assert f"{RING_MIN_BYTES} bytes >=" in large.reason
+    assert across_hosts(op, RING_MIN_BYTES - 2 * LARGE, node=True).algorithm == "unfused"
+    few_rows = across_hosts(op, 4 * RING_MIN_BYTES, 4 * RING_MIN_ROWS - 4, node=True)
+    assert few_rows.algorithm == ("unfused" if op in MATMULS else "ring")
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_without_shared_memory_nothing_can_be_read_in_place(op: str) -> None:
     for algorithm in ("unfused", "ring"):
         plan = choose(problem(op), Means(shared_memory=False), requested=algorithm)
@@ -165,6 +177,32 @@ def test_without_shared_memory_nothing_can_be_read_in_place(op: str) -> None:
         need = f"'{algorithm}' of {op} needs memory that all ranks share"
         with pytest.raises(NotImplementedError, match=need):
             choose(problem(op), Means(shared_memory=False), requested=algorithm)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_two_levels_need_several_hosts_with_several_ranks(op: str) -> None:
+    across = Means(shared_memory=False)
+    plan = choose(problem(op), across, requested="hierarchical")
+    assert plan.algorithm == "hierarchical"
+    alone = replace(across, why_no_node="needs a host with two or more ranks")
+    for means, device, need in [
+        (alone, "cpu", "needs a host with two or more ranks"),
+        (Means(shared_memory=True), "cpu", "is for groups that span hosts"),
+        (across, "cuda", "is not built for CUDA tensors"),
+    ]:
+        with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {need}"):
+            choose(problem(op, device=device), means, requested="hierarchical")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_two_levels_need_room_for_a_row_of_a_matmul(op: str) -> None:
+    wide = problem(op, shape=(LARGE, 1 << 20))
+    means = Means(shared_memory=False, workspace_bytes=1 << 16)
+    if op in MATMULS:
+        with pytest.raises(NotImplementedError, match="bytes for a row of each rank"):
+            choose(wide, means, requested="hierarchical")
+    else:
+        assert choose(wide, means, requested="hierarchical").algorithm == "hierarchical"
 
 
 @pytest.mark.parametrize("requested", ["tree", "Direct", "", "auto "])

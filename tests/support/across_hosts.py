@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +21,7 @@ from tests.support.ranked import call, check_cases
 from tpkernels import groups
 
 TIMEOUT = 3.0
-WAYS = ("auto", "unfused", "ring")
+WAYS = ("auto", "unfused", "ring", "hierarchical")
 F32 = torch.float32
 
 
@@ -29,12 +30,21 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def works(nproc: int) -> dict[str, Any]:
+def _ranks_of_hosts() -> list[list[int]]:
+    """As torchrun has placed them."""
+    hosts = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(hosts, torch.tensor([int(os.environ["GROUP_RANK"])]))
+    host_of = [int(host) for host in hosts]
+    return [[r for r, of in enumerate(host_of) if of == host] for host in sorted(set(host_of))]
+
+
+def works() -> dict[str, Any]:
     """Every op on the group that spans the hosts, and on the group of this host's ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    ranks = [range(first, first + nproc) for first in range(0, world, nproc)]
-    inside = [dist.new_group(list(some)) for some in ranks][rank // nproc]
-    assert isinstance(inside, dist.ProcessGroup)
+    ranks = _ranks_of_hosts()
+    made = [dist.new_group(some) for some in ranks]
+    inside = next(group for group in made if isinstance(group, dist.ProcessGroup))
+    several = max(map(len, ranks)) > 1
+    ways = {"across": WAYS if several else WAYS[:-1], "inside": WAYS[:-1]}
     results: dict[str, Any] = {"failures": []}
     for name, group in [("across", _world()), ("inside", inside)]:
         tpkernels.init(group, TIMEOUT * 5)
@@ -42,14 +52,14 @@ def works(nproc: int) -> dict[str, Any]:
         results[name] = {"shared_memory": near, "ranks": group.size()}
         cases = {replace(case, algorithm="auto") for case in one_of_each(group.size())}
         for case in sorted(cases, key=str):
-            for way in WAYS:
+            for way in ways[name]:
                 results["failures"] += check_cases([replace(case, algorithm=way)], group)
     results["same_bits"] = []
     for case in [
-        Case(op="matmul_reduce_scatter", shape=(24 * world, 33), k=(70,), biases=(F32,)),
+        Case(op="matmul_reduce_scatter", shape=(120, 33), k=(70,), biases=(F32,)),
         Case(op="all_reduce", shape=(50, 31), dtype=torch.bfloat16),
     ]:
-        outputs = [call(replace(case, algorithm=way), _world())[0] for way in WAYS]
+        outputs = [call(replace(case, algorithm=way), _world())[0] for way in ways["across"]]
         results["same_bits"].append(all(torch.equal(outputs[0], other) for other in outputs))
     return results
 
@@ -88,12 +98,32 @@ def cut(algorithm: str, op: str, marker: Path) -> dict[str, Any]:
     return {"error": "", "calls": calls}
 
 
+def killed(algorithm: str, op: str, victim: int, marker: Path) -> dict[str, Any]:
+    """Calls an op again and again; a rank kills itself after some calls."""
+    group, rank = _world(), dist.get_rank()
+    tpkernels.init(group, TIMEOUT * 5)
+    x, w = torch.ones(512, 512), torch.ones(512, 512)
+    factors = (x, w) if "matmul" in op else (x,)
+    try:
+        for calls in range(1000):
+            if rank == victim and calls == 5:
+                marker.write_text(repr(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            getattr(tpkernels, op)(*factors, group, algorithm=algorithm)
+    except tpkernels.TpkernelsError as error:
+        seconds = time.monotonic() - float(marker.read_text())
+        return {"error": type(error).__name__, "text": str(error), "seconds": seconds}
+    return {"error": ""}
+
+
 def main() -> None:
     job, out, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if job == "works":
-        results = works(int(arguments[0]))
+        results = works()
+    elif job == "killed":
+        results = killed(arguments[0], arguments[1], int(arguments[2]), Path(out))
     else:
         results = cut(arguments[0], arguments[1], Path(out))
     Path(f"{out}.{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,6 +57,21 @@ def apart() -> Iterator[None]:
             yield
     finally:
         colocation._why_not_reached = probe
+
+
+@contextlib.contextmanager
+def on_hosts(host_of: str) -> Iterator[None]:
+    """Groups of all ranks that are set up within the block share memory only with the ranks of the
+    same host; ``host_of[rank]`` names it."""
+
+    def why_not_reached(name: str | None, seconds: float) -> str | None:
+        found = re.match(r"tpkernels-host-(\d+)-", name or "")
+        if found is not None and host_of[int(found[1])] == host_of[dist.get_rank()]:
+            return None
+        return "is kept apart by a test"
+
+    with apart(), mock.patch.object(colocation, "_why_not_reached", why_not_reached):
+        yield
 
 
 @contextlib.contextmanager

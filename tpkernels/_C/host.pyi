@@ -40,6 +40,7 @@ class Channel:
         spin_us: float,
         yield_us: float,
         capacity: int,
+        names: Sequence[int] = (),
     ) -> None: ...
     @staticmethod
     def region_bytes(world: int, limit: int) -> int: ...

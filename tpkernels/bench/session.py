@@ -96,6 +96,11 @@ def ranks_share_gpus(world: int) -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world)) > torch.cuda.device_count()
 
 
+def on_one_host(world: int) -> bool:
+    """Whether all ranks are on this host; with several launchers they need not be."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world)) >= world
+
+
 def backend_of(world: int, device: str) -> str:
     """gloo if ranks share a GPU, which NCCL does not support."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" and not ranks_share_gpus(world) else "gloo"

@@ -10,7 +10,7 @@ import torch
 from tpkernels import dtypes
 from tpkernels.bench.options import UsageError, ops_named, shape_of, sizes_of
 from tpkernels.bench.output import byte_size
-from tpkernels.bench.session import unsupported_kernels
+from tpkernels.bench.session import on_one_host, unsupported_kernels
 from tpkernels.ops._reduction import describe
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
@@ -112,11 +112,15 @@ def spec_of_extents(
 
 def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu") -> None:
     """``UsageError`` if an algorithm cannot run a spec, as far as this process can tell."""
-    means = Means(shared_memory=True, unsupported=unsupported_kernels(device))
-    try:
-        choose(spec.problem(world, device), means, requested=algorithm)
-    except NotImplementedError as error:
-        raise UsageError(str(error)) from error
+    missing, errors = unsupported_kernels(device), []
+    for shared_memory in (True,) if on_one_host(world) else (True, False):
+        means = Means(shared_memory=shared_memory, unsupported=missing)
+        try:
+            choose(spec.problem(world, device), means, requested=algorithm)
+            return
+        except NotImplementedError as error:
+            errors.append(error)
+    raise UsageError(str(errors[-1])) from errors[-1]
 
 
 def check_split(spec: Spec, world: int, *, label: str = "", uneven: bool = True) -> None:

@@ -39,6 +39,8 @@ from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupport
 from tpkernels.planning.machine import Machine, instructions, this_machine
 from tpkernels.planning.table import Config, Measurement, Table
 from tpkernels.planning.trials import ELIGIBLE, is_eligible
+from tpkernels.shards import shard_sizes
+from tpkernels.symm.node import why_not_hierarchical
 
 _CONFIG_REPEAT = 5
 
@@ -74,7 +76,12 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     case = random_case(spec, own_device(device))
     assert dist.group.WORLD is not None  # cases only run on ranks
     group = groups.get(dist.group.WORLD.group_name).ready()
-    means = Means(group.shared_memory, group.workspace_bytes, instructions())
+    means = Means(
+        group.shared_memory,
+        group.workspace_bytes,
+        instructions(),
+        why_no_node=group.why_no_node,
+    )
     problem = spec.problem(group.world, device)
     _, before = planned(case.copy(), "auto")
     results = _results(case, candidates(problem, means))
@@ -232,7 +239,10 @@ def explain(spec: Spec, world: int, device: str, *, hosts: int, threads: int) ->
     shared_memory = hosts == 1
     problem = spec.problem(world, device)
     means = Means(
-        shared_memory, instructions=instructions(), unsupported=unsupported_kernels(device)
+        shared_memory,
+        instructions=instructions(),
+        unsupported=unsupported_kernels(device),
+        why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
     )
     machine, table = None, Table()
     if device == "cpu" or torch.cuda.is_available():

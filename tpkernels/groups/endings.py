@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
-from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError, TpkernelsError
+from tpkernels.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    TpkernelsError,
+)
 from tpkernels.groups.turns import Turns
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.symm.exchange import Participant, tell_left
 from tpkernels.symm.host import HostWorkspace
+from tpkernels.symm.node import Node
 from tpkernels.text import of_error
 
 
@@ -17,8 +23,14 @@ class Endings(Turns):
 
     timeout: float
     workspace: HostWorkspace | None
+    node: Node | None
     waiter: Waiter
     _ready: bool
+
+    @property
+    def nearby(self) -> HostWorkspace | None:
+        """What this rank shares with those of its host: all ranks, or those of its node."""
+        return self.workspace if self.node is None else self.node.workspace
 
     def participant(self, timeout: float) -> Participant:
         """This rank's place in the group, for an exchange through its store."""
@@ -30,13 +42,15 @@ class Endings(Turns):
         if self._broken is not None:
             return
         self._broken, self.open = of_error(error), False
-        if self.workspace is not None:
+        if self.nearby is None:
+            if not self._ready:
+                with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
+                    tell_left(self.participant(self.timeout), error)
+        elif self.node is None or not isinstance(error, CollectiveMismatchError):
+            # Across hosts each rank detects a mismatch by itself, from the greetings.
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)
-            self.workspace.abandon(self._broken, late, -1 if peer is None else peer)
-        elif not self._ready:
-            with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
-                tell_left(self.participant(self.timeout), error)
+            self.nearby.abandon(self._broken, late, -1 if peer is None else peer)
 
     def disown(self, owner: int) -> None:
         """See there."""
@@ -53,16 +67,16 @@ class Endings(Turns):
         with self.lock:
             self.check_usable()
             try:
-                if self.workspace is not None:
-                    self.workspace.check()
+                if self.nearby is not None:
+                    self.nearby.check()
             except TpkernelsError as error:
                 self.mark_broken(error)
                 raise
 
     def leave(self) -> None:
         """For the end of the process."""
-        if self.workspace is not None and not self.is_forked:
-            self.workspace.leave()
+        if self.nearby is not None and not self.is_forked:
+            self.nearby.leave()
 
     def close(self, by: str) -> None:
         """Has no more calls run, and gives the workspace back; in a call, on any thread, nothing:
@@ -75,8 +89,8 @@ class Endings(Turns):
             self._closed, self.open = by, False
             self.forget_calls()
             self.waiter.close()
-            workspace, self.workspace = self.workspace, None
-            if workspace is not None:
-                workspace.close()
+            nearby, self.workspace, self.node = self.nearby, None, None
+            if nearby is not None:
+                nearby.close()
         finally:
             self.lock.release()

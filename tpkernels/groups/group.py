@@ -27,6 +27,7 @@ from tpkernels.symm import capture
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence, exchange
 from tpkernels.symm.host import HostWorkspace
+from tpkernels.symm.node import Node, make_node
 from tpkernels.text import named_values
 
 
@@ -43,6 +44,8 @@ class Group(Endings):
         self.workspace_bytes = defaults.WORKSPACE_BYTES
         self.workspace: HostWorkspace | None = None
         self.why_not_shared: str | None = None  #: why the ranks share no memory
+        self.node: Node | None = None  #: if they do not, and the ranks of each host do
+        self.why_no_node: str | None = None  #: what `hierarchical` lacks
         self.hosts = 1
         self.autotune = defaults.AUTOTUNE
         self.numerics: str | None = None  #: as given to `init`
@@ -118,11 +121,13 @@ class Group(Endings):
             one_machine = self._agree_on_memory(participant, options)
             if self.why_not_shared is None:
                 self.workspace = HostWorkspace(participant, workspace_bytes)
-            elif one_machine and self.rank == 0 and self.world > 1:
-                self.notices.append(
-                    "the ranks are on one machine but share no memory, and so take the slower "
-                    f"process group: {self.why_not_shared}"
-                )
+            elif self.world > 1:
+                self.node, self.why_no_node = make_node(participant, workspace_bytes)
+                if one_machine and self.rank == 0:
+                    self.notices.append(
+                        "the ranks are on one machine but share no memory, and so take the slower "
+                        f"process group: {self.why_not_shared}"
+                    )
             self._set_timeouts(own, gpu_timeout)
             self.workspace_bytes, self.autotune = workspace_bytes, autotune
             self.numerics, self.cuda_sums = numerics, CudaNumerics(numerics)
@@ -130,8 +135,8 @@ class Group(Endings):
 
     def _set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
         self.timeout, self.gpu_timeout = timeout, gpu_timeout
-        if self.workspace is not None:
-            self.workspace.set_timeouts(timeout, gpu_timeout)
+        if self.nearby is not None:
+            self.nearby.set_timeouts(timeout, gpu_timeout)
 
     def _agree_on_memory(self, participant: Participant, options: dict[str, Any]) -> bool:
         """Finds out with the other ranks whether all give the same options and can share memory
@@ -243,10 +248,10 @@ class Group(Endings):
     def make_room(self, nbytes: int, text: str) -> None:
         """Has the data buffers hold ``nbytes`` each for a call, as far as they may and can grow.
         Collective where they grow: all ranks ask for the same."""
-        workspace = self.workspace
-        if workspace is not None and workspace.wants(nbytes):
+        memory = self.node or self.workspace
+        if memory is not None and memory.wants(nbytes):
             with self._together():
-                refused = workspace.grow(nbytes, text)
+                refused = memory.grow(nbytes, text)
                 if refused is not None and self.rank == 0:
                     self.notices.append(refused)
 

@@ -63,10 +63,11 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
 
 def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
     """What the group offers, as far as it is set up."""
-    workspace = group.workspace
-    usable = group.workspace_bytes if workspace is None else workspace.usable_bytes
-    shared_memory = workspace is not None or group.world == 1
-    return Means(shared_memory, usable, instructions(), dict(unsupported or {}))
+    memory = group.node or group.workspace
+    usable = group.workspace_bytes if memory is None else memory.usable_bytes
+    shared_memory = group.workspace is not None or group.world == 1
+    missing = dict(unsupported or {})
+    return Means(shared_memory, usable, instructions(), missing, group.why_no_node)
 
 
 def _unsupported_kernels(

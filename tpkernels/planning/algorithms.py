@@ -26,6 +26,8 @@ class Algorithm:
             that the matmul sums over.
         overlaps_matmul: has nothing to do for an op without a matmul.
         needs_shared_memory: every rank reads or writes its peers' memory.
+        needs_nodes: is for groups that span hosts, and reads or writes the memory of the ranks of
+            the same host; not built for CUDA tensors.
         kernels: by device type, the kind of our own kernels that it launches, "Triton" or "CUDA".
         optional_kernels: by op, kernels that it also uses on CUDA tensors where they load.
         whole_rows: device types on which it moves whole rows and accumulates in float32.
@@ -41,6 +43,7 @@ class Algorithm:
     splits_matmul: bool = False
     overlaps_matmul: bool = False
     needs_shared_memory: bool = False
+    needs_nodes: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
     whole_rows: frozenset[str] = frozenset()
@@ -78,6 +81,13 @@ _RECORDS = (
         optional_kernels={"all_gather_matmul": "CUDA"},  # copy engines may bring the rows
         whole_rows=frozenset({"cpu", "cuda"}),
         tests_only=frozenset({"cpu"}),
+    ),
+    Algorithm(
+        "hierarchical",
+        splits_matmul=True,
+        needs_nodes=True,
+        workspace_bytes=steps.hierarchical_bytes,
+        step_rows=steps.hierarchical_rows,
     ),
 )
 ALGORITHMS: Mapping[str, Algorithm] = {record.name: record for record in _RECORDS}

@@ -56,12 +56,14 @@ class Means:
         workspace_bytes: the limit of each of a rank's two data buffers, if there are any.
         instructions: which of `thresholds.INSTRUCTIONS` the CPU has.
         unsupported: algorithms whose kernels cannot run, each with the reason.
+        why_no_node: without shared memory, what the group lacks for `hierarchical`; None: nothing.
     """
 
     shared_memory: bool
     workspace_bytes: int = defaults.WORKSPACE_BYTES
     instructions: frozenset[str] = frozenset()
     unsupported: Mapping[str, str] = field(default_factory=dict)
+    why_no_node: str | None = None
 
 
 def choose(
@@ -150,6 +152,9 @@ def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
         return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
     if problem.has_matmul and rows < RING_MIN_ROWS:
         return "unfused", f"{reason}; {rows} rows a rank < {RING_MIN_ROWS}"
+    if problem.has_matmul and _unsupported(problem, "hierarchical", means) is None:
+        reason += ", except those of a host"
+        return "hierarchical", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
         return "unfused", f"{reason}; ring has measured no faster"
     if _unsupported(problem, "ring", means) is not None:
@@ -181,6 +186,12 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:
         return "needs memory that all ranks share, which this group's ranks do not"
+    if algorithm.needs_nodes and problem.device != "cpu":
+        return "is not built for CUDA tensors"
+    if algorithm.needs_nodes and means.shared_memory:
+        return "is for groups that span hosts, and all ranks of this one share memory"
+    if algorithm.needs_nodes and means.why_no_node is not None:
+        return means.why_no_node
     if algorithm.overlaps_matmul and not problem.has_matmul:
         return "overlaps a matmul, and this op has none"
     if problem.device in algorithm.whole_rows:

@@ -1,11 +1,11 @@
-"""How much of a rank's data buffers a call on CPU tensors uses, and how `pipelined` is cut into
-steps that fit. All ranks compute the same."""
+"""How much of a rank's data buffers a call on CPU tensors uses, and how `pipelined` and
+`hierarchical` are cut into steps that fit. All ranks compute the same."""
 
 from __future__ import annotations
 
 from math import prod
 
-from tpkernels.integers import ceil_div
+from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.problem import Problem
 from tpkernels.shards import shard_sizes
 
@@ -14,6 +14,7 @@ LINE_BYTES = 64  # parts of a step are aligned to cache lines
 # csrc/host/collectives.cpp.
 _CHUNK_BYTES = 512 << 10
 _SLACK_BYTES = 4 << 10
+_HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 
 
 def step_bytes(problem: Problem) -> int:
@@ -49,6 +50,28 @@ def part_rows(problem: Problem, workspace_bytes: int) -> frozenset[int]:
         sizes = [size * problem.rows // problem.shape[problem.dim] for size in problem.sizes]
     parts = {min(step, size) for size in sizes} | {size % step for size in sizes}
     return frozenset(parts - {0})
+
+
+def chunk_bytes(problem: Problem, workspace_bytes: int) -> int:
+    """Bytes for each rank of a step of `hierarchical` without a matmul; a multiple of all sizes of
+    elements."""
+    fitting = workspace_bytes // problem.world // LINE_BYTES * LINE_BYTES
+    return max(LINE_BYTES, min(_HIERARCHICAL_CHUNK_BYTES, fitting))
+
+
+def hierarchical_rows(problem: Problem, workspace_bytes: int) -> int:
+    """Rows of each rank in a step of `hierarchical`, which splits no row of a matmul. Elements
+    alone can always be split."""
+    return step_rows(problem, workspace_bytes) if problem.has_matmul else 1
+
+
+def hierarchical_bytes(problem: Problem, workspace_bytes: int) -> int:
+    """Bytes that a call by `hierarchical` uses of each data buffer: at most those of one host with
+    all ranks."""
+    if problem.has_matmul:
+        return pipelined_bytes(problem, workspace_bytes)
+    each = min(problem.nbytes, chunk_bytes(problem, workspace_bytes))
+    return problem.world * round_up(each, LINE_BYTES)
 
 
 def direct_bytes(problem: Problem, workspace_bytes: int) -> int:

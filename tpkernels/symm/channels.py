@@ -39,4 +39,5 @@ def make_channel(link: MappedArena, participant: Participant, capacity: int) -> 
         spin_us=_CROWDED_SPIN_US if crowded else _SPIN_US,
         yield_us=0.0 if crowded else _SPIN_US,
         capacity=capacity,
+        names=participant.names,
     )

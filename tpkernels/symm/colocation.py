@@ -22,7 +22,7 @@ from tpkernels import _C
 from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.messages import MOST_DESCRIPTORS, connected, listening, user_of
 
-_MOST_RANKS = MOST_DESCRIPTORS - 1  # a pidfd of each, and the memory
+MOST_RANKS = MOST_DESCRIPTORS - 1  # a pidfd of each, and the memory
 _ACCEPT_SLICE = 0.05  # s
 
 
@@ -63,10 +63,34 @@ def probe_colocation(
     return (reasons[0] if reasons else None), statements
 
 
+def find_leaders(
+    participant: Participant, statement: dict[str, Any]
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """For each rank, the first rank that it can share memory with, if only itself. Also returns
+    the statements of all ranks. Collective."""
+    with contextlib.ExitStack() as stack:
+        name = None
+        with contextlib.suppress(OSError, RuntimeError):  # no descriptor, or no thread
+            listener, own_name = stack.enter_context(listening(f"host-{participant.rank}"))
+            stack.enter_context(_accepting(listener))
+            name = own_name if unsupported() is None else None
+        statements = exchange(participant, "hosts", {"socket": name, **statement})
+        leader = participant.rank
+        if name is not None:
+            reached = (
+                rank
+                for rank in range(participant.rank)
+                if _why_not_reached(statements[rank]["socket"], participant.timeout) is None
+            )
+            leader = next(reached, leader)
+        leaders = exchange(participant, "leaders", {"leader": leader})
+    return [each["leader"] for each in leaders], statements
+
+
 def unsupported(world: int = 1) -> str | None:
     """Why this process cannot share memory with ``world`` ranks; None: it can."""
-    if world > _MOST_RANKS:
-        return f"is one of {world} ranks; at most {_MOST_RANKS} can share memory"
+    if world > MOST_RANKS:
+        return f"is one of {world} ranks; at most {MOST_RANKS} can share memory"
     for name, probe in (
         ("memfd_create", lambda: _C.host.open_memfd("tpkernels-probe")),
         ("pidfd_open", lambda: _C.host.open_pidfd(os.getpid())),

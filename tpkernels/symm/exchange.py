@@ -59,10 +59,15 @@ class Participant:
     timeout: float
     presence: Presence = field(default_factory=Presence)
     watch: Callable[[], None] | None = None  #: raises if a peer is lost; None: not watched yet
+    names: tuple[int, ...] = ()  #: the ranks' numbers in errors, where those of a larger group
 
     @property
     def prefix(self) -> str:
         return f"tpkernels/{self.group}"
+
+    def name(self, rank: int) -> int:
+        """The number of a rank in errors."""
+        return self.names[rank] if self.names else rank
 
     def look(self, purpose: str, *more_addresses: str) -> None:
         """Raises if a peer is lost, or has notified this rank that it left."""
@@ -73,8 +78,9 @@ class Participant:
             if self.store.check([key]):
                 note = json.loads(self.store.get(key))
                 kind = CollectiveTimeoutError if note["late"] else PeerLostError
+                own = self.name(self.rank)
                 raise kind(
-                    f"{purpose} of group '{self.group}': rank {self.rank} waited for rank "
+                    f"{purpose} of group '{self.group}': rank {own} waited for rank "
                     f"{note['rank']}, which left with {note['why']}",
                     peer=note["peer"],
                 )
@@ -83,10 +89,10 @@ class Participant:
         """Notifies other ranks that this one has left with ``error``."""
         peer = error.peer if isinstance(error, TpkernelsError) else None
         note = {
-            "rank": self.rank,
+            "rank": self.name(self.rank),
             "why": of_error(error),
             "late": isinstance(error, CollectiveTimeoutError),
-            "peer": self.rank if peer is None else peer,
+            "peer": self.name(self.rank) if peer is None else peer,
         }
         for address in addresses:
             with contextlib.suppress(RuntimeError):  # the store is gone
@@ -212,9 +218,10 @@ class _Attempt:
                 return False
             return last is None or participant.store.check([f"{last}/{rank}"])
 
-        missing = next((rank for rank in range(participant.world) if not is_here(rank)), 0)
+        late = next((rank for rank in range(participant.world) if not is_here(rank)), 0)
+        own, missing = participant.name(participant.rank), participant.name(late)
         return CollectiveTimeoutError(
-            f"{self.purpose} of group '{participant.group}': rank {participant.rank} waited "
+            f"{self.purpose} of group '{participant.group}': rank {own} waited "
             f"{participant.timeout:g} s for rank {missing}, which did not arrive. All ranks of the "
             "group must make their first call, call tpkernels.init or create a communicator "
             "together.",

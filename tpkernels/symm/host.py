@@ -92,7 +92,7 @@ class HostWorkspace(Steps):
         error = short_of_memory(sum(size for _, size in parts), self.participant.world)
         self._agree(f"growing the workspace to {wanted} bytes for {text}")
         error = error or self._commit(parts)
-        own = None if error is None else f"rank {rank}: {error}"
+        own = None if error is None else f"rank {self.participant.name(rank)}: {error}"
         errors = [one["error"] for one in exchange(self._watched(), "growth", {"error": own})]
         self._may_grow = not any(errors)
         if self._may_grow:

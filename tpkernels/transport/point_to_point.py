@@ -122,6 +122,8 @@ def enter(call: Call) -> PeerLinks:
         group.workspace.channel.begin(call.plan.signature, call.plan.text)
         group.workspace.channel.barrier()
     else:
+        if call.node is not None:
+            call.node.channel.begin(call.plan.signature, call.plan.text)
         link.greet()
     return link
 

@@ -3,7 +3,7 @@
 Sync: before a call sends anything, its ranks check that they are in the same call. With a
 workspace, they use its barrier. The words that follow order nothing; they report progress: READ
 means that a rank has called torch.distributed, RESULT that it has finished. Without a workspace,
-they use greetings (point_to_point.py).
+they use greetings (point_to_point.py); `hierarchical` watches the ranks of its host as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from tpkernels._C.host import Phase
 from tpkernels.call import Call
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
-from tpkernels.groups.group import Group
 from tpkernels.local.ranges import TRANSFER, WAIT, recorded
 
 _LOOK = timedelta(seconds=0.02)  # between two looks at the peers
@@ -37,7 +36,7 @@ def finish(call: Call, work: Any) -> None:
             with contextlib.suppress(RuntimeError):  # not done yet, or a failure, raised below
                 work.wait(_LOOK)
                 return
-            _watch(group, 0.0)
+            _watch(call, 0.0)
     try:
         work.wait()
     except TpkernelsError:
@@ -52,8 +51,8 @@ def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn
     group, late = call.group, "timed out" in str(error).lower()
     # A connection may close slightly before the kernel reports that the process has ended.
     until = time.monotonic() + 0.2
-    while time.monotonic() < until and group.workspace is not None:
-        _watch(group, group.timeout if late else 0.0)
+    while time.monotonic() < until and (group.workspace is not None or call.node is not None):
+        _watch(call, group.timeout if late else 0.0)
         time.sleep(0.005)
     kind = CollectiveTimeoutError if late else PeerLostError
     whom = "torch.distributed" if peer is None else f"rank {peer}"
@@ -64,15 +63,19 @@ def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn
     ) from error
 
 
-def _watch(group: Group, waited: float) -> None:
-    """Raises if a peer is lost or late. Peers that have not called torch.distributed come first."""
-    if group.workspace is not None:
-        group.workspace.channel.watch(Phase.READ, waited)
-        group.workspace.channel.watch(Phase.RESULT, waited)
+def _watch(call: Call, waited: float) -> None:
+    """Raises if a peer is lost or late. Peers that have not called torch.distributed come first.
+    Across hosts the late one is at the other end of the transfer, wherever that is."""
+    workspace = call.group.workspace
+    if workspace is not None:
+        workspace.channel.watch(Phase.READ, waited)
+        workspace.channel.watch(Phase.RESULT, waited)
+    elif call.node is not None:
+        call.node.channel.watch(Phase.RESULT, 0.0)
 
 
 def announce_done(call: Call) -> None:
     """Tells the peers that this rank needs nothing more from them, and that its process may end."""
-    workspace = call.group.workspace
-    if workspace is not None and call.group.world > 1 and call.problem.device == "cpu":
-        workspace.channel.publish(Phase.RESULT)
+    shared = call.node or call.group.workspace
+    if shared is not None and call.group.world > 1 and call.problem.device == "cpu":
+        shared.channel.publish(Phase.RESULT)

@@ -1,0 +1,198 @@
+"""``hierarchical`` on groups that span hosts: exact results, the bits, what travels between hosts,
+and what is refused. The hosts share a machine: `on_hosts` keeps their ranks apart. Namespaces are
+in transport/test_hosts.py, faults in failures/test_apart.py."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
+from tests.support.ranked import (
+    SMALLEST_WORKSPACE,
+    call,
+    check_cases,
+    fresh_group,
+    on_hosts,
+    report,
+)
+from tests.support.tiers import sweep
+from tpkernels import groups
+from tpkernels.symm.node import Node
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+# The host of each rank. Sums of fp32 go back to owners on a host before three ranks, those of bf16
+# before five.
+TWO_AND_ONE, TWO_AND_TWO = "001", "0011"
+LAYOUTS = (TWO_AND_ONE, TWO_AND_TWO, "011", "0111", "00112", "01122")
+
+
+def apart_job(hosts: str, cases: list[Case], workspace_bytes: int) -> list[str]:
+    with on_hosts(hosts), fresh_group(workspace_bytes) as group:
+        return check_cases(cases, group)
+
+
+def run(
+    ranks: RanksFixture,
+    hosts: str,
+    cases: list[Case],
+    workspace_bytes: int = SMALLEST_WORKSPACE,
+) -> None:
+    cases = [replace(case, algorithm="hierarchical") for case in dict.fromkeys(cases)]
+    told = ranks(len(hosts)).run(apart_job, hosts, cases, workspace_bytes, timeout=240)
+    report(failure for rank in told for failure in rank)
+
+
+@pytest.mark.parametrize("hosts", sweep(LAYOUTS))
+def test_every_op_and_dtype(ranks: RanksFixture, hosts: str) -> None:
+    plain = {replace(case, algorithm="auto") for case in one_of_each(len(hosts))}
+    cases = each(*sorted(plain, key=str), dtypes=(*DTYPES, F64), algorithms=("hierarchical",))
+    run(ranks, hosts, cases)
+
+
+@pytest.mark.parametrize("hosts", sweep(LAYOUTS))
+def test_uneven_and_empty_shards(ranks: RanksFixture, hosts: str) -> None:
+    world, cases = len(hosts), []
+    for sizes in [*uneven_splits(23, world), (0,) * world]:
+        rows = sum(sizes)
+        for shape, dim in [((rows, 9), 0), ((2, rows, 9), 1), ((2, rows, 3, 5), 1)]:
+            split: dict[str, Any] = {"sizes": sizes, "shape": shape, "dim": dim}
+            cases += [
+                Case(op="all_gather", **split),
+                Case(op="reduce_scatter", **split),
+                Case(op="all_gather_matmul", n=(8, 3), return_gathered=dim > 0, **split),
+                Case(op="matmul_reduce_scatter", k=(7, 9), **split),
+            ]
+        if rows:
+            last: dict[str, Any] = {"sizes": sizes, "shape": (6, rows), "dim": 1}
+            cases += [
+                Case(op="all_gather", **last),
+                Case(op="reduce_scatter", **last),
+                Case(op="matmul_reduce_scatter", k=(7,), biases=(F32,), **last),
+            ]
+    cases += [
+        Case(op=op, shape=shape, k=(5,) * ("matmul" in op))
+        for op in ("all_reduce", "all_reduce_", "matmul_all_reduce")
+        for shape in [(1, 3), (world - 1, 2), (world + 1, 7)]
+    ]
+    run(ranks, hosts, [replace(case, integers=True) for case in cases])
+
+
+STEPPED = [
+    Case(op="all_gather", shape=(60, 3000)),
+    Case(op="all_gather", shape=(3, 60, 1000), dim=1),
+    Case(op="reduce_scatter", shape=(60, 3000)),
+    Case(op="all_reduce_", shape=(60, 3000)),
+    Case(op="all_gather_matmul", shape=(120, 1000), n=(8,), return_gathered=True),
+    Case(op="matmul_reduce_scatter", shape=(120, 400), k=(8,), biases=(F32,), residual=F32),
+    Case(op="matmul_reduce_scatter", shape=(400, 60), dim=1, k=(8,)),
+    Case(op="matmul_all_reduce", shape=(240, 400), k=(8,), biases=(F32,), out_dtype=F32),
+]
+
+
+@pytest.mark.parametrize("hosts", sweep(LAYOUTS))
+def test_more_than_the_workspace_holds(ranks: RanksFixture, hosts: str) -> None:
+    cases = [replace(c, dtype=d, integers=True) for c in STEPPED for d in (F32, BF16)]
+    run(ranks, hosts, [replace(c, residual=c.residual and c.dtype) for c in cases])
+
+
+BITS = [
+    Case(op="all_gather_matmul", shape=(60, 133), n=(40, 300), biases=(F32, None)),
+    Case(op="matmul_reduce_scatter", shape=(60, 65), k=(133, 90), biases=(F32,)),
+    Case(op="matmul_reduce_scatter", shape=(60, 65), k=(133,), wire_dtype=F32),
+    Case(op="matmul_reduce_scatter", shape=(9, 120), dim=1, k=(133,), out_dtype=F32),
+    Case(op="matmul_all_reduce", shape=(60, 300), k=(133, 90), biases=(F32,)),
+    Case(op="reduce_scatter", shape=(60, 65)),
+    Case(op="reduce_scatter", shape=(60, 65), out_dtype=F32),
+    Case(op="all_reduce", shape=(90, 133)),
+    Case(op="all_reduce_", shape=(90, 133)),
+]
+
+
+def bits_job(hosts: str, cases: list[Case]) -> list[str]:
+    """Cases whose bits differ between `unfused` and `hierarchical`, with delays."""
+    different = []
+    with on_hosts(hosts), fresh_group() as group:
+        _node(group).workspace.set_chaos(seed=group.rank() + 1, max_delay_us=300)
+        for case in cases:
+            first, second = (
+                call(replace(case, algorithm=way), group) for way in ("unfused", "hierarchical")
+            )
+            if not all(map(torch.equal, first, second)):
+                different.append(str(case))
+    return different
+
+
+@pytest.mark.parametrize("hosts", sweep((*LAYOUTS, "011111")))
+def test_the_bits_are_those_of_unfused(ranks: RanksFixture, hosts: str) -> None:
+    cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
+    told = ranks(len(hosts)).run(bits_job, hosts, cases, timeout=120)
+    report(bad for rank in told for bad in rank)
+
+
+def _node(group: dist.ProcessGroup) -> Node:
+    node = groups.get(group.group_name).node
+    assert node is not None
+    return node
+
+
+def special_job(hosts: str, dtype: torch.dtype) -> list[str]:
+    """NaN of both signs and with payloads, infinities of both signs, zeros of both signs."""
+    rank, world = dist.get_rank(), len(hosts)
+    values = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf"), -0.0, 0.0])
+    whole = torch.cartesian_prod(*[values] * world)[:, rank].contiguous()
+    whole[::5] = torch.tensor([0x7FC12300 + rank], dtype=torch.int32).view(F32)
+    x = whole[: len(whole) // world * world].to(dtype)
+    bits = torch.int32 if dtype == F32 else torch.int16
+    with on_hosts(hosts), fresh_group() as group:
+        wrong = []
+        for op in ("reduce_scatter", "all_reduce"):
+            one, other = (
+                getattr(tpkernels, op)(x, group, algorithm=way).view(bits)
+                for way in ("unfused", "hierarchical")
+            )
+            if not torch.equal(one, other):
+                wrong.append(f"{op}: {int((one != other).sum())} of {one.numel()} differ")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("hosts", "dtype"), sweep([("0111", F32), ("011111", BF16), (TWO_AND_TWO, BF16)])
+)
+def test_the_bits_of_what_is_no_number(ranks: RanksFixture, hosts: str, dtype: torch.dtype) -> None:
+    assert not any(ranks(len(hosts)).run(special_job, hosts, dtype))
+
+
+def delayed_job(hosts: str, calls: int, **broken: bool) -> list[str]:
+    """Calls with random delays; a rank overwrites its own buffers as soon as it may."""
+    wrong: list[str] = []
+    with on_hosts(hosts), fresh_group(SMALLEST_WORKSPACE) as group:
+        node = _node(group)
+        node.workspace.set_chaos(seed=group.rank() + 1, max_delay_us=5000, **broken)
+        cases = [replace(c, integers=True, algorithm="hierarchical") for c in STEPPED]
+        for case in itertools.islice(itertools.cycle(cases), calls):
+            wrong += check_cases([case], group)
+            parity = (node.channel.epoch + 1) & 1
+            offset = node.channel.buffer_offset(parity)
+            floats = node.channel.capacity // 4
+            node.workspace._at(node.index, F32, (floats,), offset).fill_(float("nan"))
+    return wrong
+
+
+@pytest.mark.parametrize("hosts", sweep(LAYOUTS[1:]))
+def test_calls_with_delays_and_poison(ranks: RanksFixture, hosts: str) -> None:
+    for wrong in ranks(len(hosts)).run(delayed_job, hosts, 16, timeout=120):
+        assert not wrong, wrong[:3]
+
+
+@pytest.mark.thorough
+def test_a_wait_that_is_left_out_is_found(ranks: RanksFixture) -> None:
+    """Negative control: the test above can fail."""
+    told = ranks(4).run(delayed_job, TWO_AND_TWO, 16, timeout=120, skip_waits=True)
+    assert any(told)

@@ -1,0 +1,119 @@
+"""What ``hierarchical`` sends between hosts: the routes, and the bytes of each op."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from math import prod
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.cases import Case, RanksFixture
+from tests.support.ranked import call, fresh_group, on_hosts
+from tests.support.tiers import sweep
+from tpkernels.algorithms.hierarchical.routes import Route, delegate, in_order, rounds, routes
+from tpkernels.transport import point_to_point as links
+from tpkernels.transport.point_to_point import PeerLinks
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def _bytes(sizes: tuple[int, ...], route: Route, partial: int, total: int) -> int:
+    """Bytes of an element that cross links, counted along the route."""
+    raw = sum(size for host, size in enumerate(sizes) if not route.visits(host))
+    return raw * partial + route.hops * total
+
+
+@pytest.mark.parametrize(("partial", "total"), [(2, 4), (4, 4), (8, 8)])
+def test_a_route_moves_the_fewest_bytes(partial: int, total: int) -> None:
+    for count in (1, 2, 3, 4):
+        for sizes in itertools.product((1, 2, 3, 5, 9), repeat=count):
+            for home, route in enumerate(routes(sizes, partial, total)):
+                every = [
+                    _bytes(sizes, Route(start, home, turn), partial, total)
+                    for start in range(home + 1)
+                    for turn in range(home, count)
+                ]
+                assert _bytes(sizes, route, partial, total) == min(every), (sizes, route)
+
+
+def test_routes_of_known_hosts() -> None:
+    assert routes((2, 2), 2, 4) == (Route(0, 0, 0), Route(1, 1, 1))  # as many bytes, fewer hops
+    assert routes((2, 2), 4, 4) == (Route(0, 0, 0), Route(0, 1, 1))
+    assert routes((8, 8), 2, 4) == (Route(0, 0, 1), Route(0, 1, 1))
+    assert routes((1, 8, 8), 2, 4)[2] == Route(1, 2, 2)  # one partial is less than a sum
+    assert [route.home for route in in_order(routes((8, 8), 2, 4))] == [0, 1]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 3), (5, 2, 3)])
+def test_each_rank_of_a_host_has_its_share(sizes: tuple[int, ...]) -> None:
+    """On every host, each rank is dealt with once, by its delegate."""
+    edges = [0, *itertools.accumulate(sizes)]
+    hosts = [range(a, b) for a, b in itertools.pairwise(edges)]
+    for here, ours in enumerate(hosts):
+        for theirs in hosts:
+            dealt = [
+                (rank, ours[place])
+                for each_round in rounds(theirs, ours)
+                for place, rank in enumerate(each_round)
+                if rank is not None
+            ]
+            assert sorted(rank for rank, _ in dealt) == list(theirs)
+            assert all(delegate(hosts, rank, here) == by for rank, by in dealt)
+            shares = [sum(1 for _, by in dealt if by == rank) for rank in ours]
+            assert max(shares) - min(shares) <= 1
+
+
+def traffic_job(hosts: str, cases: list[Case]) -> list[int]:
+    """Bytes that this rank sends to other hosts in each call, greetings aside."""
+    sent, begin = [], PeerLinks._start
+
+    def count(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
+        if tag != links._GREETING_TAG:
+            sent[-1] += sum(t.nbytes for t, to in sends if hosts[to] != hosts[dist.get_rank()])
+        return begin(link, sends, receives, tag)
+
+    with on_hosts(hosts), fresh_group() as group, mock.patch.object(PeerLinks, "_start", count):
+        for case in cases:
+            sent.append(0)
+            call(case, group)
+    return sent
+
+
+@pytest.mark.parametrize("hosts", sweep(["0011", "000111"]))
+def test_what_crosses_the_link(ranks: RanksFixture, hosts: str) -> None:
+    """A shard crosses once for each other host. A sum crosses instead of the partials of a host,
+    where it is smaller. By `ring` shards pass each boundary between hosts, and partials cross one
+    by one."""
+    world, each_host = len(hosts), len(hosts) // 2
+    cases = [
+        Case(op="all_gather", shape=(12 * world, 10), dtype=BF16),
+        Case(op="all_gather_matmul", shape=(12 * world, 10), n=(8,), dtype=BF16),
+        Case(op="reduce_scatter", shape=(12 * world, 10), dtype=BF16),
+        Case(op="reduce_scatter", shape=(12 * world, 10), dtype=F32),
+        Case(op="matmul_reduce_scatter", shape=(12 * world, 10), k=(8,), dtype=F32),
+        Case(op="all_reduce", shape=(12 * world, 10), dtype=F32),
+        Case(op="matmul_all_reduce", shape=(12 * world, 10), k=(8,), dtype=F32),
+    ]
+    both = [replace(case, algorithm=way) for case in cases for way in ("hierarchical", "ring")]
+    told = ranks(world).run(traffic_job, hosts, both)
+    sent = dict(zip(both, map(sum, zip(*told, strict=True)), strict=True))
+    for case in cases:
+        size = case.dtype.itemsize
+        elements = prod(case.shape) // world  # of a shard
+        gathered, alone = world * size, 2 * (world - 1) * size
+        summed = each_host * (min(each_host * size, 8) + min(each_host * size, 4))
+        partials = 2 * each_host**2 * size
+        expected = {
+            "hierarchical": ("gather" in case.op or "all_reduce" in case.op) * gathered
+            + ("reduce" in case.op) * summed,
+            "ring": ("gather" in case.op or "all_reduce" in case.op) * alone
+            + ("reduce" in case.op) * partials,
+        }
+        for way, count in expected.items():
+            assert sent[replace(case, algorithm=way)] == count * elements, (case, way)
+        assert expected["hierarchical"] <= expected["ring"]

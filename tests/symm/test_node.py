@@ -1,0 +1,114 @@
+"""Memory for the ranks of each host, in groups that span hosts: who has it, why not, how it grows.
+The hosts share a machine: `on_hosts` keeps their ranks apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support.cases import Case, RanksFixture
+from tests.support.ranked import check_cases, fresh_group, messages_of, on_hosts
+from tpkernels import groups
+from tpkernels.symm import node as nodes
+from tpkernels.symm.host import HostWorkspace
+
+
+def refusal_job(hosts: str) -> list[str]:
+    with on_hosts(hosts), fresh_group() as group:
+        x = torch.ones(6, 4)
+        messages = messages_of([lambda: tpkernels.all_gather(x, group, algorithm="hierarchical")])
+        assert tpkernels.all_gather(x, group).shape[0] == 6 * len(hosts)  # the group goes on
+        return messages
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reason"),
+    [
+        ("010", "rank 2 shares a host with rank 0, but rank 1, between them, does not"),
+        ("012", "needs a host with two or more ranks that share memory, and each has one"),
+        ("000", "is for groups that span hosts, and all ranks of this one are on one host"),
+    ],
+)
+def test_hosts_that_do_not_fit(ranks: RanksFixture, hosts: str, reason: str) -> None:
+    for (message,) in ranks(len(hosts)).run(refusal_job, hosts):
+        assert message.startswith("NotImplementedError: algorithm 'hierarchical' of all_gather ")
+        assert reason in message
+
+
+def one_host_job() -> list[str]:
+    with fresh_group() as group:
+        x = torch.ones(6, 4)
+        return messages_of([lambda: tpkernels.all_gather(x, group, algorithm="hierarchical")])
+
+
+def test_one_host_is_refused(ranks: RanksFixture) -> None:
+    for (message,) in ranks(2).run(one_host_job):
+        assert "is for groups that span hosts, and all ranks of this one share memory" in message
+
+
+def no_memory_job(rank: int) -> list[str]:
+    """One rank cannot make the memory of its host."""
+
+    def fail(*args: Any) -> HostWorkspace:
+        raise OSError("no descriptors are left")
+
+    before = nodes.HostWorkspace
+    if dist.get_rank() == rank:
+        nodes.HostWorkspace = fail  # type: ignore[assignment, misc]
+    try:
+        return refusal_job("0011")
+    finally:
+        nodes.HostWorkspace = before  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_host_without_memory_is_a_reason_on_all(ranks: RanksFixture, rank: int) -> None:
+    for (message,) in ranks(4).run(no_memory_job, rank, timeout=15):
+        assert "needs shared memory on each host, and rank " in message
+        assert f"rank {rank}" in message and "no descriptors are left" in message
+
+
+def growth_job(hosts: str, lacking: int) -> tuple[list[str], int]:
+    """The buffers grow for a large call; on one host they cannot."""
+    with on_hosts(hosts), fresh_group(8 << 20) as group:
+        node = groups.get(group.group_name).node
+        assert node is not None
+        before = node.channel.capacity
+        if group.rank() == lacking:
+            node.workspace._commit = lambda parts: "no memory here"  # type: ignore[method-assign]
+        case = Case(op="matmul_reduce_scatter", shape=(1200, 2000), k=(8,), integers=True)
+        case = replace(case, algorithm="hierarchical")
+        wrong = check_cases([case, case], group)
+        assert node.channel.capacity >= before
+        return wrong, node.usable_bytes
+
+
+@pytest.mark.filterwarnings("ignore:the workspace of group")
+@pytest.mark.parametrize("lacking", [-1, 2])
+def test_the_workspace_grows_on_all_hosts_or_is_not_used(ranks: RanksFixture, lacking: int) -> None:
+    for wrong, usable in ranks(3).run(growth_job, "001", lacking):
+        assert not wrong
+        assert usable == (8 << 20 if lacking < 0 else 1 << 20)
+
+
+def finalize_job() -> list[str]:
+    """The memory of the host goes with the group; a peer that still waits for this rank is told."""
+    with on_hosts("001"), fresh_group() as group:
+        node = groups.get(group.group_name).node
+        assert node is not None
+        assert not check_cases(
+            [Case(op="all_reduce", shape=(9, 5), algorithm="hierarchical")], group
+        )
+        dist.barrier()
+        tpkernels.finalize()
+        return messages_of([lambda: node.channel.begin(1, "another call")])
+
+
+def test_finalize_ends_the_node(ranks: RanksFixture) -> None:
+    for (message,) in ranks(3).run(finalize_job):
+        assert "it left the call with tpkernels.finalize" in message

@@ -1,0 +1,1 @@
+"""Two levels for groups that span hosts: shared memory within a host, messages between hosts."""

@@ -1,0 +1,204 @@
+"""Two levels for groups that span hosts: shared memory within a host, messages between hosts.
+
+all_gather             Each rank sends its shard to one rank of every other host. Meanwhile the
+                       ranks of a host read each other's shards, then those that have arrived.
+all_gather_matmul      The same; each shard is multiplied where it lies, as soon as it is there.
+reduce_scatter         A running sum for each rank goes from host to host and takes up the partials
+                       of each in shared memory. Where that is fewer bytes, partials travel instead.
+matmul_reduce_scatter  The same; partials that travel are multiplied first.
+all_reduce, matmul_all_reduce   A reduce-scatter of the elements or rows, then an all-gather.
+
+A shard crosses the link of a host once, not once for each rank of the host, and a sum crosses it
+instead of a partial from each rank. routes.py says who sends what, sums.py why that gives the same
+bits as the other algorithms, and why nobody waits for ever.
+
+Sync: every call begins with greetings (transport/point_to_point.py), as without shared memory, and
+is one or more calls of the node's channel. Messages travel between the ranks' own memory, never to
+or from the node's workspace. So the channel's proof holds for the latter, whatever the other hosts
+do (csrc/host/channel.h).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from tpkernels.algorithms.hierarchical.sums import Parts, reduce_parts
+from tpkernels.algorithms.hierarchical.within import Levels, gather
+from tpkernels.algorithms.reduction import Reduction
+from tpkernels.algorithms.shards import (
+    as_rows,
+    multiply_shard,
+    partial_of_shard,
+    shard_rows,
+    shard_shape,
+)
+from tpkernels.call import Call
+from tpkernels.integers import ceil_div
+from tpkernels.local.matmul import local_matmul
+from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of
+from tpkernels.local.product import Weight
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.steps import chunk_bytes, step_rows
+
+
+def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
+    problem = call.problem
+    out = empty(problem.shape, x.dtype, x.device)
+    counts = _counts(problem)
+    blocks = out.split(list(problem.sizes), problem.dim)
+    if problem.outer == 1:
+        whole = list(out.view(-1).split(counts))
+    else:  # shards are not contiguous in the output
+        whole = [empty([count], x.dtype, x.device) for count in counts]
+    whole[call.group.rank].copy_(x.reshape(-1))
+    _gather_flat(Levels(call), whole)
+    if problem.outer != 1:
+        for owner, shard in enumerate(whole):
+            blocks[owner].copy_(shard.view(shard_shape(problem, owner)))
+    return out
+
+
+def _gather_flat(levels: Levels, whole: Sequence[torch.Tensor]) -> None:
+    """Fills ``whole``, a flat tensor for each rank; this rank's own is filled already. Ends the
+    call."""
+    problem, rank = levels.call.problem, levels.call.group.rank
+    shards = {owner: whole[owner] for owner in _dealt_with(levels)} | {rank: whole[rank]}
+
+    def place(owner: int, begin: int, part: torch.Tensor) -> None:
+        if owner not in shards:
+            whole[owner][begin : begin + part.numel()].copy_(part)
+
+    step = chunk_bytes(problem, levels.node.usable_bytes) // whole[rank].itemsize
+    gather(levels, shards, [shard.numel() for shard in whole], step, place)
+    levels.end()
+
+
+def _dealt_with(levels: Levels) -> list[int]:
+    """Whose shards this rank receives."""
+    node = levels.node
+    others = [host for host in range(len(node.hosts)) if host != node.host]
+    return [rank for host in others for rank in levels.dealt_with(host)]
+
+
+def all_gather_matmul(
+    call: Call,
+    x: torch.Tensor,
+    weights: list[Weight],
+    biases: list[torch.Tensor | None],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    problem, levels = call.problem, Levels(call)
+    width, counts = problem.shape[-1], _counts(problem)
+    shards = {rank: empty([counts[rank]], x.dtype, x.device) for rank in _dealt_with(levels)}
+    shards[call.group.rank] = x.contiguous().view(-1)
+    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
+    to = None if gathered is None else as_rows(gathered)
+
+    def multiply(owner: int, begin: int, part: torch.Tensor) -> None:
+        multiply_shard(problem, owner, begin // width, part.view(-1, width), factors, to)
+
+    step = max(1, step_rows(problem, levels.node.usable_bytes)) * width
+    gather(levels, shards, counts, step, multiply)
+    levels.end()
+
+
+def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    problem, levels = call.problem, Levels(call)
+    out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
+    shards = x.split(list(problem.sizes), problem.dim)
+    parts = _parts_of([shard.contiguous().view(-1) for shard in shards], levels)
+    reduce_parts(levels, parts, out.view(-1), reduction)
+    levels.end()
+    return out
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
+) -> torch.Tensor:
+    problem, levels = call.problem, Levels(call)
+    assert problem.dim is not None  # a reduce-scatter has one
+    flat, ranks = as_rows(x), range(problem.world)
+    if problem.dim == len(problem.shape) - 1:
+        rows, columns = [problem.rows for _ in ranks], list(problem.sizes)
+    else:
+        rows, columns = [shard_rows(problem, r) for r in ranks], [columns_of(w) for _ in ranks]
+
+    def fill(owner: int, begin: int, to: torch.Tensor) -> None:
+        if to.numel():
+            to = to.view(-1, columns[owner])
+            partial_of_shard(problem, owner, begin // columns[owner], flat, w, to)
+
+    out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
+    step = min(max(rows), step_rows(problem, levels.node.usable_bytes))
+    parts = Parts(
+        counts=[n * width for n, width in zip(rows, columns, strict=True)],
+        steps=[max(1, step * width) for width in columns],
+        fill=fill,
+    )
+    reduce_parts(levels, parts, out.view(-1), reduction)
+    levels.end()
+    return out
+
+
+def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """``out`` may be ``x``: a part is overwritten with its sum, which is complete only when the
+    partials of all ranks have been read or received."""
+    flat, world = x.contiguous().view(-1), call.group.world
+    part = ceil_div(flat.numel(), world)
+    edges = [min(flat.numel(), r * part) for r in range(world + 1)]
+    levels = Levels(call)
+    parts = _parts_of([flat[a:b] for a, b in itertools.pairwise(edges)], levels)
+    _all_reduce(levels, parts, out.view(-1), edges, reduction)
+
+
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
+    problem, rows, world = call.problem, as_rows(x), call.group.world
+    columns, part = columns_of(w), ceil_div(call.problem.rows, world)
+    edges = [min(problem.rows, r * part) for r in range(world + 1)]
+    out, levels = empty(problem.shape, reduction.out_dtype, x.device), Levels(call)
+
+    def fill(owner: int, begin: int, to: torch.Tensor) -> None:
+        first, count = edges[owner] + begin // columns, to.numel() // columns
+        local_matmul(rows[first : first + count], w, to.view(count, columns))
+
+    step = min(part, step_rows(problem, levels.node.usable_bytes))
+    parts = Parts(
+        counts=[(b - a) * columns for a, b in itertools.pairwise(edges)],
+        steps=[max(1, step * columns)] * world,
+        fill=fill,
+    )
+    _all_reduce(levels, parts, out.view(-1), [row * columns for row in edges], reduction)
+    return out
+
+
+def _all_reduce(
+    levels: Levels, parts: Parts, out: torch.Tensor, edges: list[int], reduction: Reduction
+) -> None:
+    """Rank r sums elements [edges[r], edges[r + 1]); then the sums are gathered."""
+    rank = levels.call.group.rank
+    sums = [out[begin:end] for begin, end in itertools.pairwise(edges)]
+    reduce_parts(levels, parts, sums[rank], reduction, edges[rank])
+    _gather_flat(levels, sums)
+
+
+def _parts_of(partials: list[torch.Tensor], levels: Levels) -> Parts:
+    """The parts of a tensor that is there, as flat tensors."""
+
+    def fill(owner: int, begin: int, to: torch.Tensor) -> None:
+        to.copy_(partials[owner][begin : begin + to.numel()])
+
+    counts = [partial.numel() for partial in partials]
+    chunk = chunk_bytes(levels.call.problem, levels.node.usable_bytes) // partials[0].itemsize
+    step = max(1, min(chunk, max(counts)))
+    return Parts(counts, [step] * len(counts), fill, partials.__getitem__)
+
+
+def _counts(problem: Problem) -> list[int]:
+    """Elements of each rank's shard."""
+    return [prod(shard_shape(problem, rank)) for rank in range(problem.world)]

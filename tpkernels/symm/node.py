@@ -1,0 +1,139 @@
+"""Problem: in a group that spans hosts, the ranks of each host share memory with each other only.
+
+Algorithm: the ranks find out by connecting who shares a host (colocation.py). Each host then makes
+a workspace of its own, and all ranks exchange whether every host succeeded. Nothing is left of the
+others if one did not: all ranks make the same plans, so all have a node or none.
+
+Failure: a rank that cannot make the workspace notifies the others of its host, which know its
+address from the first exchange. No wait is longer than the group's timeout. The group works without
+nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from tpkernels import _C
+from tpkernels.symm.colocation import MOST_RANKS, find_leaders
+from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
+from tpkernels.symm.host import HostWorkspace
+from tpkernels.text import of_error
+
+
+@dataclass
+class Node:
+    """The ranks of this host, and the workspace that they share."""
+
+    participant: Participant  #: this rank's place in the whole group
+    workspace: HostWorkspace
+    hosts: tuple[range, ...]  #: the ranks of each host
+    host: int  #: this rank's
+    _limit: int | None = field(default=None, init=False)  # bytes, once a host could not grow
+
+    @property
+    def channel(self) -> _C.host.Channel:
+        """Numbers ranks by their place in ``ranks``; its errors give their numbers in the group."""
+        return self.workspace.channel
+
+    @property
+    def ranks(self) -> range:
+        """Those of this host."""
+        return self.hosts[self.host]
+
+    @property
+    def index(self) -> int:
+        """This rank's place in ``ranks``."""
+        return self.participant.rank - self.ranks.start
+
+    @property
+    def usable_bytes(self) -> int:
+        """What each data buffer may grow to, on every host."""
+        return self.workspace.workspace_bytes if self._limit is None else self._limit
+
+    def wants(self, nbytes: int) -> bool:
+        """Whether the data buffers should grow for a call that would use ``nbytes`` of each."""
+        return min(nbytes, self.usable_bytes) > self.channel.capacity
+
+    def grow(self, nbytes: int, text: str) -> str | None:
+        """Grows the data buffers on all hosts; see `HostWorkspace.grow`. Collective. If one host
+        lacks the memory, all take the steps that fit there."""
+        if not self.wants(nbytes):  # another thread was first
+            return None
+        refused = self.workspace.grow(nbytes, text)
+        say = {"refused": refused, "capacity": self.channel.capacity}
+        reports = exchange(self.participant, "growth", say)
+        refusals = [each["refused"] for each in reports if each["refused"] is not None]
+        if refusals:
+            self._limit = min(each["capacity"] for each in reports)
+        return refusals[0] if refusals else None
+
+
+def make_node(participant: Participant, workspace_bytes: int) -> tuple[Node | None, str | None]:
+    """This rank's node, or what the group lacks for that; all ranks get one, or none. Collective.
+
+    Raises:
+        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
+    """
+    presence = Presence()
+    leaders, statements = find_leaders(participant, {"address": presence.address})
+    hosts = hosts_of(leaders)
+    if isinstance(hosts, str):
+        return None, hosts
+    host = next(i for i, ranks in enumerate(hosts) if participant.rank in ranks)
+    ranks = hosts[host]
+    presence.addresses = [statements[rank]["address"] for rank in ranks]
+    local = replace(
+        participant,
+        group=f"{participant.group}, host of rank {ranks.start}",
+        rank=participant.rank - ranks.start,
+        world=len(ranks),
+        presence=presence,
+        names=tuple(ranks),
+    )
+    workspace = error = None
+    try:
+        workspace = HostWorkspace(local, workspace_bytes)
+    except BaseException as failure:
+        tell_left(local, failure)
+        if not isinstance(failure, Exception):
+            raise
+        error = of_error(failure)
+    reports = exchange(participant, "nodes", {"error": error})
+    errors = [(rank, each["error"]) for rank, each in enumerate(reports) if each["error"]]
+    if workspace is None or errors:
+        if workspace is not None:
+            workspace.close()
+        rank, text = errors[0]
+        return None, f"needs shared memory on each host, and rank {rank} has none: {text}"
+    return Node(participant, workspace, hosts, host), None
+
+
+def why_not_hierarchical(sizes: Sequence[int]) -> str | None:
+    """What hosts with so many ranks each lack for `hierarchical`; None: nothing."""
+    hosts = hosts_of([sum(sizes[:host]) for host, size in enumerate(sizes) for _ in range(size)])
+    return hosts if isinstance(hosts, str) else None
+
+
+def hosts_of(leaders: Sequence[int]) -> tuple[range, ...] | str:
+    """The ranks of each host, given the first rank of each rank's host; or why they cannot take the
+    two levels of `hierarchical`."""
+    firsts = sorted(set(leaders))
+    hosts = tuple(range(first, end) for first, end in pairwise([*firsts, len(leaders)]))
+    for ranks in hosts:
+        for rank in ranks:
+            if leaders[rank] != ranks.start:
+                return (
+                    "needs the ranks of each host to follow one another; "
+                    f"rank {rank} shares a host with rank {leaders[rank]}, but rank {ranks.start}, "
+                    "between them, does not"
+                )
+    if len(hosts) == 1:
+        return "is for groups that span hosts, and all ranks of this one are on one host"
+    largest = max(map(len, hosts))
+    if largest == 1:
+        return "needs a host with two or more ranks that share memory, and each has one"
+    if largest > MOST_RANKS:
+        return f"shares memory among at most {MOST_RANKS} ranks of a host, not {largest}"
+    return hosts
