@@ -27,7 +27,7 @@ _PRELOAD = [
 # one for each shape of a weight and each number of rows, of half a MiB in fp32. By default they
 # keep 1024, and a rank grows by hundreds of MiB: its batches have all sizes. Preparing takes 1 ms.
 _PREPARED: Mapping[str, str] = MappingProxyType(
-    {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+    {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 )
 _LOOK_S = 0.5  # between two looks at the ranks
 _FAILED_S = 10.0  # for rank 0 to answer its clients after a rank has failed
