@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import cuda, faults, kernels, link, models, nccl, order, path, tune
-from benchmarks.gpu.runner import run_stage, write_results
+from benchmarks.gpu.runner import RAISED, run_stage, write_results
 from benchmarks.gpu.stage import Result, Setting
 
 STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
@@ -90,7 +90,9 @@ def markdown(report: dict[str, Any], command: str) -> str:
     lines += ["", "| stage | what | value | right |", "|---|---|---|---|"]
     for row in report["results"]:
         right = {True: "yes", False: "NO", None: ""}[row["ok"]]
-        lines.append(f"| {row['stage']} | {row['what']} | {row['value']} | {right} |")
+        lines.append(
+            f"| {row['stage']} | {row['what']} | {row['value'].replace('|', '/')} | {right} |"
+        )
     missing = [name for name in STAGES if name not in report["seconds"]]
     lines += ["", f"Not run: {', '.join(missing) or 'nothing'}.", ""]
     return "\n".join(lines)
@@ -109,10 +111,12 @@ class Report:
         if not self._file.exists():
             return
         earlier = json.loads(self._file.read_text())
-        same = ("device", "torch", "triton")
+        same = ("device", "torch", "triton", "sizes")
         facts = self._content["environment"]
-        if any(earlier["environment"][name] != facts[name] for name in same):
-            raise SystemExit(f"{self._file} is of another device or version; pass another --out")
+        if any(earlier["environment"].get(name) != facts[name] for name in same):
+            raise SystemExit(
+                f"{self._file} is of another device, version or size; pass another --out"
+            )
         self._content |= {name: earlier[name] for name in ("seconds", "results")}
 
     def has(self, stage: str) -> bool:
@@ -125,7 +129,9 @@ class Report:
         if complete:
             self._content["seconds"][name] = round(seconds, 1)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps(self._content, indent=1) + "\n")
+        written = self._file.with_suffix(".new")
+        written.write_text(json.dumps(self._content, indent=1) + "\n")
+        written.replace(self._file)
         (self._folder / "gpu_suite.md").write_text(self.text())
 
     def text(self) -> str:
@@ -143,11 +149,12 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     setting = Setting(given.device, given.budget_s, given.small or given.device == "cpu")
     if given.stage:
-        write_results(given.stage, STAGES[given.stage], setting, given.into)
-        return 0
+        ended = write_results(given.stage, STAGES[given.stage], setting, given.into)
+        return 0 if ended else RAISED
     command = f"python -m benchmarks.gpu_suite {' '.join(arguments or sys.argv[1:])}".strip()
     with tempfile.TemporaryDirectory() as scratch:
-        report = Report(environment(given.device), command, given.out or Path(scratch))
+        facts = environment(given.device) | {"sizes": "small" if setting.small else "full"}
+        report = Report(facts, command, given.out or Path(scratch))
         if given.resume:
             report.resume()
         deadline = time.monotonic() + given.total_s

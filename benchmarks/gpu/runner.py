@@ -2,7 +2,7 @@
 crash or a hang ends that stage alone.
 
 The process appends each result to a file as a line of JSON, so a stage that is killed keeps those
-it had. It leads a process group, which is killed with all its ranks when the time is over.
+it had. When the time is over it is killed with what it has started; its ranks die with it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.gpu.stage import Result, Setting
 
+RAISED = 3  # exit code of a stage that raised an exception
 _GRACE_S = 30.0  # for a stage to import torch, and to end after its budget
 _LOOK_S = 0.2
 
@@ -35,8 +36,8 @@ class Stage:
 
 def write_results(
     name: str, stage: Callable[[Setting], Iterator[Result]], setting: Setting, file: Path
-) -> None:
-    """In the stage's process: runs it within its budget."""
+) -> bool:
+    """In the stage's process: runs it within its budget. False: it raised an exception."""
     begin = time.monotonic()
     with file.open("a", buffering=1) as out:
 
@@ -53,7 +54,10 @@ def write_results(
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             print(text, flush=True)
-            write(Result(name, text.splitlines()[0][:300], ok=False))
+            lines = text.splitlines()  # the last one of a RankError is the error of a rank
+            write(Result(name, lines[0][:300], lines[-1][:300] if lines[1:] else "", ok=False))
+            return False
+    return True
 
 
 def read_results(file: Path) -> list[Result]:
@@ -82,7 +86,7 @@ def run_stage(name: str, arguments: Sequence[str], file: Path, seconds: float) -
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     results = read_results(file)
-    if code != 0:
+    if code not in (0, RAISED):
         why = f"took more than {seconds + _GRACE_S:.0f} s" if code is None else f"exit code {code}"
         results.append(Result(name, f"the stage was lost: {why}", ok=False))
     return Stage(results, time.monotonic() - begin, code == 0)

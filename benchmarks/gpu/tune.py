@@ -24,6 +24,8 @@ GROUPS = (4, 8, 16)
 def tune(setting: Setting) -> Iterator[Result]:
     """The candidates for the config table, bf16, compared with torch.matmul. Copy the best of each
     class to kernels/configs.py by hand, with device, date and this command."""
+    from triton.runtime.errors import OutOfResources
+
     from tpkernels.kernels.configs import CANDIDATES, choose
     from tpkernels.kernels.matmul import matmul
 
@@ -44,8 +46,8 @@ def tune(setting: Setting) -> Iterator[Result]:
                     ]
                     try:
                         ours, torchs = times_ms(setting.device, jobs, rounds=3)
-                    except Exception as error:  # out of shared memory: not a candidate here
-                        yield Result("tune", str(config), type(error).__name__, ok=None)
+                    except OutOfResources as error:  # not a candidate on this GPU
+                        yield Result("tune", str(config), str(error), ok=None)
                         break
                     ratios.append(torchs / ours)
                 else:

@@ -66,7 +66,7 @@ void Channel::check_peers() const {
            "found that " + peer_name(peer) + " has failed: " + theirs.fault_text.read());
     }
     if (ended(peer)) {
-      fail(FailureKind::kPeerLost, peer, peer,
+      fail(FailureKind::kPeerLost, peer, name(peer),
            "found that the process of " + peer_name(peer) + " has ended");
     }
   }

@@ -33,7 +33,7 @@ def test_a_rehearsal_of_one_stage(tmp_path: Path) -> None:
     ended = _run("--device", "cpu", "--only", "matmul_check", "--out", str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
-    assert found["stages"] == ["matmul_check"] and all(row["ok"] for row in found["results"])
+    assert list(found["seconds"]) == ["matmul_check"] and all(row["ok"] for row in found["results"])
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_results_of_a_killed_stage(tmp_path: Path) -> None:
 
 
 def test_the_report(tmp_path: Path) -> None:
-    facts = {"device": "a GPU", "torch": "2", "triton": "3", "date": "today"}
+    facts = {"device": "a GPU", "torch": "2", "triton": "3", "date": "today", "sizes": "full"}
     report = gpu_suite.Report(facts, "the command", tmp_path)
     report.add("path_check", [Result("path_check", "one", "right")], 2.0, True)
     assert not report.wrong
@@ -130,7 +130,7 @@ def test_the_report(tmp_path: Path) -> None:
     assert later.has("path_check") and not later.has("graph")
     later.add("graph", [Result("graph", "two", "right")], 1.0, True)
     assert not later.wrong and later.text().count("| graph |") == 1
-    with pytest.raises(SystemExit, match="another device or version"):
+    with pytest.raises(SystemExit, match="another device, version or size"):
         gpu_suite.Report(facts | {"torch": "3"}, "the command", tmp_path).resume()
 
 

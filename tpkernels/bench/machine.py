@@ -38,7 +38,7 @@ class MachineReport:
 def measure_machine(device: str) -> MachineReport:
     """Measures this rank's share of the machine while the others measure theirs. Collective."""
     assert dist.group.WORLD is not None  # it runs on ranks
-    group = groups.get(dist.group.WORLD.group_name).ready()
+    group = groups.get(dist.group.WORLD.group_name).ready(device)
     rates = tuple(measure_rates(dtype, device) for dtype in _DTYPES)
     place, variants = own_device(device), {}
     for name, nbytes in (("small", _SMALL), ("large", _LARGE)):

@@ -75,7 +75,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     block sizes for the `fused` kernels are found first. Collective."""
     case = random_case(spec, own_device(device))
     assert dist.group.WORLD is not None  # cases only run on ranks
-    group = groups.get(dist.group.WORLD.group_name).ready()
+    group = groups.get(dist.group.WORLD.group_name).ready(device)
     means = Means(
         group.shared_memory,
         group.workspace_bytes,

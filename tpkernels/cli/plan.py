@@ -109,13 +109,17 @@ def _engine(
             raise UsageError("--cpu needs --engine")
         return machine_by_name(gpu, ranks, _device()), None
     check_known("engine", [engine], ("auto", *ENGINES))
+    if engine == "cpu":
+        gpu = None
     on_cpu, on_gpu = engines_of(cpu, gpu, ranks)
+    if engine == "cpu":
+        return on_cpu, "cpu: asked for"
     if on_gpu is None:
         if engine == "gpu":
             raise UsageError("--engine is 'gpu', and this machine has none; name one with --gpu")
         return on_cpu, "cpu: this machine has no GPU; name one with --gpu to compare with it"
-    if engine != "auto":
-        return (on_cpu if engine == "cpu" else on_gpu), f"{engine}: asked for"
+    if engine == "gpu":
+        return on_gpu, "gpu: asked for"
     best, reason = faster(engine_on(problem, on_cpu), engine_on(problem, on_gpu))
     return best.profile, f"{best.name}: {reason}"
 

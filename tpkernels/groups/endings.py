@@ -53,7 +53,7 @@ class Endings(Turns):
             self.nearby.abandon(self._broken, late, -1 if peer is None else peer)
 
     def disown(self, owner: int) -> None:
-        """See there."""
+        """See `Turns.disown`."""
         super().disown(owner)
         self.waiter = Waiter()
 
@@ -79,8 +79,8 @@ class Endings(Turns):
             self.nearby.leave()
 
     def close(self, by: str) -> None:
-        """Has no more calls run, and gives the workspace back; in a call, on any thread, nothing:
-        then the workspace goes with the last use of it."""
+        """Refuses further calls and frees the workspace. Does nothing while a thread is in a call:
+        then the workspace goes with its last use."""
         if not self.lock.acquire(blocking=False):
             return
         try:

@@ -137,6 +137,8 @@ class Group(Endings):
         self.timeout, self.gpu_timeout = timeout, gpu_timeout
         if self.nearby is not None:
             self.nearby.set_timeouts(timeout, gpu_timeout)
+        if self.node is not None:
+            self.node.set_timeout(timeout)
 
     def _agree_on_memory(self, participant: Participant, options: dict[str, Any]) -> bool:
         """Finds out with the other ranks whether all give the same options and can share memory
@@ -165,8 +167,7 @@ class Group(Endings):
         return self.times.get(device, Table())
 
     def use_times(self, device: str, table: Table) -> None:
-        """Has calls be planned by other times from here on; all ranks use the same, from the same
-        call on."""
+        """Plans calls by these times from now on. All ranks use the same, from the same call on."""
         with self.lock:
             self.times[device] = table
             self.forget_calls()
@@ -190,10 +191,11 @@ class Group(Endings):
         sums = self.cuda_sums
         if not sums.settled:
             with self._together(ValueError):
-                say = {"numerics": sums.wanted}
-                said = self._exchange("numerics", say, self.timeout_on("cuda"))
-                sums.settle(self.rank, [each["numerics"] for each in said])
-        return sums.wanted
+                if not sums.settled:  # another thread was first
+                    say = {"numerics": sums.wanted}
+                    said = self._exchange("numerics", say, self.timeout_on("cuda"))
+                    sums.settle(self.rank, [each["numerics"] for each in said])
+        return sums.agreed
 
     def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
         """What rank 0's ``make`` returns at the first call for a purpose; collective then."""

@@ -1,5 +1,5 @@
-"""How a group's reductions of CUDA tensors sum: what was given to ``tpkernels.init``, or torch's
-flag for deterministic algorithms, which may change between calls."""
+"""How a group's reductions of CUDA tensors sum: as ``tpkernels.init`` was told, or by torch's flag
+for deterministic algorithms. The flag may change between calls."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ class CudaNumerics:
     def __init__(self, given: str | None = None) -> None:
         self._given = given
         self._agreed: str | None = None
+
+    @property
+    def agreed(self) -> str:
+        """What all ranks wanted when they last agreed."""
+        assert self._agreed is not None  # the caller has settled it
+        return self._agreed
 
     @property
     def wanted(self) -> str:
@@ -37,10 +43,10 @@ class CudaNumerics:
     def settle(self, rank: int, everyone: Sequence[str]) -> None:
         """Compares what the ranks want. ``ValueError``, on all ranks, if they differ."""
         wanted = everyone[rank]
-        for other, their in enumerate(everyone):
-            if their != wanted:
+        for other, theirs in enumerate(everyone):
+            if theirs != wanted:
                 raise ValueError(
-                    f"rank {rank} wants numerics '{wanted}', rank {other} '{their}': call "
+                    f"rank {rank} wants numerics '{wanted}', rank {other} '{theirs}': call "
                     "torch.use_deterministic_algorithms alike on all ranks, or give numerics to "
                     "tpkernels.init"
                 )

@@ -20,7 +20,7 @@ def agreed_machine(mesh: DeviceMesh) -> Profile:
     text = _known(mesh)
     if text is None:
         for dim in range(mesh.ndim):
-            group = groups.get(groups.name_of((mesh, dim))).ready()
+            group = groups.get(groups.name_of((mesh, dim))).ready(mesh.device_type)
             text = group.from_rank_0(
                 _purpose(mesh, dim),
                 lambda before=text: before or _own(mesh),  # type: ignore[misc]

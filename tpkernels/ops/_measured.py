@@ -21,8 +21,8 @@ _UNLESS = "CUDA tensors keep torch's calls unless times measured by `tpkernels t
 
 
 def read_times(name: str) -> None:
-    """Has rank 0 send the others the times that it has for CUDA tensors. Collective on groups that
-    move these by NCCL; on others, and without GPUs, it does nothing."""
+    """Broadcasts rank 0's measured times for CUDA tensors. Collective on groups that move these by
+    NCCL; on others, and without GPUs, it does nothing."""
     if not torch.cuda.is_available():
         return
     group = groups.get(name)
@@ -31,7 +31,7 @@ def read_times(name: str) -> None:
     except RuntimeError:  # it moves CPU tensors only
         return
     if group.world > 1 and not group.by_gloo("cuda"):
-        group.ready().tuned("cuda")
+        group.ready("cuda").tuned("cuda")
 
 
 def why_left_to_torch(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -55,6 +56,7 @@ class CudaWorkspace:
         self._watch = Watch(channel, self.spaces)
         self._watch.start()
         self._event = order.new_event(device)  # after the last call outside a capture
+        self._pid = os.getpid()
         self._recorded = False  # a graph has calls of this group
 
     @property
@@ -73,6 +75,9 @@ class CudaWorkspace:
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
+        # The watch ends the waits in the workspaces that it finds when a peer is lost.
+        if self._watch.error is not None:
+            raise self._watch.error
 
     def set_timeout(self, seconds: float) -> None:
         """Of waits in kernels, from the next call on. Graphs keep what they have recorded."""
@@ -137,6 +142,8 @@ class CudaWorkspace:
 
     def let_end(self) -> None:
         """Waits a while for the calls outside graphs to run, before `close` would end them."""
+        if self._is_forked():
+            return
         if not capture.is_captured(self.device):
             with suppress(RuntimeError):  # of the device; `close` reports it
                 self.ended(_GRACE_S)
@@ -151,8 +158,12 @@ class CudaWorkspace:
         """Stops the watch, tells the peers and ends the waits of queued kernels. The memory is
         freed once these have run. If that takes too long, or a graph may replay some, it is never
         freed: kernels would read and write what somebody else has there by then."""
+        if self._is_forked():
+            self._keep()
+            return
         self._watch.stop()
         self._channel.abandon(why, late, culprit)
+        order.order_of(self.device).groups.discard(self._member.group)
         ended = False
         try:
             self._abort(culprit)
@@ -165,6 +176,10 @@ class CudaWorkspace:
         """For the end of the process: ends the waits of queued kernels, and keeps their memory."""
         self._abort(-1)
         self._keep()
+
+    def _is_forked(self) -> bool:
+        """Whether this is a fork, which must not touch the device or what the parent shares."""
+        return os.getpid() != self._pid
 
     def _abort(self, culprit: int) -> None:
         for space in self.spaces:

@@ -156,7 +156,7 @@ class HostWorkspace(Steps):
         channel = make_channel(link, self.participant, PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
-        space = CudaWorkspace(self.participant, channel, device)
+        space = CudaWorkspace(self._watched(), channel, device)
         try:
             space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
         except BaseException:

@@ -52,6 +52,10 @@ class Node:
         """What each data buffer may grow to, on every host."""
         return self.workspace.workspace_bytes if self._limit is None else self._limit
 
+    def set_timeout(self, seconds: float) -> None:
+        """Of waits for the other hosts."""
+        self.participant = replace(self.participant, timeout=seconds)
+
     def wants(self, nbytes: int) -> bool:
         """Whether the data buffers should grow for a call that would use ``nbytes`` of each."""
         return min(nbytes, self.usable_bytes) > self.channel.capacity
@@ -61,7 +65,11 @@ class Node:
         lacks the memory, all take the steps that fit there."""
         if not self.wants(nbytes):  # another thread was first
             return None
-        refused = self.workspace.grow(nbytes, text)
+        try:
+            refused = self.workspace.grow(nbytes, text)
+        except BaseException as failure:
+            tell_left(self.participant, failure)  # the other hosts wait below
+            raise
         say = {"refused": refused, "capacity": self.channel.capacity}
         reports = exchange(self.participant, "growth", say)
         refusals = [each["refused"] for each in reports if each["refused"] is not None]

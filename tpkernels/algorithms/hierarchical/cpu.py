@@ -3,14 +3,15 @@
 all_gather             Each rank sends its shard to one rank of every other host. Meanwhile the
                        ranks of a host read each other's shards, then those that have arrived.
 all_gather_matmul      The same; each shard is multiplied where it lies, as soon as it is there.
-reduce_scatter         A running sum for each rank goes from host to host and takes up the partials
-                       of each in shared memory. Where that is fewer bytes, partials travel instead.
+reduce_scatter         A running sum for each rank goes from host to host. Each host adds its
+                       partials from shared memory. Where that is fewer bytes, partials travel
+                       instead.
 matmul_reduce_scatter  The same; partials that travel are multiplied first.
 all_reduce, matmul_all_reduce   A reduce-scatter of the elements or rows, then an all-gather.
 
 A shard crosses the link of a host once, not once for each rank of the host, and a sum crosses it
 instead of a partial from each rank. routes.py says who sends what, sums.py why that gives the same
-bits as the other algorithms, and why nobody waits for ever.
+bits as the other algorithms, and why there is no deadlock.
 
 Sync: every call begins with greetings (transport/point_to_point.py), as without shared memory, and
 is one or more calls of the node's channel. Messages travel between the ranks' own memory, never to

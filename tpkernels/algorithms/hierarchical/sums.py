@@ -178,7 +178,7 @@ class Sums:
             last = range(node.ranks.stop, node.hosts[-1].stop)
             self._result(total, [*partials, *self._received(owner, last, span)], begin)
             return
-        running = self.sums[owner][span]
+        running = self.sums[owner][span] if total is None else total
         _add(running, total, partials)
         to = owner if node.host == route.turn else levels.delegate(owner, node.host + 1)
         levels.send(running, to)
@@ -235,8 +235,8 @@ def _add(
 ) -> None:
     """``to = round(total + partials in order + bias + residual)``; ``total`` may be overwritten.
 
-    A sum of one term and a residual is their sum in this order. So a partial of another dtype than
-    the running sum is added as the residual of the latter.
+    `sum_partials` takes terms of one dtype, so partials of another dtype than the running sum go in
+    as its residual, one by one.
     """
     if total is not None and partials and partials[0].dtype != total.dtype:
         for partial in partials:

@@ -99,17 +99,17 @@ def gather(
     """
     node, rank = levels.node, levels.call.group.rank
     hosts = len(node.hosts)
-    behind = [(node.host - i) % hosts for i in range(1, hosts)]
-    before = [(node.host + i) % hosts for i in range(1, hosts)]
+    to_hosts = [(node.host - i) % hosts for i in range(1, hosts)]
+    from_hosts = [(node.host + i) % hosts for i in range(1, hosts)]
     arriving: dict[int, list[list[Started]]] = {rank: []}
-    for host in before:
+    for host in from_hosts:
         for source in levels.dealt_with(host):
             parts = shards[source].split(step)
             arriving[source] = [levels.receive(part, source) for part in parts]
-    for host in behind:
+    for host in to_hosts:
         for part in shards[rank].split(step):
             levels.send(part, levels.delegate(rank, host))
-    for host in (node.host, *before):
+    for host in (node.host, *from_hosts):
         for owners in levels.rounds(host):
             _share(levels, shards, arriving, owners, counts, step, use)
 

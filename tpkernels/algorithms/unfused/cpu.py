@@ -35,7 +35,7 @@ _STEP_BYTES = 4 << 20
 
 def _options(cls: Any, call: Call) -> Any:
     options = cls()
-    options.timeout = timedelta(seconds=call.group.timeout)
+    options.timeout = timedelta(seconds=call.group.timeout_on(call.problem.device))
     return options
 
 

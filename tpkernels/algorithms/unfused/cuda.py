@@ -211,7 +211,7 @@ def _pg(call: Call) -> ProcessGroup:
 
 def _options(cls: Any, call: Call) -> Any:
     options = cls()
-    options.timeout = timedelta(seconds=call.group.timeout)
+    options.timeout = timedelta(seconds=call.group.timeout_on(call.problem.device))
     options.asyncOp = False  # on the current stream, as torch.distributed's own functions
     return options
 
