@@ -47,6 +47,10 @@ TPK_DEVICE u64 load_relaxed_gpu(const u64* from) {
   return value;
 }
 
+TPK_DEVICE void store_relaxed_sys(u64* to, u64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
 TPK_DEVICE void store_release_sys(u64* to, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }

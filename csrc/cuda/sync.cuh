@@ -116,7 +116,7 @@ TPK_DEVICE void fail(const Peers& peers, u64 kind, u64 source, u64 seen) {
   state[kStatePeer] = source;
   state[kStateExpected] = peers.word;
   state[kStateSeen] = seen;
-  store_release_sys(peers.space.control + kControlFailed, 1);  // the host may read the state
+  store_relaxed_sys(peers.space.control + kControlFailed, 1);  // tells the host to read the state
 }
 
 // Records a failure if there is a reason to give up.

@@ -44,6 +44,7 @@ constexpr auto kRelease = std::memory_order_release;
 inline u64 load_acquire_sys(const u64* p) { return __atomic_load_n(p, static_cast<int>(kAcquire)); }
 inline u64 load_relaxed_sys(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline void store_relaxed_sys(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_release_sys(u64* p, u64 v) { __atomic_store_n(p, v, static_cast<int>(kRelease)); }
 inline u64 add_acq_rel_gpu(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 inline u64 cas_acq_rel_gpu(u64* p, u64 expected, u64 v) {
