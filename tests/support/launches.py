@@ -138,7 +138,7 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
     group = SimpleNamespace(
         rank=rank,
         world=world,
-        timeout=30.0,
+        timeout_on=lambda device: 30.0,
         pg=Collectives(queue, rank, world),
         by_gloo=lambda device: False,
         workspace=None,
