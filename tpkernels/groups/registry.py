@@ -261,12 +261,12 @@ def finalize() -> None:
             _forget(group, by="tpkernels.finalize")
 
 
-def _at_exit() -> None:
+def _at_exit(registry: dict[str, Group] = _groups) -> None:
     """What the process has goes with it, and its end tells the peers. Without this, what is left of
     the groups would be taken apart among modules that have no names any more."""
-    for group in list(_groups.values()):
+    for group in list(registry.values()):
         group.leave()
-    _groups.clear()
+    registry.clear()
 
 
 atexit.register(_at_exit)
