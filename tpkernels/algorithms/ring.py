@@ -29,13 +29,14 @@ import torch
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.algorithms.shards import (
     as_rows,
+    edges_of,
     multiply_shard,
     partial_of_shard,
+    shard_counts,
     shard_rows,
     shard_shape,
 )
 from tpkernels.call import Call
-from tpkernels.integers import ceil_div
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
@@ -129,7 +130,7 @@ def _shards(call: Call, x: torch.Tensor, whole: torch.Tensor | None) -> list[tor
     """A flat buffer for the shard of each rank; this rank's holds ``x``. The buffers are parts of
     the gathered ``whole``, if there is one and shards are contiguous in it."""
     problem, rank = call.problem, call.group.rank
-    counts = [prod(shard_shape(problem, r)) for r in range(problem.world)]
+    counts = shard_counts(problem)
     if whole is not None and problem.outer == 1:
         shards = list(whole.view(-1).split(counts))
         shards[rank].copy_(x.reshape(-1))
@@ -230,8 +231,7 @@ def _all_reduce(
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """``out`` may be ``x``: a part is overwritten only when its sum is complete."""
     flat, world = x.contiguous().view(-1), call.group.world
-    part = ceil_div(flat.numel(), world)
-    edges = [min(flat.numel(), r * part) for r in range(world + 1)]
+    edges = edges_of(flat.numel(), world)
 
     def part_of(owner: int) -> torch.Tensor:
         return flat[edges[owner] : edges[owner + 1]]
@@ -241,8 +241,7 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
 
 def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     problem, rows, world = call.problem, as_rows(x), call.group.world
-    columns, part = columns_of(w), ceil_div(problem.rows, world)
-    edges = [min(problem.rows, r * part) for r in range(world + 1)]
+    columns, edges = columns_of(w), edges_of(problem.rows, world)
     out = empty(problem.shape, reduction.out_dtype, x.device)
 
     def part_of(owner: int) -> torch.Tensor:

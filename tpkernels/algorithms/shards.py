@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from tpkernels.call import Call
+from tpkernels.integers import ceil_div
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
@@ -85,6 +86,18 @@ def partial_of_shard(
         return
     for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
         local_matmul(x[row : row + count], w, to[at - begin : at - begin + count])
+
+
+def shard_counts(problem: Problem) -> list[int]:
+    """Elements of each rank's shard."""
+    return [problem.outer * size * problem.inner for size in problem.sizes]
+
+
+def edges_of(total: int, world: int) -> list[int]:
+    """Where the ranks' parts of an all-reduce begin, and the end of the last. All have the same
+    size, but the last ones, which may be smaller or empty."""
+    part = ceil_div(total, world)
+    return [min(total, rank * part) for rank in range(world + 1)]
 
 
 def shard_shape(problem: Problem, owner: int) -> list[int]:

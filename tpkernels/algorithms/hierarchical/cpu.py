@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from math import prod
 
 import torch
 
@@ -32,25 +31,25 @@ from tpkernels.algorithms.hierarchical.within import Levels, gather
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.shards import (
     as_rows,
+    edges_of,
     multiply_shard,
     partial_of_shard,
+    shard_counts,
     shard_rows,
     shard_shape,
 )
 from tpkernels.call import Call
-from tpkernels.integers import ceil_div
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.product import Weight
-from tpkernels.planning.problem import Problem
 from tpkernels.planning.steps import chunk_bytes, step_rows
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     problem = call.problem
     out = empty(problem.shape, x.dtype, x.device)
-    counts = _counts(problem)
+    counts = shard_counts(problem)
     blocks = out.split(list(problem.sizes), problem.dim)
     if problem.outer == 1:
         whole = list(out.view(-1).split(counts))
@@ -95,7 +94,7 @@ def all_gather_matmul(
     gathered: torch.Tensor | None,
 ) -> None:
     problem, levels = call.problem, Levels(call)
-    width, counts = problem.shape[-1], _counts(problem)
+    width, counts = problem.shape[-1], shard_counts(problem)
     shards = {rank: empty([counts[rank]], x.dtype, x.device) for rank in _dealt_with(levels)}
     shards[call.group.rank] = x.contiguous().view(-1)
     factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
@@ -150,9 +149,8 @@ def matmul_reduce_scatter(
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """``out`` may be ``x``: a part is overwritten with its sum, which is complete only when the
     partials of all ranks have been read or received."""
-    flat, world = x.contiguous().view(-1), call.group.world
-    part = ceil_div(flat.numel(), world)
-    edges = [min(flat.numel(), r * part) for r in range(world + 1)]
+    flat = x.contiguous().view(-1)
+    edges = edges_of(flat.numel(), call.group.world)
     levels = Levels(call)
     parts = _parts_of([flat[a:b] for a, b in itertools.pairwise(edges)], levels)
     _all_reduce(levels, parts, out.view(-1), edges, reduction)
@@ -160,15 +158,14 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
 
 def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     problem, rows, world = call.problem, as_rows(x), call.group.world
-    columns, part = columns_of(w), ceil_div(call.problem.rows, world)
-    edges = [min(problem.rows, r * part) for r in range(world + 1)]
+    columns, edges = columns_of(w), edges_of(problem.rows, world)
     out, levels = empty(problem.shape, reduction.out_dtype, x.device), Levels(call)
 
     def fill(owner: int, begin: int, to: torch.Tensor) -> None:
         first, count = edges[owner] + begin // columns, to.numel() // columns
         local_matmul(rows[first : first + count], w, to.view(count, columns))
 
-    step = min(part, step_rows(problem, levels.node.usable_bytes))
+    step = min(edges[1], step_rows(problem, levels.node.usable_bytes))
     parts = Parts(
         counts=[(b - a) * columns for a, b in itertools.pairwise(edges)],
         steps=[max(1, step * columns)] * world,
@@ -198,8 +195,3 @@ def _parts_of(partials: list[torch.Tensor], levels: Levels) -> Parts:
     chunk = chunk_bytes(levels.call.problem, levels.node.usable_bytes) // partials[0].itemsize
     step = max(1, min(chunk, max(counts)))
     return Parts(counts, [step] * len(counts), fill, partials.__getitem__)
-
-
-def _counts(problem: Problem) -> list[int]:
-    """Elements of each rank's shard."""
-    return [prod(shard_shape(problem, rank)) for rank in range(problem.world)]

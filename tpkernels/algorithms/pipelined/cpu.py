@@ -22,13 +22,14 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.algorithms.shards import (
     as_rows,
+    edges_of,
     multiply_shard,
     partial_of_shard,
     shard_rows,
     shard_shape,
 )
 from tpkernels.call import Call
-from tpkernels.integers import ceil_div, round_up
+from tpkernels.integers import round_up
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
@@ -134,8 +135,7 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     channel = workspace.channel
     for begin in begins:
         count = min(step, problem.rows - begin)
-        part = ceil_div(count, problem.world)
-        edges = [min(count, r * part) for r in range(problem.world + 1)]
+        edges = edges_of(count, problem.world)
         channel.begin(call.plan.signature, call.plan.text)
 
         def partial(of: int, owner: int, edges: list[int] = edges) -> torch.Tensor:

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
-from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
+from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_counts, shard_shape
 from tpkernels.algorithms.unfused import cpu as through_host
 from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
@@ -113,7 +113,7 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     if group.by_gloo("cuda"):
         return through_host.reduce_scatter(call, partial, reduction)
     out = empty(shard_shape(problem, group.rank), reduction.out_dtype, partial.device)
-    own, counts = out.view(-1), _counts(problem)
+    own, counts = out.view(-1), shard_counts(problem)
     by_owner = _by_owner(problem, partial)
     if call.plan.numerics != VENDOR:
         reduce_into(own, _exchanged(call, by_owner, counts), reduction)
@@ -152,7 +152,7 @@ def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     if call.group.by_gloo("cuda"):
         out.copy_(through_host.all_gather(call, x))
         return
-    counts = _counts(problem)
+    counts = shard_counts(problem)
     flat = out.view(-1) if problem.outer == 1 else x.new_empty(out.numel())
     _all_gather(call, x.reshape(-1), flat, counts)
     if problem.outer != 1:
@@ -172,16 +172,10 @@ def _by_owner(problem: Problem, partial: torch.Tensor) -> torch.Tensor:
         split = partial.unflatten(problem.dim, (problem.world, -1))
         return split.movedim(problem.dim, 0).reshape(-1)
     whole = partial.new_empty(partial.numel())
-    for to, shard in zip(
-        whole.split(_counts(problem)), partial.split(list(problem.sizes), problem.dim), strict=True
-    ):
+    shards = partial.split(list(problem.sizes), problem.dim)
+    for to, shard in zip(whole.split(shard_counts(problem)), shards, strict=True):
         to.view(shard.shape).copy_(shard)
     return whole
-
-
-def _counts(problem: Problem) -> list[int]:
-    """Elements of each rank's shard."""
-    return [problem.outer * size * problem.inner for size in problem.sizes]
 
 
 def _even(counts: Sequence[int]) -> bool:
