@@ -23,18 +23,19 @@ class Engine:
     """An engine at its best.
 
     Attributes:
-        name: of `ENGINES`.
         cost: of ``plan``, without the copies.
         copies: seconds of the copies between the host and the device.
-        fits: whether the device's memory is enough.
     """
 
-    name: str
     profile: Profile
     plan: MatmulPlan
     cost: Estimate
     copies: float
-    fits: bool
+
+    @property
+    def name(self) -> str:
+        """Of `ENGINES`."""
+        return "gpu" if self.profile.device == "cuda" else "cpu"
 
     @property
     def seconds(self) -> float:
@@ -56,20 +57,12 @@ def engine_on(problem: MatmulProblem, profile: Profile) -> Engine:
             shard = local_shape(problem.shape(operand), placements, mesh, (0,) * len(mesh))
             nbytes = prod(shard) * problem.itemsize
             copies += profile.host.call + nbytes / profile.host.bandwidth
-    name = "gpu" if profile.device == "cuda" else "cpu"
-    return Engine(
-        name=name,
-        profile=profile,
-        plan=plan,
-        cost=cost,
-        copies=copies,
-        fits=cost.fits(profile),
-    )
+    return Engine(profile=profile, plan=plan, cost=cost, copies=copies)
 
 
 def faster(cpu: Engine, gpu: Engine) -> tuple[Engine, str]:
     """The engine to take, and why."""
-    if not gpu.fits:
+    if not gpu.cost.fits(gpu.profile):
         return cpu, f"it needs more than the GPU's {gpu.profile.memory / 1e9:.4g} GB"
     if gpu.seconds < cpu.seconds:
         return gpu, f"{gpu}; {cpu}"
