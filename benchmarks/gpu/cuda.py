@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import Result, Setting, over_ranks, synchronize, times_ms
+from benchmarks.gpu.stage import Result, Setting, over_ranks, right_on_all, synchronize, times_ms
 from tpkernels import _C, cuda, groups
 from tpkernels.algorithms import fused
 from tpkernels.dtypes import CODES
@@ -151,8 +151,7 @@ def cuda_check(setting: Setting) -> Iterator[Result]:
     for world in (1, 2, 4):
         for delay_us in (0, 200):
             ranks = over_ranks(setting, world, check_job, len(COUNTS), delay_us)
-            for what, _ in ranks[0]:
-                right = all(dict(rank)[what] for rank in ranks)
+            for what, right in right_on_all(ranks):
                 name = f"{what}, {world} ranks, delays up to {delay_us} us"
                 yield Result("cuda_check", name, cuda.image_status(), right)
 
@@ -182,8 +181,7 @@ def queued_check(setting: Setting) -> Iterator[Result]:
     for algorithm in ("direct", "pipelined", "copied"):
         for world, delay_us in ((1, 0), (2, 0), (4, 0), (2, 200), (4, 200)):
             ranks = over_ranks(setting, world, _queued_job, algorithm, 5, delay_us)
-            for what, _ in ranks[0]:
-                right = all(dict(rank)[what] for rank in ranks)
+            for what, right in right_on_all(ranks):
                 name = f"{what} by {algorithm}, {world} ranks, delays up to {delay_us} us"
                 yield Result("queued_check", name, "5 calls", right)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.runner import read_results
-from benchmarks.gpu.stage import Job, Result, Setting, over_ranks, times_ms
+from benchmarks.gpu.stage import Job, Result, Setting, over_ranks, right_on_all, times_ms
 
 
 def _random(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -104,8 +104,7 @@ def fused_check(setting: Setting) -> Iterator[Result]:
     for world, calls, delay_us, *shape in jobs:
         ranks = over_ranks(setting, world, _fused_job, calls, delay_us, *shape)
         delays = f", delays up to {delay_us} us" if delay_us else ""
-        for op in FUSED_OPS:
-            right = all(dict(rank)[op] for rank in ranks)
+        for op, right in right_on_all(ranks):
             what = f"{op} {'x'.join(map(str, shape))}, {world} ranks{delays}"
             yield Result("fused_check", what, f"{calls} calls", right)
 

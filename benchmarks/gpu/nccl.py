@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import Result, Setting, integers, nccl_worlds, over_ranks
+from benchmarks.gpu.stage import Result, Setting, integers, nccl_worlds, over_ranks, right_on_all
 from tpkernels import nccl
 
 
@@ -50,8 +50,7 @@ def nccl_check(setting: Setting) -> Iterator[Result]:
     worlds, why = nccl_worlds(setting)
     for world in worlds:
         ranks = over_ranks(setting, world, _nccl_job, 100 if setting.small else 100_000)
-        for what in dict(ranks[0]):
-            right = all(dict(rank)[what] for rank in ranks)
+        for what, right in right_on_all(ranks):
             yield Result("nccl_check", f"{what}, {world} ranks", nccl.version(), right)
     yield Result("nccl_check", "numbers of ranks", why, ok=None)
 

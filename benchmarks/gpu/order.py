@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import Result, Setting, over_ranks, synchronize
+from benchmarks.gpu.stage import Result, Setting, over_ranks, right_on_all, synchronize
 
 
 def _streams_job(device: str, algorithm: str, rounds: int) -> list[tuple[str, bool]]:
@@ -55,8 +55,7 @@ def streams_check(setting: Setting) -> Iterator[Result]:
             continue  # `fused_check` runs the interpreter
         for world in (2, 4):
             ranks = over_ranks(setting, world, _streams_job, algorithm, rounds)
-            for what, _ in ranks[0]:
-                right = all(dict(rank)[what] for rank in ranks)
+            for what, right in right_on_all(ranks):
                 name = f"two groups, {what}, by {algorithm}, {world} ranks"
                 yield Result("streams_check", name, f"{rounds} calls of each", right)
 
@@ -94,6 +93,5 @@ def multimem_check(setting: Setting) -> Iterator[Result]:
     if ranks[0] is None:
         yield Result("multimem_check", "multicast memory", "there is none", ok=None)
         return
-    for what, _ in ranks[0]:
-        right = all(dict(rank)[what] for rank in ranks)
+    for what, right in right_on_all(ranks):
         yield Result("multimem_check", f"multimem all-reduce {what}, {world} ranks", "", right)

@@ -12,7 +12,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import tpkernels
-from benchmarks.gpu.stage import Result, Setting, integers, nccl_worlds, over_ranks, synchronize
+from benchmarks.gpu.stage import (
+    Result,
+    Setting,
+    integers,
+    nccl_worlds,
+    over_ranks,
+    right_on_all,
+    synchronize,
+)
 
 OPS = (
     "all_gather",
@@ -40,8 +48,7 @@ def path_check(setting: Setting) -> Iterator[Result]:
     for world in worlds:
         for algorithm in ALGORITHMS:
             ranks = over_ranks(setting, world, _path_job, algorithm, 6, backend="nccl")
-            for op in OPS:
-                right = all(dict(rank)[op] for rank in ranks)
+            for op, right in right_on_all(ranks):
                 yield Result("path_check", f"{op} by {algorithm}, {world} ranks", "6 calls", right)
     yield Result("path_check", "numbers of ranks", why, ok=None)
 
@@ -92,8 +99,7 @@ def grad_check(setting: Setting) -> Iterator[Result]:
     """Gradients through the ops over NCCL, on exact integers."""
     for world in nccl_worlds(setting)[0]:
         ranks = over_ranks(setting, world, _grad_job, backend="nccl")
-        for what in dict(ranks[0]):
-            right = all(dict(rank)[what] for rank in ranks)
+        for what, right in right_on_all(ranks):
             yield Result("grad_check", f"gradients of {what}, {world} ranks", "", right)
 
 

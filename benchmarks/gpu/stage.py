@@ -92,6 +92,11 @@ def over_ranks(
         return ranks.run(job, setting.device, *args, timeout=setting.budget_s)
 
 
+def right_on_all(ranks: list[list[tuple[str, bool]]]) -> list[tuple[str, bool]]:
+    """What each rank checked, and whether it was right on all of them."""
+    return [(what, all(dict(rank)[what] for rank in ranks)) for what in dict(ranks[0])]
+
+
 def nccl_worlds(setting: Setting) -> tuple[list[int], str]:
     """The numbers of ranks that NCCL can have here, and why there are no more: 1, 2, 4 and 8 as far
     as there are GPUs, and 2 on one GPU where NCCL allows it."""
