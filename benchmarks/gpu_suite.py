@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import cuda, faults, kernels, link, models, nccl, order, path, tune
+from benchmarks.gpu import cuda, faults, kernels, link, models, nccl, order, path, small, tune
 from benchmarks.gpu.runner import RAISED, run_stage, write_results
 from benchmarks.gpu.stage import Result, Setting
 
@@ -36,6 +36,7 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "layer_check": models.layer_check,
     "compile_check": path.compile_check,
     "path_speed": path.path_speed,
+    "autotune_check": path.autotune_check,
     "cuda_check": cuda.cuda_check,
     "queued_check": cuda.queued_check,
     "streams_check": order.streams_check,
@@ -51,6 +52,7 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "paced_link": link.paced_link,
     "matmul_speed": kernels.matmul_speed,
     "fused_speed": kernels.fused_speed,
+    "small_speed": small.small_speed,
     "symm_mem": tune.symm_mem,
     "tune": tune.tune,
     "sanitize": kernels.sanitize,

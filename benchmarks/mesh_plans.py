@@ -29,8 +29,8 @@ from tpkernels.bench.machine import measure_machine, profile_of, rates_text
 from tpkernels.launch import Ranks
 from tpkernels.mesh.cost import ranked
 from tpkernels.mesh.layout import local_shape, text_of
-from tpkernels.mesh.machines import Profile
 from tpkernels.mesh.planner import MatmulProblem
+from tpkernels.planning.machines import Profile
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SHAPES = [(1024, 1024, 1024), (256, 2048, 2048), (2048, 512, 1024), (64, 2048, 1024)]

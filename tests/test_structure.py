@@ -14,7 +14,7 @@ import torch
 
 import tpkernels
 from tests.support.paths import ROOT
-from tpkernels.backends import OPS, TABLES
+from tpkernels.backends import OPS, SCALED, TABLES
 from tpkernels.planning.algorithms import ALGORITHMS
 
 PACKAGE = ROOT / "tpkernels"
@@ -136,7 +136,7 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
         needed = {"unfused", "direct"} if device == "cpu" else {"unfused"}
         assert needed <= set(ways), f"{op} on {device}: {ways}"
         for way in ways:
-            assert table[op, way].__name__ == op
+            assert table[op, way].__name__ == SCALED.get(op, op)
             homes = [f"tpkernels.algorithms.{way}", f"tpkernels.algorithms.{way}.{device}"]
             assert table[op, way].__module__ in homes
 

@@ -15,7 +15,7 @@ from tpkernels.errors import (
     PeerLostError,
     TpkernelsError,
 )
-from tpkernels.groups import check, empty, finalize, init
+from tpkernels.groups import autotune, check, empty, finalize, init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack
 from tpkernels.local.product import LocalProduct
@@ -33,6 +33,7 @@ __all__ = [
     "LocalProduct",
     "PeerLostError",
     "TpkernelsError",
+    "autotune",
     "benchmark",
     "check",
     "compile",

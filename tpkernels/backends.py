@@ -25,22 +25,31 @@ from tpkernels.planning.choose import Plan
 from tpkernels.planning.problem import Problem
 from tpkernels.transport.point_to_point import hang_up
 
-OPS = (
+PLAIN_OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
+    "matmul_all_reduce_rms_norm",
     "all_gather",
     "reduce_scatter",
     "all_reduce",
+    "all_reduce_rms_norm",
 )
+# Ops on scaled operands. The algorithms of others carry them out, with a scaled product.
+SCALED = {
+    "all_gather_scaled_matmul": "all_gather_matmul",
+    "scaled_matmul_reduce_scatter": "matmul_reduce_scatter",
+    "scaled_matmul_all_reduce": "matmul_all_reduce",
+}
+OPS = (*PLAIN_OPS, *SCALED)
 
 
 def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]]:
     return {
-        (op, name): getattr(module, op)
+        (op, name): getattr(module, SCALED.get(op, op))
         for name, module in algorithms.items()
         for op in OPS
-        if hasattr(module, op)
+        if hasattr(module, SCALED.get(op, op)) and not (op in SCALED and module is fused)
     }
 
 
@@ -99,9 +108,8 @@ def run(
     group = call.group
     with group.lock:
         group.check_usable()
-        problem = call.problem
-        if problem.device == "cuda" and problem.reduces and group.cuda_sums.changed:
-            group.forget_calls()
+        if call.problem.device == "cuda":
+            group.forget_stale_calls(call.problem, given.x.device)
         if call.generation != group.generation:
             call = plan()
         try:

@@ -5,7 +5,7 @@ import os
 TIMEOUT = 30.0  # s, for one wait on the host
 LONGEST_TIMEOUT = 86400.0  # s
 WORKSPACE_BYTES = 64 << 20  # limit for each of the two data buffers of a rank
-AUTOTUNE = True
+AUTOTUNE: bool | None = None
 
 RESULT_POOL_BYTES = 256 << 20  # limit for the memory that is kept for results
 POOL_VARIABLE = "TPKERNELS_RESULT_POOL_BYTES"

@@ -71,6 +71,19 @@ class CudaCalls:
         synchronize(self.device)
         return torch.equal(out.cpu(), _host_sum(xs))
 
+    def shards(self, way: str, dtype: torch.dtype, row: int) -> bool:
+        """Whether an all-gather and a reduce-scatter of uneven shards are right, to the bit."""
+        sizes = tuple(1 + 5 * (r % 3) for r in range(self.world))
+        rows, begin = sum(sizes), sum(sizes[: self.rank])
+        own = slice(begin, begin + sizes[self.rank])
+        xs = [_values(r, self.device, dtype, rows * row).view(rows, row) for r in range(self.world)]
+        whole, part = torch.empty_like(xs[0]), torch.empty_like(xs[0][own])
+        cuda.all_gather(self.space, self.next(), xs[0][own].contiguous(), whole, sizes, way)
+        cuda.reduce_scatter(self.space, self.next(), xs[self.rank], part, sizes, way=way)
+        synchronize(self.device)
+        summed = _host_sum([x[own].contiguous() for x in xs])
+        return torch.equal(whole, xs[0]) and torch.equal(part.cpu(), summed)
+
     def exchange(self, chunk: torch.Tensor, out: torch.Tensor) -> None:
         """Every rank sends its chunk to its neighbour, by a copy engine on another stream."""
         source = (self.rank - 1) % self.world
@@ -99,10 +112,11 @@ class CudaCalls:
     def replays(self, count: int) -> bool:
         """Whether every replay of a graph of an all-reduce and a copy is right, with new input."""
         x = torch.zeros(5000, dtype=torch.float32, device=self.device)
-        total, got = torch.empty_like(x), torch.empty_like(x)
+        total, again, got = (torch.empty_like(x) for _ in range(3))
 
         def calls() -> None:
             cuda.all_reduce(self.space, self.next(), x, total, way="two_shot")
+            cuda.all_reduce(self.space, self.next(), x, again, way="low_latency")
             self.exchange(x, got)
 
         stream = torch.cuda.Stream()
@@ -118,7 +132,7 @@ class CudaCalls:
             recorded.replay()
             torch.cuda.synchronize()
             want = self.world * i + sum(range(self.world))
-            right = right and bool((total == want).all())
+            right = right and bool((total == want).all()) and torch.equal(total, again)
             right = right and bool((got == i + (self.rank - 1) % self.world).all())
         return right
 
@@ -127,13 +141,17 @@ def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     """The calls on one rank, and whether each was right."""
     made = CudaCalls(device)
     made.space.set_chaos(seed=made.rank, max_delay_us=delay_us)
-    ways = ["one_shot", "two_shot"]
+    ways = ["one_shot", "two_shot", "low_latency"]
     checks: dict[str, Callable[[], bool]] = {
         f"{way} all-reduce": lambda way=way: all(  # type: ignore[misc]
             made.reduce(way, dtype, count) for dtype in DTYPES for count in COUNTS[:calls]
         )
         for way in ways
     }
+    for way in ("one_shot", "low_latency"):
+        checks[f"{way} shards"] = lambda way=way: all(  # type: ignore[misc]
+            made.shards(way, dtype, row) for dtype in DTYPES for row in (1, 40, 513)
+        )
     checks["peer copies"] = lambda: made.copies(calls)
     if device == "cuda":
         checks["graph replays"] = lambda: made.replays(20 * calls)

@@ -21,6 +21,8 @@ from benchmarks.gpu.stage import (
     right_on_all,
     synchronize,
 )
+from tpkernels import groups
+from tpkernels.planning.table import Table
 
 OPS = (
     "all_gather",
@@ -120,7 +122,7 @@ def _compile_job(device: str) -> list[tuple[str, str, bool]]:
 
     made = Calls(device, "auto")
     rank, world = made.rank, made.world
-    rows = 5 + world  # or inductor's cache might give a graph that it compiled for another world
+    rows = 6
     everyone = integers(1, device, torch.float32, rows * world, 12)
     x = everyone[rows * rank : rows * (rank + 1)].contiguous()
     up, down = integers(2 + rank, device, torch.float32, 12, 5), integers(9, device, x.dtype, 5, 12)
@@ -207,3 +209,33 @@ def path_speed(setting: Setting) -> Iterator[Result]:
             )[0]:
                 value = f"{ours:.4f} ms, torch {theirs:.4f} ms: {theirs / ours:.2f}x"
                 yield Result("path_speed", f"{op} {rows}x{n}x{k}, {world} ranks", value, ok=None)
+
+
+def _autotune_job(device: str, rows: int, n: int, k: int) -> list[tuple[str, str, bool]]:
+    """What `tpkernels.autotune` measured and chose, and whether the result is exact."""
+    from benchmarks.gpu.calls import Calls
+
+    made = Calls(device, "auto")
+    own = groups.get(made.group.group_name)
+    found = []
+    for op in OPS:
+        seed = 1 + rows  # one dtype for all
+        before = own.times.get(device, Table()).measurements
+        with tpkernels.autotune(made.group):
+            right = made.check(op, seed, rows, n, k)
+        right = made.check(op, seed, rows, n, k) and right
+        new = own.times.get(device, Table()).measurements[len(before) :]
+        times = [f"{name} {ms:.4f} ms" for one in new for name, ms in one.ms.items()]
+        known = made.world == 1 or op == "all_reduce_"  # as `all_reduce`
+        found.append((op, ", ".join(times) or "not tuned", right and (bool(new) or known)))
+    return found
+
+
+def autotune_check(setting: Setting) -> Iterator[Result]:
+    """Every op within `tpkernels.autotune` and after it, on exact integers, and the times."""
+    m, n, k = (24, 32, 16) if setting.small else (4096, 3584, 8192)
+    for world in nccl_worlds(setting)[0]:
+        ranks = over_ranks(setting, world, _autotune_job, m, n, k, backend="nccl")
+        for at, (op, ms, _) in enumerate(ranks[0]):
+            right = all(rank[at][2] for rank in ranks)
+            yield Result("autotune_check", f"{op}, {world} ranks", ms, right)

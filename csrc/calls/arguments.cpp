@@ -78,6 +78,9 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
     if (overflow) return false;
     key->push_back('i');
     append(key, number);
+  } else if (PyFloat_Check(value)) {
+    key->push_back('f');
+    append(key, PyFloat_AS_DOUBLE(value));
   } else if (is_dtype(value)) {  // there is one of each
     key->push_back('d');
     append(key, value);

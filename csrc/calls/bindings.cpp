@@ -66,10 +66,21 @@ void bind_collective(py::module_& m) {
             self.all_reduce(contiguous(x), contiguous(out), addends(bias, residual));
           },
           py::arg("x"), py::arg("out"), py::arg("bias") = py::none(),
-          py::arg("residual") = py::none());
+          py::arg("residual") = py::none())
+      .def(
+          "all_reduce_rms_norm",
+          [](const Collective& self, const py::object& x, const py::object& out,
+             const py::object& normed, const py::object& weight, double eps, const py::object& bias,
+             const py::object& residual) {
+            self.all_reduce(contiguous(x), contiguous(out), addends(bias, residual),
+                            {contiguous(weight), contiguous(normed), eps});
+          },
+          py::arg("x"), py::arg("out"), py::arg("normed"), py::arg("weight"), py::arg("eps"),
+          py::arg("bias") = py::none(), py::arg("residual") = py::none());
 
   py::class_<Bound, std::shared_ptr<Bound>>(m, "Bound");
   bind_ops(m);
+  bind_norm_ops(m);
 }
 
 void bind_memory(py::module_& m) {

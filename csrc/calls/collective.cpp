@@ -26,6 +26,17 @@ host::Epilogue epilogue(const Tensor& out, const Addends& addends) {
   return made;
 }
 
+host::RmsNorm rms_norm(const Norm& norm) {
+  host::RmsNorm made;
+  if (!norm.out.data) return made;
+  made.out = data_of(norm.out);
+  made.weight = data_of(norm.weight);
+  made.weight_dtype = dtype_of(norm.weight);
+  made.cols = count_of(norm.weight);
+  made.eps = norm.eps;
+  return made;
+}
+
 }  // namespace
 
 DType dtype_of(const Tensor& x) {
@@ -71,14 +82,16 @@ void Collective::reduce_scatter(const Tensor& x, const Tensor& out, const host::
   host::reduce_scatter(channel_, id(), in, data_of(out), layout, wire, after);
 }
 
-void Collective::all_reduce(const Tensor& x, const Tensor& out, const Addends& addends) const {
+void Collective::all_reduce(const Tensor& x, const Tensor& out, const Addends& addends,
+                            const Norm& norm) const {
   const bool in_place = data_of(x) == data_of(out);
   const host::Source in = in_place ? host::Source{data_of(x)} : source(x);
   const std::size_t count = count_of(x);
   const DType wire = dtype_of(x);
   const host::Epilogue after = epilogue(out, addends);
+  const host::RmsNorm rows = rms_norm(norm);
   const GilReleased released;
-  host::all_reduce(channel_, id(), in, data_of(out), count, wire, after);
+  host::all_reduce(channel_, id(), in, data_of(out), count, wire, after, rows);
 }
 
 }  // namespace tpkernels::calls

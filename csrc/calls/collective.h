@@ -19,6 +19,13 @@ struct Addends {
   Tensor residual{};
 };
 
+// The normalisation of a sum's rows; absent where `out` has no data.
+struct Norm {
+  Tensor weight{};
+  Tensor out{};
+  double eps = 0;
+};
+
 class Collective {
  public:
   // Keeps `channel`, Python's object, alive.
@@ -31,7 +38,8 @@ class Collective {
   void reduce_scatter(const Tensor& x, const Tensor& out, const host::ShardLayout& layout,
                       const Addends& addends) const;
   // `out` may be `x`. Peers cannot read `x` in place then, as it is being overwritten.
-  void all_reduce(const Tensor& x, const Tensor& out, const Addends& addends) const;
+  void all_reduce(const Tensor& x, const Tensor& out, const Addends& addends,
+                  const Norm& norm = {}) const;
 
  private:
   host::CallId id() const { return {signature_, text_}; }

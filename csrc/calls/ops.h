@@ -10,5 +10,6 @@ namespace tpkernels::calls {
 // Adds the classes to _C.calls. `shape` is that of the op's result on this rank; for the all-gather
 // and matmul that of the gathered x, and `result_shapes` has those of the results.
 void bind_ops(pybind11::module_& m);
+void bind_norm_ops(pybind11::module_& m);
 
 }  // namespace tpkernels::calls

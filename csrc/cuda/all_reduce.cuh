@@ -67,8 +67,8 @@ TPK_DEVICE void one_shot(const Peers& peers, const AllReduce& call) {
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
     push_part(call, slot_of(peers, call, to, rank) + part.first * size_of(D), part);
-    publish(peers, to, word);
   }
+  publish_to_all(peers, word);
   wait_for_all(peers, word);
   sum_part<D>(peers, call, all, part);
 }
@@ -89,8 +89,8 @@ TPK_DEVICE void two_shot(const Peers& peers, const AllReduce& call) {
     const Range part = part_of(call, to);
     const u64 offset = (part.first - segment_of(call, to).first) * size_of(D);
     push_part(call, slot_of(peers, call, to, rank) + offset, part);
-    publish(peers, to, word);
   }
+  publish_to_all(peers, word);
   wait_for_all(peers, word);
   sum_part<D>(peers, call, segment_of(call, rank), own);
   sync_block();
@@ -98,8 +98,8 @@ TPK_DEVICE void two_shot(const Peers& peers, const AllReduce& call) {
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
     copy_block(result_of(peers, call, to, own.first), from, bytes);
-    publish(peers, to, result);
   }
+  publish_to_all(peers, result);
   for (int i = 1; i < world; ++i) {
     const int owner = (rank + i) % world;
     wait_for(peers, owner, result);

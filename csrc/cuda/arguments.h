@@ -95,6 +95,7 @@ struct PacedCopy {
 };
 
 constexpr int kReduceThreads = 512;
+constexpr int kLowLatencyThreads = 256;
 constexpr int kSumThreads = 256;
 constexpr int kSignalThreads = 32;
 constexpr int kPacedThreads = 1024;

@@ -130,6 +130,8 @@ void bind_shards(py::class_<Kernels>& kernels) {
   };
   bind("gather", &Kernels::gather);
   bind("scatter", &Kernels::scatter);
+  bind("low_latency_gather", &Kernels::low_latency_gather);
+  bind("low_latency_scatter", &Kernels::low_latency_scatter);
 }
 
 void bind_signals(py::class_<Kernels>& kernels) {

@@ -93,6 +93,27 @@ TPK_DEVICE void store_pack(void* to, Pack pack) {
                : "memory");
 }
 
+// Two words that are stored at a time. Each is whole or not there yet; which comes first is open:
+// to PTX, an access to a vector is one access to each element, in no order.
+struct alignas(16) Line {
+  u64 word[2];
+};
+
+TPK_DEVICE Line load_line_sys(const Line* from) {
+  Line line;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(line.word[0]), "=l"(line.word[1])
+               : "l"(from)
+               : "memory");
+  return line;
+}
+
+TPK_DEVICE void store_line_sys(Line* to, Line line) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(line.word[0]),
+               "l"(line.word[1])
+               : "memory");
+}
+
 TPK_DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
 TPK_DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }
 

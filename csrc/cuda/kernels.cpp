@@ -27,6 +27,9 @@ Kernels::Kernels(int device, const void* image) {
   all_reduce_[0] = function("one_shot_all_reduce");
   all_reduce_[1] = function("two_shot_all_reduce");
   if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
+  all_reduce_[3] = function("low_latency_all_reduce");
+  low_latency_gather_ = function("low_latency_all_gather");
+  low_latency_scatter_ = function("low_latency_reduce_scatter");
   gather_ = function("one_shot_gather");
   scatter_ = function("one_shot_scatter");
   sum_ = function("sum_of_partials");
@@ -71,7 +74,8 @@ void Kernels::all_reduce(Stream stream, const Space& space, Way way, int blocks,
   if (kernel == nullptr) {
     throw Unsupported("a multimem all-reduce needs a GPU of compute capability 9.0 or higher");
   }
-  launch(kernel, blocks, kReduceThreads, stream, space, call);
+  const int threads = way == Way::kLowLatency ? kLowLatencyThreads : kReduceThreads;
+  launch(kernel, blocks, threads, stream, space, call);
 }
 
 void Kernels::gather(Stream stream, const Space& space, int blocks, const Shards& shards) {
@@ -80,6 +84,16 @@ void Kernels::gather(Stream stream, const Space& space, int blocks, const Shards
 
 void Kernels::scatter(Stream stream, const Space& space, int blocks, const Shards& shards) {
   launch(scatter_, blocks, kReduceThreads, stream, space, shards);
+}
+
+void Kernels::low_latency_gather(Stream stream, const Space& space, int blocks,
+                                 const Shards& shards) {
+  launch(low_latency_gather_, blocks, kLowLatencyThreads, stream, space, shards);
+}
+
+void Kernels::low_latency_scatter(Stream stream, const Space& space, int blocks,
+                                  const Shards& shards) {
+  launch(low_latency_scatter_, blocks, kLowLatencyThreads, stream, space, shards);
 }
 
 void Kernels::sum_partials(Stream stream, int blocks, const SumPartials& call) {

@@ -1,6 +1,7 @@
 // The kernels of csrc/cuda. nvcc compiles this file when the package is built; without nvcc, NVRTC
 // compiles the same file at first use. So it includes only headers of this folder.
 #include "cuda/all_reduce.cuh"
+#include "cuda/low_latency.cuh"
 #include "cuda/paced_copy.cuh"
 #include "cuda/shards.cuh"
 
@@ -16,12 +17,29 @@ TPK_DEVICE void within_call(const Space& space, const Output& output, const Run&
   if (finish(peers)) poison(output);
 }
 
+// The same for the kernels of cuda/low_latency.cuh.
+template <class Run>
+TPK_DEVICE void within_low_latency_call(const Space& space, const Output& output, const Run& run) {
+  const Peers peers = enter_low_latency(space);
+  if (peers.usable) run(peers);
+  if (finish_low_latency(peers)) poison(output);
+}
+
 TPK_DEVICE Output output_of(const AllReduce& call) {
   return {call.out, call.count * size_of(call.epilogue.out_dtype)};
 }
 
 TPK_DEVICE u64 elements(const Shards& shards, int first, int last) {
   return static_cast<u64>(shards.starts[last] - shards.starts[first]) * shards.row;
+}
+
+TPK_DEVICE Output gathered(const Space& space, const Shards& shards) {
+  return {shards.out, elements(shards, 0, space.world) * size_of(shards.wire)};
+}
+
+TPK_DEVICE Output scattered(const Space& space, const Shards& shards) {
+  const u64 count = elements(shards, space.rank, space.rank + 1);
+  return {shards.out, count * size_of(shards.epilogue.out_dtype)};
 }
 
 }  // namespace
@@ -53,17 +71,38 @@ TPK_KERNEL(kReduceThreads) multimem_all_reduce(TPK_PARAM Space space, TPK_PARAM 
 #endif
 
 TPK_KERNEL(kReduceThreads) one_shot_gather(TPK_PARAM Space space, TPK_PARAM Shards shards) {
-  const u64 bytes = elements(shards, 0, space.world) * size_of(shards.wire);
-  within_call(space, {shards.out, bytes}, [&](const Peers& peers) { gather(peers, shards); });
+  within_call(space, gathered(space, shards), [&](const Peers& peers) { gather(peers, shards); });
 }
 
 TPK_KERNEL(kReduceThreads) one_shot_scatter(TPK_PARAM Space space, TPK_PARAM Shards shards) {
-  const u64 count = elements(shards, space.rank, space.rank + 1);
-  const Output output{shards.out, count * size_of(shards.epilogue.out_dtype)};
-  within_call(space, output, [&](const Peers& peers) {
+  within_call(space, scattered(space, shards), [&](const Peers& peers) {
     if (shards.wire == kF32) return scatter<kF32>(peers, shards);
     if (shards.wire == kF16) return scatter<kF16>(peers, shards);
     scatter<kBF16>(peers, shards);
+  });
+}
+
+TPK_KERNEL(kLowLatencyThreads)
+low_latency_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
+  within_low_latency_call(space, output_of(call), [&](const Peers& peers) {
+    if (call.wire == kF32) return low_latency_reduce<kF32>(peers, call);
+    if (call.wire == kF16) return low_latency_reduce<kF16>(peers, call);
+    low_latency_reduce<kBF16>(peers, call);
+  });
+}
+
+TPK_KERNEL(kLowLatencyThreads)
+low_latency_all_gather(TPK_PARAM Space space, TPK_PARAM Shards shards) {
+  within_low_latency_call(space, gathered(space, shards),
+                          [&](const Peers& peers) { low_latency_gather(peers, shards); });
+}
+
+TPK_KERNEL(kLowLatencyThreads)
+low_latency_reduce_scatter(TPK_PARAM Space space, TPK_PARAM Shards shards) {
+  within_low_latency_call(space, scattered(space, shards), [&](const Peers& peers) {
+    if (shards.wire == kF32) return low_latency_scatter<kF32>(peers, shards);
+    if (shards.wire == kF16) return low_latency_scatter<kF16>(peers, shards);
+    low_latency_scatter<kBF16>(peers, shards);
   });
 }
 

@@ -21,7 +21,7 @@ struct Image {
 };
 const Image& embedded_image();
 
-enum class Way { kOneShot, kTwoShot, kMultimem };
+enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency };
 
 class Kernels {
  public:
@@ -35,6 +35,8 @@ class Kernels {
   void all_reduce(Stream stream, const Space& space, Way way, int blocks, const AllReduce& call);
   void gather(Stream stream, const Space& space, int blocks, const Shards& shards);
   void scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
+  void low_latency_gather(Stream stream, const Space& space, int blocks, const Shards& shards);
+  void low_latency_scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
   void sum_partials(Stream stream, int blocks, const SumPartials& call);
   void barrier(Stream stream, const Space& space);
   void paced_copy(Stream stream, int blocks, const PacedCopy& call);
@@ -56,8 +58,9 @@ class Kernels {
 
   Handle context_ = nullptr;
   Handle module_ = nullptr;
-  Handle all_reduce_[3] = {};
-  Handle gather_, scatter_, sum_, barrier_, paced_, begin_, publish_, wait_, end_, poison_;
+  Handle all_reduce_[4] = {};
+  Handle gather_, scatter_, low_latency_gather_, low_latency_scatter_, sum_, barrier_, paced_,
+      begin_, publish_, wait_, end_, poison_;
 };
 
 }  // namespace tpkernels::cuda

@@ -31,6 +31,27 @@ TPK_DEVICE Range part_in(Range segment, u64 length) {
   return {first, least(first + part, segment.last)};
 }
 
+template <int D>
+constexpr int kLanes = D == kF32 ? 4 : 8;  // elements of a pack
+
+// The elements of a pack, from to[at] on.
+template <int D>
+TPK_DEVICE void widen(float (&to)[kVector], int at, const Pack& pack) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned word = pack.word[i];
+    if constexpr (D == kF32) {
+      to[at + i] = float_of(word);
+    } else if constexpr (D == kF16) {
+      to[at + 2 * i] = widen_f16(static_cast<unsigned short>(word));
+      to[at + 2 * i + 1] = widen_f16(static_cast<unsigned short>(word >> 16));
+    } else {
+      to[at + 2 * i] = float_of(word << 16);
+      to[at + 2 * i + 1] = float_of(word & 0xffff0000u);
+    }
+  }
+}
+
 template <int D, int N>
 TPK_DEVICE void load(float (&to)[N], u64 from) {
   static_assert(N == 1 || N == kVector);
@@ -40,23 +61,9 @@ TPK_DEVICE void load(float (&to)[N], u64 from) {
     const auto half = *reinterpret_cast<const unsigned short*>(from);
     to[0] = D == kF16 ? widen_f16(half) : float_of(static_cast<unsigned>(half) << 16);
   } else {
-    constexpr int kLanes = D == kF32 ? 4 : 8;
 #pragma unroll
-    for (int at = 0; at < N; at += kLanes) {
-      const Pack pack = load_pack(reinterpret_cast<const void*>(from + at * (16 / kLanes)));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const unsigned word = pack.word[i];
-        if constexpr (D == kF32) {
-          to[at + i] = float_of(word);
-        } else if constexpr (D == kF16) {
-          to[2 * i] = widen_f16(static_cast<unsigned short>(word));
-          to[2 * i + 1] = widen_f16(static_cast<unsigned short>(word >> 16));
-        } else {
-          to[2 * i] = float_of(word << 16);
-          to[2 * i + 1] = float_of(word & 0xffff0000u);
-        }
-      }
+    for (int at = 0; at < N; at += kLanes<D>) {
+      widen<D>(to, at, load_pack(reinterpret_cast<const void*>(from + at * (16 / kLanes<D>))));
     }
   }
 }
@@ -73,9 +80,8 @@ TPK_DEVICE void store(u64 to, const float (&from)[N]) {
   } else if constexpr (N == 1) {
     *reinterpret_cast<unsigned short*>(to) = rounded<D>(from[0]);
   } else {
-    constexpr int kLanes = D == kF32 ? 4 : 8;
 #pragma unroll
-    for (int at = 0; at < N; at += kLanes) {
+    for (int at = 0; at < N; at += kLanes<D>) {
       Pack pack;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -86,7 +92,7 @@ TPK_DEVICE void store(u64 to, const float (&from)[N]) {
               rounded<D>(from[2 * i]) | static_cast<unsigned>(rounded<D>(from[2 * i + 1])) << 16;
         }
       }
-      store_pack(reinterpret_cast<void*>(to + at * (16 / kLanes)), pack);
+      store_pack(reinterpret_cast<void*>(to + at * (16 / kLanes<D>)), pack);
     }
   }
 }
@@ -112,19 +118,9 @@ TPK_DEVICE void add(float (&to)[N], const float (&more)[N]) {
   for (int i = 0; i < N; ++i) to[i] += more[i];
 }
 
-// out[i] = round(sum over r of partials(r)[i] + bias + residual) for N elements starting at i.
-// `partials(r)` is the address of the first element of rank r.
-template <int D, int N, class Partials>
-TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 begin, u64 i,
-                             const Epilogue& epilogue) {
-  float acc[N];
-  load<D>(acc, partials(0) + i * size_of(D));
-#pragma unroll 4
-  for (int r = 1; r < world; ++r) {
-    float next[N];
-    load<D>(next, partials(r) + i * size_of(D));
-    add(acc, next);
-  }
+// out[i] = round(acc + bias + residual) for N elements starting at i.
+template <int N>
+TPK_DEVICE void store_sum(float (&acc)[N], u64 out, u64 begin, u64 i, const Epilogue& epilogue) {
   if (epilogue.bias != nullptr) {
     u64 column = (begin + i) % epilogue.cols;
     const int dtype = epilogue.bias_dtype;
@@ -144,6 +140,22 @@ TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 b
     add(acc, next);
   }
   store_any(out + i * size_of(epilogue.out_dtype), acc, epilogue.out_dtype);
+}
+
+// out[i] = round(sum over r of partials(r)[i] + bias + residual) for N elements starting at i.
+// `partials(r)` is the address of the first element of rank r.
+template <int D, int N, class Partials>
+TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 begin, u64 i,
+                             const Epilogue& epilogue) {
+  float acc[N];
+  load<D>(acc, partials(0) + i * size_of(D));
+#pragma unroll 4
+  for (int r = 1; r < world; ++r) {
+    float next[N];
+    load<D>(next, partials(r) + i * size_of(D));
+    add(acc, next);
+  }
+  store_sum(acc, out, begin, i, epilogue);
 }
 
 // The same for elements [first, last), split among `lanes` lanes; `first` is a multiple of kVector.

@@ -38,8 +38,8 @@ TPK_DEVICE void gather(const Peers& peers, const Shards& shards) {
   for (int i = 1; i < world; ++i) {
     const int to = (rank + i) % world;
     copy_block(slot_of(peers, shards, to, rank) + part.first, from, length(part));
-    publish(peers, to, word);
   }
+  publish_to_all(peers, word);
   copy_block(address_of(shards.out) + own.first + part.first, from, length(part));
   for (int i = 1; i < world; ++i) {
     const int source = (rank + i) % world;
@@ -59,8 +59,8 @@ TPK_DEVICE void scatter(const Peers& peers, const Shards& shards) {
     const Range theirs = shard_of(shards, to, shards.row), part = part_of(theirs);
     copy_block(slot_of(peers, shards, to, rank) + part.first * size,
                address_of(shards.x) + (theirs.first + part.first) * size, length(part) * size);
-    publish(peers, to, word);
   }
+  publish_to_all(peers, word);
   wait_for_all(peers, word);
   const Range own = shard_of(shards, rank, shards.row), part = part_of(own);
   const auto partials = [&](int r) {

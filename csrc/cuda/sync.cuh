@@ -35,6 +35,8 @@ constexpr u64 kFailedMismatch = 1, kFailedTimeout = 2, kFailedAbort = 3;
 constexpr int kEntered = 0, kTiles = 1;
 
 constexpr u64 kEpochMask = 0xffffffffull;
+// Epochs are 1 to kLastEpoch, then 1 again, which has the other parity.
+constexpr u64 kLastEpoch = 0xfffffffeull;
 constexpr int kPolls = 32;  // polls of a word between checks for failure
 
 // A call, as seen by one block.
@@ -49,12 +51,16 @@ TPK_DEVICE u64 status_of(const Space& space) {
   return load_relaxed_gpu(space.state + kStateStatus);
 }
 
-// The call that is open, or comes next, by the epoch in device memory. For all threads of a block.
-TPK_DEVICE Peers join_call(const Space& space) {
-  const u64 epoch = (space.state[kStateEpoch] + 1) & kEpochMask;
-  const bool failed = sync_block_or(thread() == 0 && status_of(space) != 0);
+// The call that is open, or comes next, by the epoch in device memory.
+TPK_DEVICE Peers call_of(const Space& space, bool usable) {
+  const u64 ended = space.state[kStateEpoch], epoch = ended == kLastEpoch ? 1 : ended + 1;
   return {space, static_cast<u64>(space.signature) << 32 | epoch, static_cast<unsigned>(epoch & 1),
-          !failed};
+          usable};
+}
+
+// The same for all threads of a block, which then agree whether it is usable.
+TPK_DEVICE Peers join_call(const Space& space) {
+  return call_of(space, !sync_block_or(thread() == 0 && status_of(space) != 0));
 }
 
 TPK_DEVICE u64* word_of(const Peers& peers, int rank, int source, int index) {
@@ -100,7 +106,8 @@ TPK_DEVICE void pass_on(const Peers& peers, int source, int index) {
   if (thread() == 0) publish_word(peers, peers.space.rank, source, index);
 }
 
-// `publish` to all peers.
+// `publish` to all peers: one barrier, and a thread for each peer. A release waits until the stores
+// before it have arrived, so releases that one thread does in turn would take a round trip each.
 TPK_DEVICE void publish_to_all(const Peers& peers, int index) {
   sync_block();
   const int rank = peers.space.rank, world = peers.space.world;
@@ -133,19 +140,25 @@ TPK_DEVICE void look_around(const Peers& peers, int source, u64 seen, u64 begin)
   }
 }
 
-// Returns when the word `index` from `source` has arrived or a wait has failed. For one thread.
-TPK_DEVICE void await_word(const Peers& peers, int source, int index) {
+// Returns when the word `index` from `source` has arrived or a wait has failed. For one thread;
+// `load` has the memory order.
+template <class Load>
+TPK_DEVICE void await_word(const Peers& peers, int source, int index, const Load& load) {
   delay(peers, index);
   if (peers.space.chaos & 1) return;
   const u64* awaited = word_of(peers, peers.space.rank, source, index);
-  u64 seen = load_acquire_sys(awaited);
+  u64 seen = load(awaited);
   if (seen == peers.word) return;
   const u64 begin = clock_ns();
   for (int polls = 1; seen != peers.word && status_of(peers.space) == 0; ++polls) {
     pause();
     if (polls % kPolls == 0) look_around(peers, source, seen, begin);
-    seen = load_acquire_sys(awaited);
+    seen = load(awaited);
   }
+}
+
+TPK_DEVICE void await_word(const Peers& peers, int source, int index) {
+  await_word(peers, source, index, [](const u64* from) { return load_acquire_sys(from); });
 }
 
 // The same for all threads of a block.
@@ -168,22 +181,27 @@ TPK_DEVICE Peers enter(const Space& space) {
   return peers;
 }
 
+// The last two calls before epochs begin anew clear the words of their parity in this rank's
+// region. So no word is left whose epoch comes again. Peers store words of that parity again only
+// once they have seen that this rank has entered the next call.
 TPK_DEVICE void advance(const Peers& peers) {
-  u64* state = peers.space.state;
-  state[kStateEnded] = 0;
-  state[kStateEpoch] = peers.word & kEpochMask;
+  const Space& space = peers.space;
+  const u64 epoch = peers.word & kEpochMask;
+  space.state[kStateEnded] = 0;
+  space.state[kStateEpoch] = epoch;
+  if (epoch < kLastEpoch - 1) return;
+  u64* words = word_of(peers, space.rank, 0, 0);
+  for (u64 i = 0; i < static_cast<u64>(space.world) * space.words; ++i) words[i] = 0;
 }
 
-// Ends a call of one launch. The first block waits until every peer has entered it; the last block
-// to end advances the epoch. Returns true in that last block if a wait has failed, in this grid or
-// before: the block must then `poison` the output.
-TPK_DEVICE bool finish(const Peers& peers) {
-  if (block() == 0) wait_for_all(peers, kEntered);
-  sync_block();
+// The end of a grid whose first block has awaited the ENTERED word of every peer, after a barrier
+// of each block. The last block to end advances the epoch. Returns true in that block if a wait has
+// failed, in this grid or before.
+TPK_DEVICE bool end_grid(const Peers& peers) {
   bool broken = false;
   if (thread() == 0) {
-    const u64 ended = add_acq_rel_gpu(peers.space.state + kStateEnded, 1);
-    if (ended == static_cast<u64>(blocks()) - 1) {
+    u64* ended = peers.space.state + kStateEnded;
+    if (blocks() == 1 || add_acq_rel_gpu(ended, 1) == static_cast<u64>(blocks()) - 1) {
       broken = status_of(peers.space) != 0;
       advance(peers);
     }
@@ -191,7 +209,19 @@ TPK_DEVICE bool finish(const Peers& peers) {
   return sync_block_or(broken);
 }
 
-// Sets all bits of the output, which is NaN in every dtype, so it cannot be mistaken for a result.
+// Ends a call of one launch. The first block waits until every peer has entered it. Returns true in
+// the last block to end if a wait has failed: the block must then `poison` the output.
+TPK_DEVICE bool finish(const Peers& peers) {
+  if (block() == 0) {
+    wait_for_all(peers, kEntered);
+  } else {
+    sync_block();
+  }
+  return end_grid(peers);
+}
+
+// Sets all bits of the output, which is NaN in every dtype but fp4, so it cannot be mistaken for a
+// result. fp4 has no NaN: a gathered fp4 tensor is full of -6, and only the error tells.
 TPK_DEVICE void poison(const Output& output) {
   auto* out = static_cast<unsigned short*>(output.out);
   for (u64 i = thread(); i < output.bytes / sizeof(*out); i += threads()) out[i] = 0xffff;

@@ -219,6 +219,15 @@ void bind_collectives(py::module_& m) {
         sum_partials(pointer(out), pointers, static_cast<DType>(wire), begin, count, epilogue);
       },
       ReleaseGil());
+  m.def(
+      "normalise_rows",
+      [](std::uintptr_t out, std::uintptr_t rows, int dtype, std::size_t count,
+         std::uintptr_t weight, int weight_dtype, std::size_t cols, double eps) {
+        const RmsNorm norm{pointer(out), pointer(weight), static_cast<DType>(weight_dtype), cols,
+                           eps};
+        normalise_rows(norm, pointer(rows), static_cast<DType>(dtype), 0, count);
+      },
+      ReleaseGil());
 }
 
 void bind_vector_units(py::module_& m) {

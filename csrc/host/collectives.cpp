@@ -1,35 +1,12 @@
 #include "host/collectives.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
+
+#include "host/chunks.h"
 
 namespace tpkernels::host {
 namespace {
-
-// AMD EPYC (Zen 3, 512 KiB L2, 32 MiB L3), 2 ranks x 1 thread, 2026-11-21; see
-// benchmarks/results/cpu-2core-zen3.md for the sweep.
-constexpr ChunkLimits kLimits{/*one_shot_bytes=*/16 << 10, /*chunk_bytes=*/512 << 10};
-// Larger results leave the caches before anyone reads them: use streaming stores.
-constexpr std::size_t kStreamBytes = 8 << 20;
-
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
-std::size_t align_down(std::size_t bytes) { return bytes / 64 * 64; }
-
-void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool stream) {
-  if (bytes == 0 || to == from) return;
-  if (stream) {
-    vector_unit().stream(to, from, bytes);
-  } else {
-    std::memcpy(to, from, bytes);
-  }
-}
-
-// Copies to where peers read it.
-void share(Channel& channel, std::byte* to, const std::byte* from, std::size_t bytes) {
-  Sharing& sharing = channel.sharing();
-  sharing.timed([&] { copy(to, from, bytes, sharing.past_caches(bytes)); });
-}
 
 // `outer` runs of `width` bytes, `pitch` apart: one rank's shard of a larger tensor.
 struct Strided {
@@ -83,26 +60,6 @@ std::size_t shard_bytes(const ShardLayout& layout, int rank, std::size_t element
 std::size_t largest_shard(const ShardLayout& layout, std::size_t element) {
   return layout.outer * *std::max_element(layout.sizes.begin(), layout.sizes.end()) * layout.inner *
          element;
-}
-
-// How much of [0, total) the chunk [begin, begin + step) covers.
-std::size_t within(std::size_t total, std::size_t begin, std::size_t step) {
-  return begin >= total ? 0 : std::min(step, total - begin);
-}
-
-// Starts with the next rank, so that the ranks do not all read the same peer at once.
-template <class F>
-void for_each_peer(const Channel& channel, F&& f) {
-  for (int i = 1; i < channel.world(); ++i) f((channel.rank() + i) % channel.world());
-}
-
-// Ends the last chunk: a peer that read a symmetric tensor in place tells its owner so.
-void release_sources(Channel& channel, const Source& in) {
-  for_each_peer(channel, [&](int peer) {
-    if (channel.in_segment(peer)) channel.publish(Phase::kRead, peer);
-  });
-  if (in.segment == 0) return;
-  for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kRead, channel.rank()); });
 }
 
 }  // namespace
@@ -210,74 +167,6 @@ void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std:
       sum_partials(out + first * size_of(here.out_dtype), partials, wire, first, n / element, here);
     });
     if (c + 1 == chunks) release_sources(channel, in_place ? in : Source{in.data});
-  }
-}
-
-void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                std::size_t count, DType wire, const Epilogue& epilogue) {
-  const std::size_t element = size_of(wire);
-  const std::size_t out_element = size_of(epilogue.out_dtype);
-  const auto world = static_cast<std::size_t>(channel.world());
-  const auto rank = static_cast<std::size_t>(channel.rank());
-  const std::size_t bytes = count * element;
-  // Two ranks move no more data in one step than in two.
-  const bool one_shot = bytes <= kLimits.one_shot_bytes || world == 2;
-  // A buffer holds a chunk of the input, followed by this rank's part of the result.
-  const std::size_t room = channel.capacity() * element / (element + out_element) - 128;
-  const std::size_t step = align_down(std::min(kLimits.chunk_bytes * world, room)) / element;
-  const bool stream = count * out_element >= kStreamBytes;
-  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(count, step));
-  std::vector<const std::byte*> partials(world);
-  for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;  // from here on in elements
-    const std::size_t n = within(count, begin, step);
-    // Parts are whole cache lines in either dtype.
-    const std::size_t part = one_shot ? n : ceil_div(ceil_div(n, world), 64) * 64;
-    const auto part_begin = [&](std::size_t r) { return std::min(n, r * part); };
-    const auto part_count = [&](std::size_t r) { return part_begin(r + 1) - part_begin(r); };
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(n * element);
-    const std::byte* source = in.data + begin * element;
-    std::byte* buffer = channel.buffer(channel.rank());
-    const std::size_t result_at = ceil_div(step * element, 64) * 64;
-    if (in.segment != 0) {
-      channel.locate(in.segment, in.offset + begin * element);
-    } else if (one_shot) {
-      share(channel, buffer, source, n * element);
-    } else {  // all but the part that only this rank reads
-      const std::size_t after = part_begin(rank + 1);
-      share(channel, buffer, source, part_begin(rank) * element);
-      share(channel, buffer + after * element, source + after * element, (n - after) * element);
-    }
-    channel.publish(Phase::kData);
-
-    const std::size_t first = one_shot ? 0 : part_begin(rank);
-    const std::size_t length = one_shot ? n : part_count(rank);
-    for_each_peer(channel, [&](int peer) {
-      channel.wait(peer, Phase::kData);
-      partials[static_cast<std::size_t>(peer)] = channel.data(peer, n * element) + first * element;
-    });
-    partials[rank] = source + first * element;
-    Epilogue here = epilogue;
-    if (here.residual) {
-      here.residual = static_cast<const std::byte*>(here.residual) +
-                      (begin + first) * size_of(here.residual_dtype);
-    }
-    std::byte* to = out + begin * out_element;
-    std::byte* own = to + first * out_element;
-    channel.sharing().timed(
-        [&] { sum_partials(own, partials, wire, begin + first, length, here); });
-    if (!one_shot) {
-      share(channel, buffer + result_at, own, length * out_element);
-      channel.publish(Phase::kResult);
-      for_each_peer(channel, [&](int peer) {
-        channel.wait(peer, Phase::kResult);
-        const auto theirs = static_cast<std::size_t>(peer);
-        copy(to + part_begin(theirs) * out_element, channel.buffer(peer) + result_at,
-             part_count(theirs) * out_element, stream);
-      });
-    }
-    if (c + 1 == chunks) release_sources(channel, in);
   }
 }
 

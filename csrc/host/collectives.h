@@ -7,7 +7,8 @@
 //   reduce_scatter   For each peer, write its piece of own partial; sum the pieces for this rank.
 //   all_reduce       One-shot (small, or two ranks): write own chunk; every rank sums all of it.
 //                    Two-shot: write own chunk; sum this rank's 1/W of it and write the result;
-//                    copy the peers' results out.
+//                    copy the peers' results out. Either way every rank normalises all rows by
+//                    itself, if asked to (benchmarks/results/cpu-2core-rms-norm.md).
 // Sums run over ranks 0..W-1 in fp32 and round once, so both all-reduces give the same bits on
 // every rank. Peers read input in a symmetric tensor in place. The last chunk then ends with a word
 // from each of them (`kRead`), after which the memory is the user's again.
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "host/channel.h"
+#include "host/rms_norm.h"
 #include "host/vector.h"
 
 namespace tpkernels::host {
@@ -45,7 +47,7 @@ struct ShardLayout {
   std::vector<std::size_t> sizes;
 };
 
-// Measured limits of one chunk; see collectives.cpp.
+// Measured limits of one chunk; see chunks.h.
 struct ChunkLimits {
   std::size_t one_shot_bytes;
   std::size_t chunk_bytes;
@@ -60,8 +62,9 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
 void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                     const ShardLayout& layout, DType wire, const Epilogue& epilogue);
 
-// in, out: `count` elements. They may be the same memory if `in.segment` is 0.
+// in, out: `count` elements. They may be the same memory if `in.segment` is 0. `norm.out` gets the
+// rows of the result, normalised: by every rank all of them, while they are in its caches.
 void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                std::size_t count, DType wire, const Epilogue& epilogue);
+                std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm = {});
 
 }  // namespace tpkernels::host

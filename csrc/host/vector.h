@@ -26,6 +26,12 @@ struct VectorUnit {
   void (*store[3])(void* dst, const float* acc, std::size_t count);
   // No bias, no residual, one dtype: dst = round(sum of `world` sources in order), in registers.
   void (*sum[3])(void* dst, const std::byte* const* sources, std::size_t world, std::size_t count);
+  // Sum of the squares of `count` elements. The order of its terms follows from `count` alone: the
+  // same bits from every unit.
+  float (*squares[3])(const void* src, std::size_t count);
+  // dst = round(src * factor * weight). The weight has the dtype of the others, or fp32 ([1]).
+  void (*scale[3][2])(void* dst, const void* src, const void* weight, float factor,
+                      std::size_t count);
   // Copies with streaming stores: for results that nobody reads soon.
   void (*stream)(void* dst, const void* src, std::size_t bytes);
 };

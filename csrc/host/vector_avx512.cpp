@@ -94,6 +94,8 @@ inline void store_pair(std::byte* to, Pair pair) {
 }
 
 inline Vec add_vec(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec mul_vec(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec set_vec(float value) { return _mm512_set1_ps(value); }
 inline Vec load_acc(const float* from) { return _mm512_loadu_ps(from); }
 inline void store_acc(float* to, Vec value) { _mm512_storeu_ps(to, value); }
 

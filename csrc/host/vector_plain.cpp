@@ -32,6 +32,8 @@ void store_pair(std::byte* to, Pair pair) {
   store_vec<D>(to + size_of(D), pair.second);
 }
 inline Vec add_vec(Vec a, Vec b) { return a + b; }
+inline Vec mul_vec(Vec a, Vec b) { return a * b; }
+inline Vec set_vec(float value) { return value; }
 inline Vec load_acc(const float* from) { return *from; }
 inline void store_acc(float* to, Vec value) { *to = value; }
 

@@ -43,10 +43,15 @@ def reduce(m: int, n: int, k: int, world: int) -> Case:
     return Case(op="matmul_all_reduce", shape=(m, n), k=(k,))
 
 
+def reduce_and_normalise(m: int, n: int, k: int, world: int) -> Case:
+    return replace(reduce(m, n, k, world), op="matmul_all_reduce_rms_norm")
+
+
 OPS: dict[str, Callable[[int, int, int, int], Case]] = {
     "all_gather_matmul": gather,
     "matmul_reduce_scatter": scatter,
     "matmul_all_reduce": reduce,
+    "matmul_all_reduce_rms_norm": reduce_and_normalise,
 }
 
 

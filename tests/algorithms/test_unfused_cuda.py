@@ -34,6 +34,7 @@ DEFAULTS = {
     "algorithm": "unfused",
     "gather_dim": 0,
     "scatter_dim": 0,
+    "eps": 1e-6,
 }
 
 

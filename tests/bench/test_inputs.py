@@ -19,13 +19,14 @@ from tpkernels.bench import inputs, roofline, table
 from tpkernels.bench import report as output
 from tpkernels.bench.cases import random_case
 from tpkernels.bench.compare import differences
-from tpkernels.bench.inputs import COLD, Inputs, copies, last_level_cache_bytes, warm_cases
+from tpkernels.bench.inputs import COLD, Inputs, copies, warm_cases
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import result
 from tpkernels.bench.roofline import Rates
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
+from tpkernels.planning.machine import last_level_cache_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 CACHES = [MIB, 32 * MIB, 480 * MIB, 2 * GIB]

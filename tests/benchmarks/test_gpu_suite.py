@@ -49,7 +49,7 @@ def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert "no figure here is a measurement" in report and "Not run: sanitize." in report
 
 
-NEW = ("grad_check", "layer_check", "streams_check", "path_check", "fault_check")
+NEW = ("grad_check", "layer_check", "streams_check", "path_check", "fault_check", "autotune_check")
 
 
 @pytest.mark.parametrize("stage", sweep(NEW, count=2))

@@ -21,10 +21,12 @@ WORLD = 3
 OPS = (
     "all_reduce_",
     "all_reduce",
+    "all_reduce_rms_norm",
     "all_gather",
     "reduce_scatter",
     "all_gather_matmul",
     "matmul_all_reduce",
+    "matmul_all_reduce_rms_norm",
     "matmul_reduce_scatter",
 )
 DIMS = {
@@ -48,7 +50,10 @@ def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) ->
         w = tpkernels.pack(w)
     if op == "all_gather_matmul":
         return [x, [w], name]
-    return [x, w, name] if "matmul" in op else [x, name]
+    factors = [x, w] if "matmul" in op else [x]
+    if op.endswith("_rms_norm"):
+        factors.append(torch.ones(6 if "matmul" in op else 8))
+    return [*factors, name]
 
 
 def warm_job() -> list[str]:
@@ -105,6 +110,13 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
     for shape in ((world, 4), (2 * world, 3, 4), (world * 40, 4)):
         x = random(*shape)
         given: dict[str, Any] = {"x": x, "group": group}
+        if op == "all_reduce_rms_norm":
+            weight, residual = random(4, numbers=common), random(*shape, numbers=common)
+            yield given | {"weight": weight}
+            yield given | {"weight": weight.to(wide), "residual": residual, "eps": 1}
+            yield given | {"weight": weight.repeat(2)[::2], "residual": residual}
+            yield given | {"weight": weight, "residual": residual.mT.contiguous().mT, "eps": 0.5}
+            continue
         if "matmul" not in op:
             yield given
             if op in DIMS:  # the last dim
@@ -126,6 +138,8 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
                 yield given | {"weights": [factor, w]}
                 yield given | {"weights": factor, "biases": random(n)}
             continue
+        if op == "matmul_all_reduce_rms_norm":
+            given["norm_weight"] = random(n, numbers=common)
         rows = shape[0] // world if "scatter" in op else shape[0]
         residual = random(rows, *shape[1:-1], n, numbers=common)
         for w in (random(4, n), random(n, 4).t()):
@@ -133,6 +147,9 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
             yield given | {"w": w, "bias": random(n, numbers=common)}
             yield given | {"w": w, "bias": random(n, numbers=common).to(wide), "residual": residual}
             yield given | {"w": w, "residual": residual.mT.contiguous().mT}
+            if op == "matmul_all_reduce_rms_norm":
+                yield given | {"w": w, "norm_weight": given["norm_weight"].to(wide), "eps": 0.5}
+                continue
             yield given | {"w": w, "out_dtype": wide, "wire_dtype": wide}
             if op in DIMS:
                 columns = given | {"w": w, DIMS[op]: x.dim() - 1}

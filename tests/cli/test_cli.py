@@ -19,7 +19,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
-from tpkernels.backends import OPS
+from tpkernels.backends import PLAIN_OPS
 from tpkernels.bench import session
 from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec
@@ -105,7 +105,7 @@ def test_demo_fails_when_the_layer_is_wrong(
 
 def corruptions(op: str, outputs: Outputs) -> dict[str, Outputs]:
     """Wrong results of ``op``, of kinds that a faulty fused op may produce."""
-    (y,) = outputs
+    y, *normed = outputs
     last = dist.get_rank() == dist.get_world_size() - 1
     wrong = {
         "nothing written": torch.zeros_like(y),
@@ -118,7 +118,11 @@ def corruptions(op: str, outputs: Outputs) -> dict[str, Outputs]:
         wrong["not a number in one element of one rank"].view(-1)[-1] = math.nan
     if "reduce" in op and dist.get_world_size() > 1:
         wrong["a partial left out"] = y - y / dist.get_world_size()
-    return {name: [value] for name, value in wrong.items()}
+    found = {name: [value, *normed] for name, value in wrong.items()}
+    if normed:
+        found["wrong rows"] = [y, one_element_off(normed[0])]
+        found["no rows"] = [y, torch.zeros_like(y)]
+    return found
 
 
 def judge(spec: Spec) -> dict[str, bool]:
@@ -131,7 +135,7 @@ def judge(spec: Spec) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", PLAIN_OPS)
 def test_check_tells_right_from_wrong(
     ranks: Callable[[int], tpkernels.launch.Ranks], op: str, dtype: torch.dtype
 ) -> None:

@@ -76,6 +76,23 @@ def test_rows_that_are_not_known_yet(ranks: RanksFixture, ms: Any, rewrites: boo
         assert (found == AR) == rewrites
 
 
+def tuned_job() -> tuple[list[str], bool]:
+    """What the pass takes while `autotune` is on, and whether that is part of inductor's key."""
+    on_gpus = functools.partial(_why, measured.why_left_to_torch)
+    with fresh_group() as group, mock.patch.object(measured, "why_left_to_torch", on_gpus):
+        world, name = group.size(), group.group_name
+        fusion = tpkernels.compile.fuse_collectives(group)
+        key = fusion.uuid()
+        with tpkernels.autotune(group):
+            graph = functools.partial(GRAPHS[AR], world=world, group=name)
+            _, told = rewritten(lambda x: graph(x, torch.ones(K, N)), [torch.ones(M, K)])
+            return [each.op for each in told.rewritten], fusion.uuid() == key
+
+
+def test_while_autotune_is_on(ranks: RanksFixture) -> None:
+    assert ranks(2).run(tuned_job) == [([AR], False)] * 2
+
+
 def batch_job() -> list[str]:
     on_gpus = functools.partial(_why, measured.why_left_to_torch)
     with fresh_group() as group, mock.patch.object(measured, "why_left_to_torch", on_gpus):

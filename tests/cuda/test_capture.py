@@ -19,6 +19,7 @@ from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.symm import capture
+from tpkernels.symm.device import FAILED, PEER, STATUS, TIMEOUT, DeviceWorkspace
 
 OPS = [("all_gather", "direct"), ("all_reduce", "direct"), ("matmul_reduce_scatter", "direct"),
        ("all_gather_matmul", "pipelined"), ("matmul_all_reduce", "pipelined")]  # fmt: skip
@@ -74,6 +75,32 @@ def test_new_rows_break_nothing(ranks: RanksFixture, cuda_driver: str) -> None:
         assert rows.startswith("rows [3, 3] are new to this group: call the op with them once")
         assert fewer.startswith("rows [2, 2]")
         assert grad == "[2.0]"
+
+
+def failed_job(driver: str) -> list[Ending]:
+    """A call in a capture, and one after it, when a kernel's wait has failed before."""
+    emulated.load(driver)
+    with pretending():
+        group = faults.new_group()
+        call = functools.partial(faults.run_op, "all_gather", group, "direct")
+        call()
+        dist.barrier()
+        space = space_of(group).current
+        space.state[STATUS], space.state[PEER] = TIMEOUT, 1 - dist.get_rank()
+        space.control[FAILED] = 1
+        with pytest.MonkeyPatch.context() as capturing:
+            capturing.setattr(capture, "is_captured", lambda _: True)
+            capturing.setattr(DeviceWorkspace, "failure", None)  # it cannot be read there
+            within = faults.ending_of(call)
+        return [within, faults.ending_of(call)]
+
+
+def test_a_failure_found_in_a_capture_is_raised_after_it(
+    ranks: RanksFixture, cuda_driver: str
+) -> None:
+    for within, after in ranks(2).run(failed_job, cuda_driver):
+        assert within.error == "CaptureError" and "failed on the GPU" in within.text, within
+        assert after.error == "CollectiveTimeoutError", after
 
 
 def kept_job(driver: str, captured: bool, broken: bool) -> bool:

@@ -22,6 +22,7 @@ from tpkernels.kernels import sync
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 REDUCES = ("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_reduce")
 SHARES = ("one_shot_gather", "one_shot_scatter")
+LOW_LATENCY = ("low_latency_all_reduce", "low_latency_all_gather", "low_latency_reduce_scatter")
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -76,8 +77,8 @@ def test_spills_would_be_seen() -> None:
 def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
     kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
     assert set(kernels) == entries()
-    waits = entries() - {"sum_of_partials", "paced_copy", "call_poison", "call_publish"}
-    tells = entries() - {"sum_of_partials", "paced_copy", "call_poison", "call_wait"}
+    others = {"sum_of_partials", "paced_copy", "call_poison", *LOW_LATENCY}
+    waits, tells = entries() - others - {"call_publish"}, entries() - others - {"call_wait"}
     assert {name for name, ptx in kernels.items() if re.search(ACQUIRE, ptx)} == waits
     assert {name for name, ptx in kernels.items() if re.search(RELEASE, ptx)} == tells
     for name, ptx in kernels.items():
@@ -110,12 +111,26 @@ def test_data_follows_a_wait_behind_a_barrier(kernel: str) -> None:
     assert acquires
 
 
+@pytest.mark.parametrize("kernel", LOW_LATENCY)
+def test_a_low_latency_call_has_no_fence(kernel: str) -> None:
+    """Data go and come by strong accesses to two words of 8 bytes, never by others. What orders
+    memory is the count of blocks that have ended and the record of a failure."""
+    ptx = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel]
+    assert re.search(r"st\.relaxed\.sys\.global\.v2\.u64", ptx)
+    assert re.search(r"ld\.relaxed\.sys\.global\.v2\.u64", ptx)
+    assert not re.search(r"fence|membar|(?<!bar\.)red\.|\.(?:acquire|release)\.", ptx)
+    assert len(re.findall(r"atom\.acq_rel\.gpu\.global\.add", ptx)) == 1
+    assert len(re.findall(BARRIER, ptx)) == 2  # both at the end
+
+
 @pytest.mark.parametrize("arch", sweep(ARCHITECTURES))
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
-    quiet = ("sum_of_partials", "paced_copy", "call_wait", "call_poison")
+    quiet = ("sum_of_partials", "paced_copy", "call_wait", "call_poison", *LOW_LATENCY)
     for name in entries() & set(kernels):
-        moves = name in (*REDUCES, *SHARES, "sum_of_partials", "paced_copy")
+        moves = name in (*REDUCES, *SHARES, *LOW_LATENCY, "sum_of_partials", "paced_copy")
+        assert ("LDG.E.128.STRONG.SYS" in kernels[name]) == (name in LOW_LATENCY), name
+        assert "STG.E.128.STRONG.SYS" in kernels[name] or name not in LOW_LATENCY, name
         assert ("LDG.E.128" in kernels[name]) == moves, name
         assert ("STG.E.128" in kernels[name]) == moves, name
         assert ".CONSTANT" not in kernels[name], name
@@ -183,8 +198,10 @@ def test_a_build_without_nvcc_imports(tmp_path: Path) -> None:
 def test_both_protocols_have_the_same_places() -> None:
     """csrc/cuda/sync.cuh and kernels/sync.py share workspaces."""
     text = dict(_C.cuda.sources())["cuda/sync.cuh"]
-    found = {name: int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)", text)}
+    constants = re.findall(r"\bk(\w+) = (0x[0-9a-f]+|\d+)", text)
+    found = {name: int(value, 0) for name, value in constants}
     named = {
+        "LastEpoch": sync.LAST_EPOCH,
         "StateEpoch": sync.STATE_EPOCH,
         "StateEnded": sync.STATE_ENDED,
         "StateStatus": sync.STATE_STATUS,

@@ -16,11 +16,12 @@ from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.dtypes import CODES
+from tpkernels.symm.device import EPOCH, LAST_EPOCH
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (F32, F16, BF16)
 COUNTS = (0, 1, 7, 63, 64, 65, 1000, 4096, 9001)
-EXACT_WAYS = ("one_shot", "two_shot")
+EXACT_WAYS = ("one_shot", "two_shot", "low_latency")
 
 
 def random(count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> torch.Tensor:
@@ -52,7 +53,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 def sums_job(driver: str, way: str) -> list[str]:
     """All dtypes, counts, places and epilogues; what was wrong."""
-    space = emulated.space_of(driver)
+    space = emulated.space_of(driver, words=1 << 14 if way == "low_latency" else emulated.WORDS)
     rank, world, wrong = space.rank, space.world, []
     cases = itertools.product(COUNTS, DTYPES, (F32, BF16), (None, F16), (0, 1))
     for number, (count, dtype, out_dtype, residual_dtype, offset) in enumerate(cases):
@@ -142,29 +143,36 @@ def test_a_broken_protocol_is_seen(ranks: RanksFixture, cuda_driver: str, breaka
 
 
 def mixed_job(driver: str) -> list[str]:
-    """Calls of the Triton kernels and of these on one workspace, by turns."""
+    """Calls of the Triton kernels and of these on one workspace, by turns, while epochs begin anew:
+    the last but one is a Triton kernel's."""
     from tpkernels.kernels import matmul_all_reduce as fused
     from tpkernels.kernels.configs import INTERPRETER
 
     space = emulated.space_of(driver, buffer_bytes=1 << 18)
+    space.state[EPOCH] = LAST_EPOCH - 5
+    dist.barrier()
     space.set_chaos(seed=space.rank, max_delay_us=200)
     wrong = []
     for call in range(12):
-        x = torch.full((8, 16), 1.0 + call)
-        out = torch.empty(8, 24)
+        rows = 40 if call == 3 else 8  # whose words no later call overwrites
+        x, out = torch.full((rows, 16), 1.0 + call), torch.empty(rows, 24)
         if call % 3 == 0:
             w = torch.ones(16, 24)
             launch = fused.prepare(INTERPRETER, x, w, None, None, out, space.world, F32)
             launch.run(space, call + 1)
             want = 16 * (1.0 + call) * space.world
         elif call % 3 == 1:
-            cuda.all_reduce(space, call + 1, out.fill_(call), out)
+            way = ("one_shot", "low_latency")[call // 3 % 2]
+            cuda.all_reduce(space, call + 1, out.fill_(call), out, way=way)
             want = call * space.world
         else:
             cuda.barrier(space, call + 1)
             out.fill_(want := 0.0)
         if not bool((out == want).all()):
             wrong.append(f"call {call}")
+    words = torch.frombuffer(space._memory[space.rank], dtype=torch.int64)
+    if (words[: 2 * space.world * space.words] & 0xFFFF_FFFF > int(space.state[EPOCH])).any():
+        wrong.append("words of old epochs are left")
     return [*wrong, *map(str, filter(None, [space.failure()]))]
 
 
@@ -218,7 +226,7 @@ def copies_job(driver: str, broken: dict[str, bool]) -> int:
                 wrong += not bool((chunk == 100 * call + 10 * source + rank).all())
         # Which stores into the same bytes, and waits for nobody before.
         out = torch.full((600,), call + rank, dtype=F32)
-        cuda.all_reduce(space, 1000 + call, out, out)
+        cuda.all_reduce(space, 1000 + call, out, out, way="one_shot")
         wrong += not bool((out == world * call + sum(range(world))).all())
     return wrong + (space.failure() is not None)
 

@@ -64,7 +64,9 @@ def late_job(driver: str, way: str) -> tuple[Failure, float, int]:
     return space.failure(), seconds, 0
 
 
-@pytest.mark.parametrize("way", sweep(["copies", "multimem", "barrier", "one_shot", "two_shot"]))
+@pytest.mark.parametrize(
+    "way", [*sweep(["copies", "multimem", "barrier", "one_shot", "two_shot"]), "low_latency"]
+)
 def test_a_rank_that_does_not_come_is_a_timeout(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -83,7 +85,9 @@ def mismatch_job(driver: str, way: str) -> tuple[Failure, float]:
     return space.failure(), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("way", sweep(["two_shot", "barrier", "copies", "one_shot"]))
+@pytest.mark.parametrize(
+    "way", [*sweep(["two_shot", "barrier", "copies", "one_shot"]), "low_latency"]
+)
 def test_another_call_is_a_mismatch_on_both(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -135,7 +139,9 @@ def queued_job(driver: str, way: str) -> tuple[Failure, bool, bool]:
     return None, True, True
 
 
-@pytest.mark.parametrize("way", sweep(["two_shot", "barrier", "copies", "one_shot"]))
+@pytest.mark.parametrize(
+    "way", [*sweep(["two_shot", "barrier", "copies", "one_shot"]), "low_latency"]
+)
 def test_calls_queued_behind_a_failure_touch_no_peer(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:

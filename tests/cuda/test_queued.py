@@ -29,9 +29,13 @@ COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce"]
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def cases_job(driver: str, cases: Sequence[Case], max_delay_us: int = 0) -> list[str]:
+def cases_job(
+    driver: str, cases: Sequence[Case], max_delay_us: int = 0, low_latency: bool = True
+) -> list[str]:
     emulated.load(driver)
-    with pretending(), fresh_group() as group:
+    with pretending() as patch, fresh_group() as group:
+        if not low_latency:
+            patch.setattr("tpkernels.cuda.low_latency.LOW_LATENCY_BYTES", -1)
         workspace = groups.get(group.group_name).workspace
         assert workspace is not None
         workspace.set_chaos(seed=group.rank(), max_delay_us=max_delay_us)
@@ -70,8 +74,10 @@ def test_products(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.parametrize("world", sweep([4, 1, 2]))
-def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "low_latency"), [(4, True), (2, False), thorough(1, True), thorough(4, False)]
+)
+def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int, low_latency: bool) -> None:
     found = [Case(op="all_reduce", shape=(300, 40)), Case(op="all_reduce_", shape=(7, 5))]
     for total in (1, 50):
         for sizes in uneven_splits(total, world):
@@ -80,7 +86,8 @@ def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
                 for op in ("all_gather", "reduce_scatter")
                 for shape in ((total, 13), (total,))
             ]
-    told = ranks(world).run(cases_job, cuda_driver, each(*found, algorithms=("direct",)))
+    cases = each(*found, algorithms=("direct",))
+    told = ranks(world).run(cases_job, cuda_driver, cases, 0, low_latency)
     report(failure for rank in told for failure in rank)
 
 
@@ -114,7 +121,7 @@ def test_calls_that_do_not_wait_are_wrong(ranks: RanksFixture, cuda_driver: str,
     assert any(ranks(3).run(careless_job, cuda_driver, way))
 
 
-def mixed_job(driver: str) -> list[str]:
+def mixed_job(driver: str, low_latency: bool) -> list[str]:
     cases = [
         Case(op=op, shape=(12, 6), sizes=None if "all_reduce" in op else (5, 7), algorithm=way)
         for op in ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -125,12 +132,16 @@ def mixed_job(driver: str) -> list[str]:
         Case(op="all_gather_matmul", shape=(12, 6), sizes=(5, 7), n=(4,), algorithm=way)
         for way in ("fused", *WAYS)
     ]
-    return cases_job(driver, [*cases, *gathers, *cases], 200)
+    return cases_job(driver, [*cases, *gathers, *cases], 200, low_latency)
 
 
 @pytest.mark.thorough
-def test_all_algorithms_share_a_workspace(interpreting: RanksFixture, cuda_driver: str) -> None:
-    report(failure for rank in interpreting(2).run(mixed_job, cuda_driver) for failure in rank)
+@pytest.mark.parametrize("low_latency", [True, False])
+def test_all_algorithms_share_a_workspace(
+    interpreting: RanksFixture, cuda_driver: str, low_latency: bool
+) -> None:
+    told = interpreting(2).run(mixed_job, cuda_driver, low_latency)
+    report(failure for rank in told for failure in rank)
 
 
 def copied_job(driver: str, cases: Sequence[Case], max_delay_us: int) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import faults
-from tests.support.faults import CASES, MATMUL_CASES, PROMPT, Ending, Report
+from tests.support.faults import CASES, MATMUL_CASES, PROMPT, SCALED_CASES, Ending, Report
 from tests.support.tiers import covering, sweep
 from tpkernels.algorithms.unfused import cpu as unfused
 from tpkernels.transport import point_to_point as links
@@ -107,7 +107,7 @@ def _kill(op: str, algorithm: str, where: str) -> None:
             assert first.text.startswith(op) and f"rank {rank} " in first.text, first
 
 
-@pytest.mark.parametrize(("op", "algorithm"), covering(CASES))
+@pytest.mark.parametrize(("op", "algorithm"), [*covering(CASES), *sweep(SCALED_CASES)])
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "inside"])
 def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
     _kill(op, algorithm, where)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import CASES, Ending
-from tests.support.tiers import covering
+from tests.support.faults import CASES, SCALED_CASES, Ending
+from tests.support.tiers import covering, sweep
+from tpkernels.backends import SCALED
 from tpkernels.ops import _autograd
 
 WORLD, POOR = 3, 1
@@ -55,9 +56,22 @@ def call(op: str, group: dist.ProcessGroup, algorithm: str, value: float) -> tor
         w, b = torch.ones(k, n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.bfloat16)
         result: torch.Tensor = tpkernels.all_gather_matmul(x, w, group, biases=b, **options)
         return result
+    if op in SCALED:
+        fp8 = torch.float8_e4m3fn
+        factors = (x.to(fp8), torch.ones(k, n).to(fp8), torch.ones(rows, 1), torch.ones(1, n))
+        name = "biases" if "gather" in op else "bias"
+        options[name] = torch.ones(n, dtype=torch.bfloat16)
+        return getattr(tpkernels, op)(*factors, group, **options)
     if "matmul" in op:
         options["bias"] = torch.ones(n, dtype=torch.bfloat16)
-        return getattr(tpkernels, op)(x, torch.ones(k, n, dtype=torch.bfloat16), group, **options)
+        w = torch.ones(k, n, dtype=torch.bfloat16)
+        if op == "matmul_all_reduce_rms_norm":
+            weight = torch.ones(n, dtype=torch.bfloat16)
+            return tpkernels.matmul_all_reduce_rms_norm(x, w, weight, group, **options)[1]
+        return getattr(tpkernels, op)(x, w, group, **options)
+    if op == "all_reduce_rms_norm":
+        weight = torch.ones(k, dtype=torch.bfloat16)
+        return tpkernels.all_reduce_rms_norm(x, weight, group, **options)[1]
     if op == "all_reduce_":
         return tpkernels.all_reduce_(x.t(), group, **options)
     return getattr(tpkernels, op)(x, group, **options)
@@ -87,7 +101,10 @@ def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], list[str],
     return [first, faults.ending_of(lambda: checked(2.0))], wrong, lacked
 
 
-@pytest.mark.parametrize(("op", "algorithm"), covering([*CASES, ("all_reduce_", "direct")]))
+@pytest.mark.parametrize(
+    ("op", "algorithm"),
+    [*covering([*CASES, ("all_reduce_", "direct")]), *sweep(SCALED_CASES)],
+)
 def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: str) -> None:
     for at in range(1, 40):
         results = ranks(WORLD).run(poor_job, op, algorithm, at, timeout=100)

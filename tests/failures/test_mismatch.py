@@ -33,6 +33,12 @@ def _column_backward(rows: int, group: dist.ProcessGroup) -> None:
     y.sum().backward()
 
 
+def _scaled_gather(scale: torch.Tensor, k: int, group: dist.ProcessGroup) -> None:
+    """The packed rows have 16 bytes in either case."""
+    x, w = _x(6, k).to(torch.float8_e4m3fn), torch.ones(k, 3).to(torch.float8_e4m3fn)
+    tpkernels.all_gather_scaled_matmul(x, w, scale, torch.ones([]), group)
+
+
 W = torch.ones(8, 3)
 BF16 = torch.bfloat16
 
@@ -53,6 +59,10 @@ PAIRS: dict[str, tuple[Run, Run]] = {
     "rows": (
         lambda g: tpkernels.all_reduce(_x(6), g),
         lambda g: tpkernels.all_reduce(_x(7), g),
+    ),
+    "kinds of scales": (
+        lambda g: _scaled_gather(torch.ones([]), 16, g),
+        lambda g: _scaled_gather(torch.ones(6, 1), 12, g),
     ),
     "columns": (
         lambda g: tpkernels.all_gather(_x(6, 8), g),
@@ -246,4 +256,18 @@ def test_other_options_of_init_are_refused(
         assert first.error == "ValueError" and "all ranks must give the same" in first.text, first
         assert first.seconds < faults.PROMPT, first
         assert f"{timeout}" in first.text and f"{workspace_bytes}" in first.text, first
+        assert not then.error, then
+
+
+def default_timeout_job() -> tuple[Ending, Ending]:
+    """The default is 30 s on CPUs and another time on GPUs."""
+    group = faults.group_of(dist.new_group())
+    given = {} if group.rank() == ODD else {"timeout": 30.0}
+    first = faults.ending_of(lambda: tpkernels.init(group, **given))
+    return first, faults.ending_of(lambda: tpkernels.init(group))
+
+
+def test_a_timeout_that_is_the_default_on_cpus_only(ranks: RanksFixture) -> None:
+    for first, then in ranks(WORLD).run(default_timeout_job):
+        assert first.error == "ValueError" and "timeout_on_gpus=30.0" in first.text, first
         assert not then.error, then

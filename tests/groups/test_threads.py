@@ -20,23 +20,25 @@ from tests.support.cases import RanksFixture
 from tests.support.ranked import report
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.groups import group as group_module
+from tpkernels.groups import agreements
 
 WORLD = 2
 
 
-def first_calls_job(rounds: int, look: float) -> list[str]:
+def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str]:
     """Two threads make the same first call on a new group at once. Rank 0 takes a while to read
     the measured times of the machine."""
-    load, failures = group_module.store.load, list[str]()
+    load, failures = agreements.store.load, list[str]()
 
     def load_slowly(machine: Any) -> Any:
         time.sleep(look)
         return load(machine)
 
-    group_module.store.load = load_slowly
+    agreements.store.load = load_slowly
     for _ in range(rounds):
         group = faults.group_of(dist.new_group())
+        if autotune is not None:
+            tpkernels.init(group, autotune=autotune)
         start = threading.Barrier(2)
 
         def work(group: dist.ProcessGroup = group, start: threading.Barrier = start) -> None:
@@ -55,12 +57,13 @@ def first_calls_job(rounds: int, look: float) -> list[str]:
         for thread in threads:
             thread.join()
         dist.destroy_process_group(group)
-    group_module.store.load = load
+    agreements.store.load = load
     return failures
 
 
-def test_two_threads_make_a_groups_first_call(ranks: RanksFixture) -> None:
-    results = ranks(WORLD).run(first_calls_job, 5, 0.02, timeout=100)
+@pytest.mark.parametrize("autotune", [None, True])
+def test_two_threads_make_a_groups_first_call(ranks: RanksFixture, autotune: bool | None) -> None:
+    results = ranks(WORLD).run(first_calls_job, 5, 0.02, autotune, timeout=100)
     report(failure for rank in results for failure in rank)
 
 

@@ -125,6 +125,15 @@ def test_one_thread_polls_and_tells(name: str, arch: int) -> None:
             assert "bra DONE" in "".join(lines[at - 4 : at]), "\n".join(lines[at - 6 : at + 1])
 
 
+@pytest.mark.parametrize(
+    ("name", "at_once"), [("one_shot", 2), ("two_shot", 2), ("matmul_reduce_scatter", 1)]
+)
+def test_what_goes_to_all_ranks_is_told_at_once(name: str, at_once: int) -> None:
+    """A thread for each rank stores the word: ENTERED, a tile that all ranks sum, a result."""
+    found = build(name, tl.bfloat16, 90, TABLE[90, 2, False])
+    assert found.count(rf"setp\.lt\.u32 first, t(?:(?!first, t)[\s\S])*?{RELEASE}") == at_once
+
+
 @pytest.mark.parametrize("b_major", sweep(["k", "n"]))
 @pytest.mark.parametrize("tma", sweep([True, False]))
 def test_other_layouts_of_the_weight(b_major: str, tma: bool) -> None:

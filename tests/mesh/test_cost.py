@@ -14,11 +14,13 @@ from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh
 from tpkernels import mesh as tpmesh
 from tpkernels import sharded_matmul
-from tpkernels.mesh import agreement, cost, machines, planner
-from tpkernels.mesh.cost import collective_seconds, estimate, fused_seconds, product_seconds
-from tpkernels.mesh.machines import Link, Profile, machine_named
+from tpkernels.mesh import agreement, cost, planner
+from tpkernels.mesh.cost import estimate, fused_seconds
 from tpkernels.mesh.planner import MatmulProblem, plans_for
+from tpkernels.planning import machines
 from tpkernels.planning.machine import this_machine
+from tpkernels.planning.machines import Link, Profile, machine_named
+from tpkernels.planning.rates import collective_seconds, product_seconds
 
 MACHINE = Profile(
     title="round numbers",

@@ -183,7 +183,19 @@ void reduce(Channel& channel, const Collective& call, const host::CallId& id,
   const std::size_t count = call.layout.inner;
   Tensors tensors(channel, call, segment, count, count);
   const Terms terms(call, count < 10 ? 1 : 10, count);
-  all_reduce(channel, id, tensors.source(), tensors.out(), count, call.wire, terms.epilogue);
+  host::RmsNorm norm;
+  std::vector<std::byte> normed(count * size_of(call.out)), weight(count * size_of(call.out));
+  if (call.norm) {
+    for (std::size_t i = 0; i < count; ++i) put(call.out, weight.data(), i, bias_value(i));
+    norm = {normed.data(), weight.data(), call.out, count % 3 == 0 ? count / 3 : count, 0.5};
+  }
+  all_reduce(channel, id, tensors.source(), tensors.out(), count, call.wire, terms.epilogue, norm);
+  if (call.norm) {
+    std::vector<std::byte> afterwards(normed.size());
+    norm.out = afterwards.data();
+    normalise_rows(norm, tensors.out(), call.out, 0, count / norm.cols);
+    CHECK(normed == afterwards, text_of(call) + " normalised other rows");
+  }
   for (std::size_t i = 0; i < count; ++i) {
     tensors.check_output(i, sum_of_inputs(channel.world(), call.round, i) + terms.of(call, i));
   }
@@ -202,6 +214,7 @@ std::string text_of(const Collective& call) {
           std::to_string(static_cast<int>(call.out));
   if (call.bias) text += ", bias";
   if (call.residual) text += ", residual";
+  if (call.norm) text += ", norm";
   if (call.in_place) text += ", in place";
   if (call.symmetric != 0) text += ", symmetric " + std::to_string(call.symmetric);
   return text + ") round " + std::to_string(call.round);
@@ -237,6 +250,7 @@ void run_random_collectives(Channel& channel, std::uint64_t seed, int count,
     if (segment && draw(2) == 0) call.symmetric = static_cast<std::uint32_t>(draw(1u << world));
     if (call.op == Op::kAllReduce) {
       call.layout.inner = draw(3) == 0 ? draw(6000) + 1 : draw(99) + 1;
+      call.norm = draw(2) == 0;
       call.in_place = call.out == call.wire && draw(3) == 0;
       if (call.in_place) call.symmetric = 0;
     } else {

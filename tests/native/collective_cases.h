@@ -23,6 +23,7 @@ struct Collective {
   host::DType out = host::DType::kF32;
   bool bias = false;
   bool residual = false;
+  bool norm = false;
   bool in_place = false;        // all-reduce only
   std::uint32_t symmetric = 0;  // bit r: rank r's input lies in the segment
   int round = 0;                // distinguishes calls

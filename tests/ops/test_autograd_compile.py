@@ -46,6 +46,8 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
     yield "matmul_reduce_scatter", rows, {"shard_sizes": sizes}
     yield "matmul_reduce_scatter", (leaf(2, world, 8), w, name, 1), {"algorithm": "direct"}
     yield "matmul_all_reduce", (leaf(6, 8), w, name, leaf(5), leaf(6, 5)), {}
+    yield "all_reduce_rms_norm", (leaf(4, 3), leaf(3), name, leaf(4, 3)), {}
+    yield "matmul_all_reduce_rms_norm", (leaf(6, 8), w, leaf(5), name, leaf(5), leaf(6, 5)), {}
     yield "_column_matmul", (leaf(2, 6, 8), [w, leaf(8, 3)], name, biases), {}
     yield "_column_matmul", (leaf(6, 8), [leaf(5, 8).t()], name), {}
     low = (leaf(6, 8, dtype=BF16), leaf(8, 5, dtype=BF16), name)

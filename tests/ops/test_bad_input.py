@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import refusals
+from tests.support import refusals, scaled_refusals
 from tests.support.cases import RanksFixture
 from tests.support.ranked import TIMEOUT, fresh_group, report
 from tests.support.refusals import Refusal
@@ -68,6 +68,9 @@ def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
         refusals.collectives,
         refusals.group_arguments,
         refusals.options,
+        scaled_refusals.operands,
+        scaled_refusals.scales,
+        scaled_refusals.options,
     ],
     ids=lambda table: table.__name__,
 )

@@ -119,6 +119,15 @@ def checks(world: int) -> Iterator[Check]:
             ),
             replicated=True,
         )
+        yield Check(
+            name=f"matmul_all_reduce_rms_norm {way}",
+            own=(lambda r: (3, 1 + r % 2), lambda r: (1 + r % 2, 2)),
+            same=((2,), (2,), (3, 2)),
+            call=lambda own, same, group, way=way: tpkernels.matmul_all_reduce_rms_norm(
+                *own, same[0], group, bias=same[1], residual=same[2], eps=0.1, algorithm=way
+            ),
+            replicated=True,
+        )
     yield Check(
         name="_column_matmul",
         own=(lambda r: (2, 1 + r % 2), lambda r: (2, 1), lambda r: (1,)),
@@ -145,6 +154,15 @@ def checks(world: int) -> Iterator[Check]:
             own=(lambda r: (2, 2),),
             call=lambda own, same, group, way=way: tpkernels.all_reduce(
                 own[0], group, algorithm=way
+            ),
+            replicated=True,
+        )
+        yield Check(
+            name=f"all_reduce_rms_norm {way}",
+            own=(lambda r: (2, 3),),
+            same=((3,), (2, 3)),
+            call=lambda own, same, group, way=way: tpkernels.all_reduce_rms_norm(
+                own[0], same[0], group, residual=same[1], eps=0.1, algorithm=way
             ),
             replicated=True,
         )
@@ -188,4 +206,4 @@ def gradcheck_job(fast: bool) -> int:
 )
 def test_gradcheck(ranks: RanksFixture, world: int, fast: bool) -> None:
     """Every op by every algorithm; the Jacobian in random directions, or all of it."""
-    assert ranks(world).run(gradcheck_job, fast, timeout=280) == [34] * world
+    assert ranks(world).run(gradcheck_job, fast, timeout=280) == [41] * world

@@ -20,6 +20,14 @@ from tpkernels.groups import GroupLike
 
 F32, BF16 = torch.float32, torch.bfloat16
 
+ALL_TESTS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+WITHOUT_SCHEMA = ALL_TESTS[1:]  # torch cannot compare fp8 tensors
+
 Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
@@ -50,6 +58,7 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
         extra = {"bias": w[0], "residual": torch.randn(6 // world, 5), **options}
         yield "matmul_reduce_scatter", (x, w, name), extra
         yield "matmul_all_reduce", (x, w, name), {"residual": torch.randn(6, 5), **options}
+        yield "matmul_all_reduce_rms_norm", (x, w, w[0], name), {"bias": w[1], **options}
     yield (
         "matmul_reduce_scatter",
         (blocks, w2.expand(8, 3), name, 3),
@@ -62,10 +71,29 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
     )
     yield "_column_matmul", (blocks, [w, w2.expand(8, 3)], name, [torch.empty(0), w2[0]]), {}
     yield "_column_matmul", (x.to(BF16), [w.t().contiguous().t().to(BF16)], name), {}
+    yield from scaled_samples(name, sizes, rank)
     yield "all_reduce", (x, name), {}
     yield "all_reduce", (x.t().to(BF16), name), {"out_dtype": F32}
+    yield "all_reduce_rms_norm", (x.to(BF16), x[0], name), {"residual": x.to(BF16), "eps": 0.5}
+    yield "all_reduce_rms_norm", (x.t(), x.t()[0], name), {"algorithm": "unfused"}
     yield "all_reduce_", (x.clone(), name), {}
     yield "all_reduce_", (torch.randn(8, 6).t(), name), {"algorithm": "unfused"}
+
+
+def scaled_samples(name: str, sizes: list[int], rank: int) -> Iterator[Sample]:
+    fp8, one = torch.float8_e4m3fn, torch.ones([])
+    x, w = torch.ones(2, 6, 32).to(fp8), torch.ones(5, 32).to(fp8).t()
+    uneven, blocks = torch.ones(sizes[rank], 32).to(fp8), torch.float8_e8m0fnu
+    by_row, by_column = torch.ones(sizes[rank], 1), torch.ones(1, 5)
+    gather = "all_gather_scaled_matmul"
+    yield gather, (x, [w, w], one, [one, by_column], name, 1), {"return_gathered": True}
+    yield gather, (uneven, [w], by_row, [by_column], name), {"shard_sizes": sizes}
+    for algorithm in ("unfused", "ring", "direct", "pipelined"):
+        factors = (x[0], w, torch.ones(6, 1).to(blocks), torch.ones(5, 1).to(blocks), name)
+        options = {"bias": torch.ones(5), "out_dtype": F32, "algorithm": algorithm}
+        yield "scaled_matmul_reduce_scatter", factors, options
+        yield "scaled_matmul_all_reduce", factors, {"residual": torch.ones(6, 5), **options}
+    yield "scaled_matmul_reduce_scatter", (x, w, one, by_column, name, 1), {"wire_dtype": F32}
 
 
 def opcheck_job() -> list[str]:
@@ -78,7 +106,9 @@ def opcheck_failures(samples: Callable[[str, int, int], Iterator[Sample]]) -> li
     with fresh_group() as group:
         for op, args, options in samples(group.group_name, group.rank(), group.size()):
             try:
-                torch.library.opcheck(getattr(torch.ops.tpkernels, op).default, args, options)
+                tests = WITHOUT_SCHEMA if "scaled" in op else ALL_TESTS
+                overload = getattr(torch.ops.tpkernels, op).default
+                torch.library.opcheck(overload, args, options, test_utils=tests)
             except Exception:
                 failures.append(f"{op} {options}: {traceback.format_exc(limit=-3)}")
     return failures

@@ -24,7 +24,7 @@ from tests.support.ranked import fresh_group, report
 from tests.support.tiers import covering, sweep
 from tpkernels import groups
 from tpkernels.backends import TABLES
-from tpkernels.ops import _trial
+from tpkernels.ops import _together, _trial
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.planning.trials import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS
 
@@ -157,7 +157,7 @@ def inexact_job(op: str) -> list[str]:
     """On one rank, products of some rows would round differently."""
     exact = dist.get_rank() != 1
     with (
-        mock.patch.object(_trial, "rows_are_exact", lambda *_: exact),
+        mock.patch.object(_together, "rows_are_exact", lambda *_: exact),
         fresh_group() as group,
         counted(op) as made,
     ):
@@ -247,23 +247,19 @@ VICTIM = 1
 def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:
     """One rank is disturbed when the ranks exchange what they found."""
     group = faults.new_group(timeout)
-    exchanged = _trial._exchanged
+    exchanged = _trial.exchanged
 
-    def disturbed(made: Any, what: str, mine: torch.Tensor) -> torch.Tensor:
+    def disturbed(made: Any, problem: Any, what: str, mine: torch.Tensor) -> torch.Tensor:
         if "times" in what and dist.get_rank() == VICTIM:
             faults.disturb_now(number)
-        return exchanged(made, what, mine)
+        return exchanged(made, problem, what, mine)
 
     def calls() -> None:
         for _ in range(MOST_CALLS):
             call("matmul_all_reduce", group)
 
-    with mock.patch.object(_trial, "_exchanged", disturbed):
-        found = faults.report_of(calls, group, [])
-    if dist.get_rank() == VICTIM:
-        return None
-    others = [faults.ending_of(lambda: faults.run_op("all_gather", faults.new_group(ranks=[0, 2])))]
-    return faults.Report(found.first, found.again, others), faults.disturbed_at()
+    with mock.patch.object(_trial, "exchanged", disturbed):
+        return faults.report_of_survivors(calls, group, VICTIM)
 
 
 def test_a_rank_that_dies_in_the_exchange_is_reported() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpkernels.backends import OPS, TABLES
+from tpkernels.backends import OPS, PLAIN_OPS, SCALED, TABLES
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, Plan, choose, unsupported_algorithms
 from tpkernels.planning.problem import Problem
@@ -44,7 +44,7 @@ def small(op: str) -> Problem:
     return problem(op, shape=(sum(sizes), 512), sizes=sizes)
 
 
-MATMULS = [op for op in OPS if "matmul" in op]
+MATMULS = [op for op in PLAIN_OPS if "matmul" in op]
 COLLECTIVES = [op for op in OPS if "matmul" not in op]
 
 
@@ -133,14 +133,24 @@ def across_hosts(op: str, nbytes: int, rows: int = LARGE, node: bool = False) ->
     return choose(problem(op, shape=shape, sizes=sizes), means)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SCALED)
+def test_a_scaled_product_is_not_split(op: str) -> None:
+    """Unless asked for: it converts the weight once for each part."""
+    for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
+        plan = choose(problem(op), Means(shared_memory=shared_memory))
+        assert plan.algorithm == algorithm and "converts its weight" in plan.reason
+    with pytest.raises(NotImplementedError, match=f"'fused' of {op} has no kernel for operands"):
+        choose(problem(op), Means(shared_memory=True), requested="fused")
+
+
+@pytest.mark.parametrize("op", PLAIN_OPS)
 def test_without_shared_memory_few_bytes_are_unfused(op: str) -> None:
     plan = across_hosts(op, RING_MIN_BYTES - 2 * LARGE)
     assert plan.algorithm == "unfused"
     assert "share no memory" in plan.reason and f"bytes < {RING_MIN_BYTES}" in plan.reason
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", PLAIN_OPS)
 def test_without_shared_memory_many_bytes_go_round_the_ring(op: str) -> None:
     plan = across_hosts(op, RING_MIN_BYTES)
     assert "share no memory" in plan.reason
@@ -150,7 +160,7 @@ def test_without_shared_memory_many_bytes_go_round_the_ring(op: str) -> None:
         assert plan.algorithm == "ring" and f"{RING_MIN_BYTES} bytes >=" in plan.reason
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", PLAIN_OPS)
 def test_without_shared_memory_few_rows_are_one_matmul(op: str) -> None:
     plan = across_hosts(op, 4 * RING_MIN_BYTES, 4 * RING_MIN_ROWS - 4)
     assert plan.algorithm == ("unfused" if op in MATMULS else "ring")
@@ -158,7 +168,7 @@ def test_without_shared_memory_few_rows_are_one_matmul(op: str) -> None:
         assert f"{RING_MIN_ROWS - 1} rows a rank" in plan.reason
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", PLAIN_OPS)
 def test_hosts_with_shared_memory_take_two_levels_for_large_matmuls(op: str) -> None:
     large = across_hosts(op, RING_MIN_BYTES, node=True)
     assert large.algorithm == ("hierarchical" if op in MATMULS else "ring")
@@ -198,7 +208,7 @@ def test_two_levels_need_several_hosts_with_several_ranks(op: str) -> None:
 def test_two_levels_need_room_for_a_row_of_a_matmul(op: str) -> None:
     wide = problem(op, shape=(LARGE, 1 << 20))
     means = Means(shared_memory=False, workspace_bytes=1 << 16)
-    if op in MATMULS:
+    if "matmul" in op:
         with pytest.raises(NotImplementedError, match="bytes for a row of each rank"):
             choose(wide, means, requested="hierarchical")
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -25,6 +25,16 @@ COLLECTIVE_ALGORITHMS = (*COLLECTIVE_WAYS, "auto")
 MATMUL_ALGORITHMS = (*MATMUL_WAYS, "auto")
 
 
+def text_of(case: Any) -> str:
+    """A dataclass with an ``op``, and what is not at its default."""
+    changed = [
+        f"{field.name}={getattr(case, field.name)}"
+        for field in fields(case)
+        if field.name != "op" and getattr(case, field.name) != field.default
+    ]
+    return f"{case.op}({', '.join(changed)})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One call, as all ranks see it."""
@@ -40,6 +50,7 @@ class Case:
     n_by_rank: bool = False  #: rank r's weights have r columns more
     biases: tuple[torch.dtype | None, ...] = ()  #: their dtypes, in turn; a reduction has one
     residual: torch.dtype | None = None
+    norm: torch.dtype | None = None  #: of the weight of a normalisation, None for that of x
     out_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
     return_gathered: bool = False
@@ -48,12 +59,7 @@ class Case:
     integers: bool = False
 
     def __str__(self) -> str:
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if field.name != "op" and getattr(self, field.name) != field.default
-        ]
-        return f"{self.op}({', '.join(changed)})"
+        return text_of(self)
 
     @property
     def out(self) -> torch.dtype:
@@ -66,6 +72,10 @@ class Case:
     @property
     def scattered(self) -> bool:
         return "reduce_scatter" in self.op
+
+    @property
+    def normalises(self) -> bool:
+        return self.op.endswith("_rms_norm")
 
     def shards(self, world: int) -> tuple[int, ...]:
         """Rows of each rank along ``dim``."""
@@ -122,11 +132,13 @@ def one_of_each(world: int) -> list[Case]:
         Case(op="reduce_scatter", shape=(rows, 5), sizes=sizes),
         Case(op="all_reduce", shape=(70, 71)),
         Case(op="all_reduce_", shape=(7, 5)),
+        Case(op="all_reduce_rms_norm", shape=(70, 71)),
     ]
     matmuls = [
         Case(op="all_gather_matmul", shape=(rows, 9), sizes=sizes, n=(6, 4)),
         Case(op="matmul_reduce_scatter", shape=(rows, 6), sizes=sizes, k=(9,)),
         Case(op="matmul_all_reduce", shape=(rows, 6), k=(9,)),
+        Case(op="matmul_all_reduce_rms_norm", shape=(rows, 6), k=(9,)),
     ]
     return [
         *exact(*collectives, dtypes=(torch.float32,)),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.backends import TABLES
+from tpkernels.backends import PLAIN_OPS, SCALED, TABLES
 from tpkernels.launch import Outcome, Ranks
 from tpkernels.symm.host import HostWorkspace
 
@@ -33,7 +33,10 @@ AT_ONCE = 1.0
 COLLECT_SECONDS = 60.0
 
 # Every op with every algorithm that it has on the CPUs of one host, without the Triton interpreter.
-CASES = sorted(case for case in TABLES["cpu"] if case[1] not in ("fused", "hierarchical"))
+# Those on scaled operands, which the functions of others carry out, are by themselves.
+_HERE = sorted(case for case in TABLES["cpu"] if case[1] not in ("fused", "hierarchical"))
+CASES = [case for case in _HERE if case[0] in PLAIN_OPS]
+SCALED_CASES = [case for case in _HERE if case[0] in SCALED]
 MATMUL_CASES = [case for case in CASES if "matmul" in case[0]]
 
 
@@ -85,9 +88,17 @@ def run_op(op: str, group: dist.ProcessGroup, algorithm: str = "auto", rows: int
     world, k, n = group.size(), 48, 40
     x, w = torch.ones(rows, k), torch.ones(k, n)
     function = getattr(tpkernels, op)
-    factors = (x, w) if "matmul" in op else (x,)
-    got = function(*factors, group, algorithm=algorithm)
-    expected = (k if w is factors[-1] else 1) * (1 if "gather" in op else world)
+    factors = [x, w] if "matmul" in op else [x]
+    if op in SCALED:
+        fp8 = torch.float8_e4m3fn
+        factors = [x.to(fp8), w.to(fp8), torch.ones(rows, 1), torch.ones(1, n)]
+    expected = (k if "matmul" in op else 1) * (1 if "gather" in op else world)
+    if op.endswith("_rms_norm"):
+        columns = n if "matmul" in op else k
+        normed, got = function(*factors, torch.ones(columns), group, eps=0.0, algorithm=algorithm)
+        assert torch.equal(normed, torch.ones_like(normed)), f"{op} {algorithm}: wrong rows"
+    else:
+        got = function(*factors, group, algorithm=algorithm)
     assert torch.equal(got, torch.full_like(got, expected)), f"{op} {algorithm}: wrong result"
 
 
@@ -110,6 +121,19 @@ def report_of(
     first = ending_of(call)
     again = ending_of(lambda: run_op("all_reduce", group))
     return Report(first, again, [ending_of(lambda g=g: run_op("all_gather", g)) for g in others])
+
+
+def report_of_survivors(
+    call: Callable[[], object], group: dist.ProcessGroup, victim: int
+) -> tuple[Report, float] | None:
+    """What the other ranks report of a call in which ``victim`` is disturbed, and of a group that
+    they make without it; and when it was."""
+    found = report_of(call, group, [])
+    if dist.get_rank() == victim:
+        return None
+    ranks = [rank for rank in range(dist.get_world_size()) if rank != victim]
+    others = [ending_of(lambda: run_op("all_gather", new_group(ranks=ranks)))]
+    return Report(found.first, found.again, others), disturbed_at()
 
 
 def disturb_later(seconds: float, number: int) -> None:

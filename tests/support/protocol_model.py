@@ -109,11 +109,14 @@ class Program:
             self._add("wait", self._word(self.rank, phase, source), 1, self.epoch, text)
 
     def _call(self, kind: str) -> None:
-        """One epoch: "pull", "push", "two-shot", or one of the last two with "-empty"."""
+        """One epoch: "pull", "push", "two-shot", or one of the last two with "-empty"; or
+        "low-latency", whose words are the data: a reader of the wrong word waits."""
         self.epoch += 1
         first = len(self.steps)
         if kind == "pull":
             self._pull()
+        elif kind == "low-latency":
+            self._low_latency()
         else:
             self._push(kind.startswith("two-shot"), EMPTY if kind.endswith("-empty") else None)
         if self.broken == "silent_empty" and self.rank == EMPTY:
@@ -126,6 +129,17 @@ class Program:
         for peer in self.peers:
             self.wait(ENTERED, peer)
             self.read(peer)
+
+    def _low_latency(self) -> None:
+        for peer in self.peers:
+            self.post(ENTERED, peer)
+        for peer in self.peers:
+            self.post(TILE, peer)
+        for peer in self.peers:
+            self.wait(TILE, peer)
+        if self.broken != "never_final_wait":
+            for peer in self.peers:
+                self.wait(ENTERED, peer)
 
     def _push(self, two_shot: bool, empty: int | None) -> None:
         for peer in self.peers:

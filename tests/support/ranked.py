@@ -28,7 +28,7 @@ TIMEOUT = 20.0  # s, after which ranks no longer wait for one that failed alone
 
 @contextlib.contextmanager
 def fresh_group(
-    workspace_bytes: int = 1 << 20, autotune: bool = True, numerics: str | None = None
+    workspace_bytes: int = 1 << 20, autotune: bool | None = None, numerics: str | None = None
 ) -> Iterator[dist.ProcessGroup]:
     """A group of all ranks that no other test can have broken."""
     group = dist.new_group()
@@ -179,25 +179,29 @@ def _reduce(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list
     options: dict[str, Any] = {"algorithm": case.algorithm}
     if case.scattered:
         options |= {"scatter_dim": case.dim, "shard_sizes": case.sizes}
-    if case.op != "all_reduce_":
+    if case.normalises:
+        options["eps"] = reference.NORM_EPS
+    elif case.op != "all_reduce_":
         options["out_dtype"] = case.out_dtype
+    bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
+    if residual is not None and case.scattered:
+        residual = case.shard(residual, rank, world)
     if w is not None:
-        bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
-        if residual is not None and case.scattered:
-            residual = case.shard(residual, rank, world)
-        options |= {
-            "bias": None if bias is None else place(bias, case.layout),
-            "residual": None if residual is None else place(residual, case.layout),
-            "wire_dtype": case.wire_dtype,
-        }
+        options["bias"] = None if bias is None else place(bias, case.layout)
+    if w is not None or case.normalises:
+        options["residual"] = None if residual is None else place(residual, case.layout)
+    if w is not None and not case.normalises:
+        options["wire_dtype"] = case.wire_dtype
     with placed(case, mine, group) as x:
-        factors = (x,) if w is None else (x, _placed_weight(w, case.weight_layout))
-        result: torch.Tensor = getattr(tpkernels, case.op)(*factors, group_like, **options)
+        factors = [x] if w is None else [x, _placed_weight(w, case.weight_layout)]
+        if case.normalises:
+            factors.append(place(reference.norm_weight(case), case.layout))
+        result: Any = getattr(tpkernels, case.op)(*factors, group_like, **options)
         if case.op == "all_reduce_":
             assert result is x, "not the tensor that was passed"
             return [result.contiguous().clone()]
         assert torch.equal(x, mine), "the input was changed"
-    return [result]
+    return list(result) if case.normalises else [result]
 
 
 def call(
@@ -224,8 +228,10 @@ def difference(got: torch.Tensor, want: Expected) -> str | None:
 def check(case: Case, group: dist.ProcessGroup, group_like: GroupLike | None = None) -> list[str]:
     """Runs one case; what is wrong with its results, as text."""
     rank, world = group.rank(), group.size()
-    pairs = zip(call(case, group, group_like), reference.expected(case, rank, world), strict=True)
-    errors = [difference(got, want) for got, want in pairs]
+    results, wanted = call(case, group, group_like), reference.expected(case, rank, world)
+    if case.normalises:
+        wanted = [reference.normalised(case, results[1]), *wanted]
+    errors = [difference(got, want) for got, want in zip(results, wanted, strict=True)]
     return [f"rank {rank} of {world}: {case}: {error}" for error in errors if error is not None]
 
 

@@ -12,6 +12,9 @@ of
 
 since with large K the first exceeds 16-bit results themselves. Integers are so small that every
 partial and result is exact: no error at all.
+
+Rows are normalised after the sum is rounded. So they are compared with what float64 makes of the
+sum that the op returns, within the bound that tpkernels/ops/all_reduce_rms_norm.py states.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _EXACT = {
     torch.float16: 2**11,
     torch.bfloat16: 2**8,
 }
+NORM_EPS = 0.03  # so large that it shows
 _SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
 
 
@@ -135,6 +139,11 @@ def reduction_residual(case: Case) -> torch.Tensor | None:
     return draw(case.values(), case.shape, case.residual, 8, "residual")
 
 
+def norm_weight(case: Case) -> torch.Tensor:
+    """The same on all ranks."""
+    return draw(case.values(), case.shape[-1:], case.norm or case.dtype, 8, "norm")
+
+
 # Results.
 
 
@@ -220,3 +229,15 @@ def expected(case: Case, rank: int, world: int) -> list[Expected]:
         exact, bound = (case.shard(part, rank, world) for part in (sum_.exact, sum_.bound))
         return [Expected(exact, bound, sum_.dtype)]
     return [sum_]
+
+
+def normalised(case: Case, total: torch.Tensor) -> Expected:
+    """What an op is to make of the rows of its sum."""
+    columns, dtype = total.shape[-1], case.dtype
+    rows, weight = total.double(), norm_weight(case).double()
+    exact = rows / (rows.square().mean(-1, keepdim=True) + NORM_EPS).sqrt() * weight
+    unit = torch.finfo(accumulator(dtype)).eps / 2
+    sums = columns if dtype == torch.float64 else columns / 128  # fp64 is added up plainly
+    relative = torch.finfo(dtype).eps / 2 + (sums + 8) * unit
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return Expected(exact, exact.abs() * relative + tiny, dtype)

@@ -244,8 +244,8 @@ def options() -> Iterator[Refusal]:
         pattern = f"workspace_bytes must be at least 65536, not {nbytes}"
         yield no(ValueError, pattern, tpkernels.init, workspace_bytes=nbytes)
     pattern = (
-        "is in use with timeout=20.0, workspace_bytes=1048576, autotune=True, numerics=None; it "
-        "cannot change to timeout=19.0, workspace_bytes=1048576, autotune=True, numerics=None"
+        "is in use with timeout=20.0, workspace_bytes=1048576, autotune=None, numerics=None; it "
+        "cannot change to timeout=19.0, workspace_bytes=1048576, autotune=None, numerics=None"
     )
     yield no(ValueError, pattern, tpkernels.init, timeout=19.0, workspace_bytes=1 << 20)
     pattern = "it cannot change to timeout=30.0, workspace_bytes=67108864"

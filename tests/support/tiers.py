@@ -15,7 +15,7 @@ def thorough(*values: Any) -> Any:
 
 
 # Cases of a sweep that `make test-thorough` runs in addition.
-_THOROUGH = 2
+_THOROUGH = 1
 
 
 def sweep(cases: Iterable[Any], count: int = 1) -> list[Any]:

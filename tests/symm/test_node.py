@@ -3,6 +3,7 @@ The hosts share a machine: `on_hosts` keeps their ranks apart."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,10 @@ import tpkernels
 from tests.support.cases import Case, RanksFixture
 from tests.support.ranked import check_cases, fresh_group, messages_of, on_hosts
 from tpkernels import groups
+from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.symm import node as nodes
+from tpkernels.symm import rendezvous
+from tpkernels.symm.exchange import Participant
 from tpkernels.symm.host import HostWorkspace
 
 
@@ -112,3 +116,13 @@ def finalize_job() -> list[str]:
 def test_finalize_ends_the_node(ranks: RanksFixture) -> None:
     for (message,) in ranks(3).run(finalize_job):
         assert "it left the call with tpkernels.finalize" in message
+
+
+def test_errors_of_a_host_have_the_numbers_of_the_whole_group() -> None:
+    local = Participant(dist.HashStore(), "group", 0, 2, 5.0, names=(4, 5))
+    with (
+        pytest.raises(CollectiveTimeoutError, match="rank 4 waited for rank 5, which") as error,
+        rendezvous._bounded(local, 1, time.monotonic() - 1),
+    ):
+        pass
+    assert error.value.peer == 5

@@ -68,7 +68,10 @@ def results(started: Started, out: Path, world: int, seconds: float) -> list[dic
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("nproc", [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "nproc",
+    [(2, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in ((1, 1), (2, 1)))],
+)
 def test_ops_work_across_hosts(
     start: Callable[..., Started], tmp_path: Path, nproc: tuple[int, int]
 ) -> None:
@@ -93,7 +96,7 @@ def _await(paths: list[Path], started: Started) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "op"),
     [
-        ("unfused", "all_gather"),
+        pytest.param("unfused", "all_gather", marks=pytest.mark.slow),
         pytest.param("ring", "matmul_reduce_scatter", marks=pytest.mark.slow),
         pytest.param("ring", "all_gather_matmul", marks=pytest.mark.slow),
         ("hierarchical", "matmul_all_reduce"),
@@ -172,7 +175,7 @@ def test_a_rank_that_is_killed_on_another_host(
         assert found["text"].startswith("all_gather_matmul"), found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_bytes_on_the_link() -> None:
     """Counted by the kernel: what `hierarchical` sends is less, and as much as it must be."""
     try:

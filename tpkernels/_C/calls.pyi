@@ -25,6 +25,16 @@ class Collective:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> None: ...
+    def all_reduce_rms_norm(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        normed: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None: ...
 
 class Bound: ...
 
@@ -61,6 +71,14 @@ class MatmulAllReduce(Bound):
 class MatmulReduceScatter(Bound):
     def __init__(
         self, collective: Collective, layout: ShardLayout, shape: Sequence[int], packed: bool
+    ) -> None: ...
+
+class AllReduceRmsNorm(Bound):
+    def __init__(self, collective: Collective, shape: Sequence[int], eps: float) -> None: ...
+
+class MatmulAllReduceRmsNorm(Bound):
+    def __init__(
+        self, collective: Collective, shape: Sequence[int], eps: float, packed: bool
     ) -> None: ...
 
 class Lock:

@@ -65,6 +65,8 @@ class Kernels:
         epilogue: Epilogue,
     ) -> None: ...
     scatter = gather
+    low_latency_gather = gather
+    low_latency_scatter = gather
     def sum_partials(
         self,
         stream: int,

@@ -107,6 +107,17 @@ class Segments:
 def sum_partials(
     out: int, partials: Sequence[int], wire: int, begin: int, count: int, epilogue: Epilogue, /
 ) -> None: ...
+def normalise_rows(
+    out: int,
+    rows: int,
+    dtype: int,
+    count: int,
+    weight: int,
+    weight_dtype: int,
+    cols: int,
+    eps: float,
+    /,
+) -> None: ...
 def vector_units() -> list[str]: ...
 def vector_unit() -> str: ...
 def use_vector_unit(name: str) -> None: ...

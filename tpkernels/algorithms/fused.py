@@ -18,7 +18,8 @@ import torch
 from tpkernels import cuda
 from tpkernels._C.host import Phase
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.shards import as_rows, shard_rows, shard_shape
+from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
+from tpkernels.algorithms.shards import as_rows, shard_shape
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue, queued
 from tpkernels.local.memory import empty
@@ -77,7 +78,7 @@ def all_gather_matmul(
     from tpkernels.kernels import all_gather_matmul as kernel
 
     problem = call.problem
-    sizes = tuple(shard_rows(problem, rank) for rank in range(problem.world))
+    sizes = problem.shard_rows
     whole = as_rows(empty(problem.shape, x.dtype, x.device) if gathered is None else gathered)
     rows, outs = as_rows(x.contiguous()), [as_rows(out) for out in outs]
     biases = [None if bias is None else bias.contiguous() for bias in biases]
@@ -157,7 +158,7 @@ def matmul_reduce_scatter(
     from tpkernels.kernels import matmul_reduce_scatter as kernel
 
     problem, bias, residual = call.problem, reduction.bias, reduction.residual
-    sizes = tuple(shard_rows(problem, rank) for rank in range(problem.world))
+    sizes = problem.shard_rows
     out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
     launch = kernel.prepare(
         _config(call, x), as_rows(x), w, bias, residual, as_rows(out), sizes, problem.dtype
@@ -178,3 +179,6 @@ def matmul_all_reduce(
     )
     _run(call, x.device, launch)
     return out
+
+
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)

@@ -27,13 +27,13 @@ from math import prod
 import torch
 
 from tpkernels.algorithms.reduction import Reduction, reduce_into
+from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
 from tpkernels.algorithms.shards import (
     as_rows,
     edges_of,
     multiply_shard,
     partial_of_shard,
     shard_counts,
-    shard_rows,
     shard_shape,
 )
 from tpkernels.call import Call
@@ -169,7 +169,7 @@ def all_gather_matmul(
     to = as_rows(gathered) if gathered is not None and problem.outer != 1 else None
 
     def multiply(owner: int) -> None:
-        rows = shards[owner].view(shard_rows(problem, owner), problem.shape[-1])
+        rows = shards[owner].view(problem.shard_rows[owner], problem.shape[-1])
         multiply_shard(problem, owner, 0, rows, factors, to)
 
     _gather(call, link, shards, multiply)
@@ -252,3 +252,7 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
 
     _all_reduce(call, out.view(-1), [row * columns for row in edges], part_of, reduction)
     return out
+
+
+all_reduce_rms_norm = behind_all_reduce(all_reduce)
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)

@@ -30,12 +30,6 @@ def matmul_partial(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
     return partial
 
 
-def shard_rows(problem: Problem, rank: int) -> int:
-    """Matrix rows of ``rank``'s shard. The sharded dim must not be the last."""
-    assert problem.dim is not None  # an all-reduce has no shards
-    return problem.outer * problem.sizes[rank] * prod(problem.shape[problem.dim + 1 : -1])
-
-
 def runs(problem: Problem, rank: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Rows [begin, end) of ``rank``'s shard as runs that are contiguous in the whole matrix. Yields
     (row in the shard, row in the whole matrix, number of rows)."""

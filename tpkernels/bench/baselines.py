@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import nccl
-from tpkernels.bench.cases import Case, run_local_matmul, run_matmul, run_torch
+from tpkernels.bench.cases import Case, run_local_matmul, run_matmul, run_torch, with_norm
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.session import gather_objects
 from tpkernels.errors import TpkernelsError
@@ -100,7 +100,9 @@ def _nccl(case: Case, inputs: Inputs, stack: contextlib.ExitStack) -> Callable[[
         y = torch.matmul(given.x, given.weights[0]) if given.weights else given.x
         if given.op == "all_gather":
             return comm.all_gather(y)
-        return comm.reduce_scatter(y) if "scatter" in given.op else comm.all_reduce(y)
+        if "scatter" in given.op:
+            return comm.reduce_scatter(y)
+        return with_norm(given, comm.all_reduce(y))
 
     run(inputs.sharded())
     comm.wait()

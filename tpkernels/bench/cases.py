@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import rms_norm
 
 import tpkernels
 from tpkernels import groups
 from tpkernels.bench.benchmark import slowest
-from tpkernels.bench.specs import Spec
+from tpkernels.bench.specs import NORM_EPS, Spec, matrix_of
 from tpkernels.local.matmul import local_matmul
 from tpkernels.ops._trial import Tried
 from tpkernels.planning.choose import Plan
+from tpkernels.planning.problem import NORM
 from tpkernels.planning.trials import MOST_CALLS
 from tpkernels.shards import shard_sizes
 
@@ -35,7 +37,7 @@ _reduce_shards = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 @dataclass(frozen=True, eq=False)
 class Case:
     """An op with this rank's inputs: x [rows, K] and weights [K, N] of a matmul op; x [elements] of
-    a collective.
+    a collective, [rows, N] of one that normalises.
 
     Dim 0 is gathered or scattered, ``sizes[r]`` of it on rank ``r``. For an all-reduce ``sizes`` is
     the part of the result that each rank verifies.
@@ -46,6 +48,7 @@ class Case:
     sizes: tuple[int, ...]
     weights: tuple[torch.Tensor, ...] = ()
     residual: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None  #: of an op that normalises
 
     def copy(self) -> Case:
         """The case with its own copy of ``x``: all_reduce works in place."""
@@ -62,6 +65,10 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
         return (torch.randn(*shape, generator=generator) * scale).to(device, spec.dtype)
 
     sizes = tuple(shard_sizes(spec.shape[0], world))
+    if spec.op == "all_reduce_rms_norm":
+        rows, columns = matrix_of(spec.shape[0])
+        x, sizes = normal(rows, columns), tuple(shard_sizes(rows, world))
+        return Case(spec.op, x, sizes, norm_weight=_norm_weight(columns, x))
     if not spec.has_matmul:
         (elements,) = spec.shape
         x = normal(sizes[rank] if spec.op == "all_gather" else elements)
@@ -72,11 +79,18 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
         return Case(
             spec.op, normal(sizes[rank], k), sizes, (normal(n // world, k, scale=scale).t(),)
         )
-    return Case(spec.op, normal(m, k // world), sizes, (normal(n, k // world, scale=scale).t(),))
+    x, w = normal(m, k // world), normal(n, k // world, scale=scale).t()
+    norm_weight = _norm_weight(n, x) if spec.op.endswith(NORM) else None
+    return Case(spec.op, x, sizes, (w,), norm_weight=norm_weight)
+
+
+def _norm_weight(columns: int, like: torch.Tensor) -> torch.Tensor:
+    """The same on all ranks."""
+    return torch.linspace(0.5, 1.5, columns).to(like)
 
 
 def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
-    """The op of this package; ``all_reduce`` works in place."""
+    """The op of this package; ``all_reduce`` works in place. Normalised rows come last."""
     group = _world()
     x, sizes, residual = case.x, case.sizes, case.residual
     match case.op:
@@ -92,6 +106,19 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
         case "matmul_all_reduce":
             (w,) = case.weights
             y = tpkernels.matmul_all_reduce(x, w, group, residual=residual, algorithm=algorithm)
+        case "matmul_all_reduce_rms_norm":
+            (w,), norm_weight = case.weights, case.norm_weight
+            assert norm_weight is not None  # of this op
+            normed, y = tpkernels.matmul_all_reduce_rms_norm(
+                x, w, norm_weight, group, residual=residual, eps=NORM_EPS, algorithm=algorithm
+            )
+            return [y, normed]
+        case "all_reduce_rms_norm":
+            assert case.norm_weight is not None  # of this op
+            normed, y = tpkernels.all_reduce_rms_norm(
+                x, case.norm_weight, group, residual=residual, eps=NORM_EPS, algorithm=algorithm
+            )
+            return [y, normed]
         case "all_gather":
             y = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=algorithm)
         case "reduce_scatter":
@@ -126,7 +153,7 @@ def settle(case: Case, seconds: float) -> None:
 
 
 def run_torch(case: Case) -> Outputs:
-    """The same op by torch.distributed and torch.matmul; ``all_reduce`` works in place."""
+    """The same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place."""
     x, sizes = case.x, case.sizes
     match case.op:
         case "all_gather_matmul":
@@ -134,7 +161,7 @@ def run_torch(case: Case) -> Outputs:
             return [torch.matmul(whole, w) for w in case.weights]
         case "matmul_reduce_scatter":
             y = _reduce_scatter(torch.matmul(x, case.weights[0]), sizes)
-        case "matmul_all_reduce":
+        case "matmul_all_reduce" | "matmul_all_reduce_rms_norm":
             y = torch.matmul(x, case.weights[0])
             dist.all_reduce(y)
         case "all_gather":
@@ -144,7 +171,14 @@ def run_torch(case: Case) -> Outputs:
         case _:
             y = x
             dist.all_reduce(y)
-    return [y if case.residual is None else y + case.residual]
+    return with_norm(case, y if case.residual is None else y + case.residual)
+
+
+def with_norm(case: Case, y: torch.Tensor) -> Outputs:
+    """The results of an op with sum ``y``."""
+    if case.norm_weight is None:
+        return [y]
+    return [y, rms_norm(y, [y.shape[-1]], case.norm_weight, NORM_EPS)]
 
 
 def run_matmul(case: Case) -> Outputs:

@@ -5,32 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tpkernels.bench.benchmark import slowest
 from tpkernels.bench.cases import Case, gathered
+from tpkernels.planning.machine import last_level_cache_bytes
 from tpkernels.symm.limits import available_bytes
 
 # Inputs are cold if all copies exceed the last-level cache by this factor: a copy is then evicted
 # before its next use.
 COLD = 2.0
-_CACHE_BYTES = 32 << 20  # assumed if the machine does not report its cache
 _MOST_COPIES = 1 << 14  # creating them takes 0.2 s; with 4 KiB inputs they exceed 32 MiB
-
-
-def last_level_cache_bytes(device: str) -> int:
-    """Size of the CPU's largest cache, or of the current GPU's for "cuda"."""
-    if device == "cuda":
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-    sizes = []
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        if text.endswith("K") and text[:-1].isdecimal():
-            sizes.append(int(text[:-1]) << 10)
-    return max(sizes, default=_CACHE_BYTES)
 
 
 def memory_budget(device: str) -> int:

@@ -15,9 +15,9 @@ from tpkernels.bench.options import UsageError, check_known, writing
 from tpkernels.bench.roofline import Rates, measure_rates, slowest_rates
 from tpkernels.bench.session import own_device, synchronizer
 from tpkernels.bench.timing import Variant, measure
-from tpkernels.mesh import machines
-from tpkernels.mesh.machines import Link, Profile
+from tpkernels.planning import machines
 from tpkernels.planning.machine import Machine, this_machine
+from tpkernels.planning.machines import Link, Profile
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _SMALL, _LARGE = 4 << 10, 16 << 20  # bytes of the tensor that is gathered
@@ -72,7 +72,14 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
         host=machines.machine_named(machines.name_of_own(machine.kind)).host,
         overlaps=machine.kind == "cuda",
         source=f"measured by tpkernels tune --machine, {day}",
+        multiprocessors=_multiprocessors(machine.kind),
     )
+
+
+def _multiprocessors(device: str) -> int:
+    if device == "cpu":
+        return 0
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
 def keep(reports: Sequence[MachineReport]) -> tuple[Path, Profile]:

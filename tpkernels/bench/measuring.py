@@ -76,8 +76,9 @@ def run_case(
         for name in names:
             if choices[name].verdict.right:
                 runs[name] = functools.partial(run_next, inputs, name)
-        # all_reduce works in place: each timed region starts from the same values.
-        undo = inputs.restore if case.op == "all_reduce" else None
+        # all_reduce works in place, and so does torch with what is normalised: each timed region
+        # starts from the same values.
+        undo = inputs.restore if case.op.startswith("all_reduce") else None
         variants = {name: Variant(run, undo) for name, run in runs.items()}
         samples = measure(
             variants, repeat=effort.repeat, budget=seconds, synchronize=synchronizer(device)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels.bench.cases import Case, run_local_matmul, run_matmul
-from tpkernels.bench.inputs import last_level_cache_bytes, memory_budget
+from tpkernels.bench.inputs import memory_budget
 from tpkernels.bench.session import own_device, synchronizer
 from tpkernels.bench.timing import Variant, measure
 from tpkernels.planning.cost import Cost
+from tpkernels.planning.machine import last_level_cache_bytes
 
 # A square matmul that is long compared with its overheads and short compared with a case: 2 GFLOP
 # take about 40 ms on a core of AMD EPYC Zen 3 in fp32 (2026-11-21, `tpkernels bench`: 0.058

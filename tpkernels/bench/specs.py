@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,16 +13,20 @@ from tpkernels.bench.options import UsageError, ops_named, shape_of, sizes_of
 from tpkernels.bench.output import byte_size
 from tpkernels.bench.session import on_one_host, unsupported_kernels
 from tpkernels.ops._reduction import describe
+from tpkernels.ops._rms_norm import describe_norm
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
-from tpkernels.planning.problem import ORDERED, VENDOR, Problem
+from tpkernels.planning.problem import NORM, ORDERED, VENDOR, Problem
 from tpkernels.planning.table import has_matmul
 from tpkernels.shards import shard_sizes
+
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Spec:
-    """An op on global data: ``shape`` is (M, N, K) of a matmul op, (elements,) of a collective."""
+    """An op on global data: ``shape`` is (M, N, K) of a matmul op, (elements,) of a collective.
+    Elements whose rows are normalised are `matrix_of` them."""
 
     op: str
     shape: tuple[int, ...]
@@ -46,8 +51,13 @@ class Spec:
         shape = self.shape
         if self.has_matmul:
             m, n, k = self.shape
-            shape = (m, k) if self.op == "all_gather_matmul" else (m, n)
-        split = not self.op.endswith("all_reduce")
+            shape = (m, k) if self.op.startswith("all_gather") else (m, n)
+        elif self.op == "all_reduce_rms_norm":
+            shape = matrix_of(self.shape[0])
+        split = "all_reduce" not in self.op
+        options = describe(self.dtype, self.dtype) if "reduce" in self.op else ()
+        if self.op.endswith(NORM):
+            options += describe_norm(self.dtype, NORM_EPS)
         return Problem(
             op=self.op,
             device=device,
@@ -56,7 +66,7 @@ class Spec:
             dim=0 if split else None,
             sizes=tuple(shard_sizes(shape[0], world)) if split else (),
             dtype=self.dtype,
-            options=describe(self.dtype, self.dtype) if "reduce" in self.op else (),
+            options=options,
             numerics=VENDOR if device == "cuda" and "reduce" in self.op and world > 1 else ORDERED,
         )
 
@@ -70,6 +80,13 @@ class Spec:
         else:
             size = byte_size(self.shape[0] * self.dtype.itemsize)
         return f"{size} {dtypes.name(self.dtype)}"
+
+
+def matrix_of(elements: int) -> tuple[int, int]:
+    """Rows and columns of elements that are normalised row by row: 4096 columns, if that divides
+    them."""
+    columns = math.gcd(elements, 4096)
+    return elements // columns, columns
 
 
 def specs_of(op: str, shapes: Iterable[str], sizes: str, dtype: torch.dtype) -> list[Spec]:

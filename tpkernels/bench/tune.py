@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -20,6 +20,7 @@ from tpkernels import groups
 from tpkernels.bench.benchmark import slowest
 from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpkernels
 from tpkernels.bench.inputs import Inputs
+from tpkernels.bench.machine import machine_by_name
 from tpkernels.bench.measuring import run_next
 from tpkernels.bench.options import UsageError, writable, writing
 from tpkernels.bench.session import (
@@ -34,7 +35,7 @@ from tpkernels.bench.timing import Samples, Variant, measure, summary
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.groups.group import Group
-from tpkernels.planning import store
+from tpkernels.planning import gpu_model, machines, store
 from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
 from tpkernels.planning.machine import Machine, instructions, this_machine
 from tpkernels.planning.table import Config, Measurement, Table
@@ -224,6 +225,8 @@ class Explanation:
         machine: None if this machine does not have the device.
         table: everything measured for the machine.
         tries: what ``auto`` tries in the first calls; empty: it keeps to the plan.
+        predicted: seconds by the model of GPUs, by algorithm; empty for CPUs.
+        model: the GPUs of that model.
     """
 
     plan: Plan
@@ -232,10 +235,15 @@ class Explanation:
     machine: Machine | None
     table: Table
     tries: list[str]
+    predicted: Mapping[str, float]
+    model: str
 
 
-def explain(spec: Spec, world: int, device: str, *, hosts: int, threads: int) -> Explanation:
-    """Plans a case for ranks on this machine, without starting any."""
+def explain(
+    spec: Spec, world: int, device: str, *, hosts: int, threads: int, gpu: str | None = None
+) -> Explanation:
+    """Plans a case for ranks on this machine, without starting any. ``gpu`` names the GPUs for the
+    predictions; None: this machine's, or those of `machines.DEFAULTS`."""
     shared_memory = hosts == 1
     problem = spec.problem(world, device)
     means = Means(
@@ -249,6 +257,7 @@ def explain(spec: Spec, world: int, device: str, *, hosts: int, threads: int) ->
         machine = this_machine(device, world, hosts, shared_memory, threads=threads)
         table = store.load_or_warn(machine)
     key = problem.tuning_key
+    predicted, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
     return Explanation(
         plan=choose(problem, means, tuned=table),
         unsupported=unsupported_algorithms(problem, means),
@@ -258,4 +267,19 @@ def explain(spec: Spec, world: int, device: str, *, hosts: int, threads: int) ->
         tries=[name for name in candidates(problem, means) if name in ELIGIBLE]
         if is_eligible(problem, shared_memory, table)
         else [],
+        predicted=predicted,
+        model=model,
     )
+
+
+def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, float], str]:
+    """What the model of GPUs says, and of which; nothing of several nodes."""
+    if gpu is None:
+        there = torch.cuda.is_available()
+        gpu = machines.name_of_own("cuda") if there else machines.DEFAULTS["cuda"]
+    profile = machine_by_name(gpu, world, "cuda")
+    if profile.device != "cuda":
+        raise UsageError(f"--gpu is '{gpu}', {profile.title}, which is no GPU")
+    if world > profile.node:
+        return {}, profile.title
+    return gpu_model.predicted(spec.problem(world, "cuda"), spec.other, profile), profile.title

@@ -10,6 +10,10 @@ The first alone is too weak for 16-bit dtypes: on random data in bf16 it exceeds
 from about K = 256. A residual is one more term of the sum. On CUDA tensors NCCL may sum, and the
 bound has eps/2 * (W - 1) * sum_r |p_r| more. Each rank checks its own rows; all ranks get the same
 verdict.
+
+Normalised rows are compared with what float64 makes of the op's own sum, within
+eps/2 + (N/128 + 8) * 2^-24 of the result. On CUDA tensors torch may add up the squares in any
+order: eps/2 + (N/2 + 8) * 2^-24.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import rms_norm
 
 from tpkernels.bench.cases import Case, Outputs
 from tpkernels.bench.session import gather_objects, tensors_of_all
+from tpkernels.bench.specs import NORM_EPS
 
 _PANEL_ELEMENTS = 1 << 21  # of the result, compared at a time
 _SECOND_ORDER = 1.01  # allows for products of roundings, which the second bound ignores
@@ -56,7 +62,10 @@ def verify(
         baseline: torch's result, whose error is added to the bound; None: the bound stays as it is.
         candidates: results by name.
     """
-    verdicts = {name: _same_everywhere(case, outputs) for name, outputs in candidates.items()}
+    verdicts = {
+        name: max(_same_everywhere(case, outputs), _normalised(case, outputs))
+        for name, outputs in candidates.items()
+    }
     for i, terms in enumerate(_terms(case)):
         shape, dtype = _shape(case, i), case.x.dtype
         for name, outputs in candidates.items():
@@ -102,7 +111,7 @@ def _terms(case: Case) -> list[list[Term]]:
 
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
     """The rows that this rank checks, as a matrix: all its rows, or its part of an all-reduce."""
-    if case.op.endswith("all_reduce"):
+    if "all_reduce" in case.op:
         whole = whole.split(list(case.sizes))[dist.get_rank()]
     return _matrix(whole)
 
@@ -161,9 +170,27 @@ def _worst(result: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> 
 
 def _same_everywhere(case: Case, outputs: Outputs) -> Verdict:
     """Wrong if an all-reduce does not produce the same bits on every rank."""
-    if not case.op.endswith("all_reduce"):
+    if "all_reduce" not in case.op:
         return Verdict()
-    bits = outputs[0].contiguous().view(torch.uint8)
-    first = bits.clone()
-    dist.broadcast(first, src=0)
-    return Verdict() if torch.equal(first, bits) else WRONG
+    same = True
+    for output in outputs:
+        bits = output.contiguous().view(torch.uint8)
+        first = bits.clone()
+        dist.broadcast(first, src=0)
+        same = same and torch.equal(first, bits)
+    return Verdict() if same else WRONG
+
+
+def _normalised(case: Case, outputs: Outputs) -> Verdict:
+    """Of the normalised rows, given their sum."""
+    if case.norm_weight is None:
+        return Verdict()
+    total, normed = (_mine(case, output) for output in outputs)
+    if normed.shape != total.shape or normed.dtype != total.dtype:
+        return WRONG
+    if not total.numel():
+        return Verdict()
+    columns = total.shape[1]
+    exact = rms_norm(total.double(), [columns], case.norm_weight.double(), NORM_EPS)
+    eps, depth = torch.finfo(total.dtype).eps, columns / (2 if total.is_cuda else 128)
+    return _worst(normed.double(), exact, (eps / 2 + (depth + 8) * 2.0**-24) * exact.abs())

@@ -37,32 +37,44 @@ def explain(
         int, typer.Option(help="Number of hosts; ranks on several hosts share no memory.")
     ] = 1,
     threads: options.Threads = 1,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="With --device cuda: the GPUs to predict times of, such as h100. Default: this "
+            "machine's, else h100."
+        ),
+    ] = None,
 ) -> None:
     """Show which algorithm auto chooses for a problem and why, with the times that `tpkernels tune`
-    measured here. Starts no ranks."""
+    measured here. For GPUs also the times predicted from their data sheets, by which nothing is
+    chosen. Starts no ranks."""
     with exit_codes():
         check_workers(tp=world, threads=threads)
         at_least(1, hosts=hosts)
         device_known(device)
         spec = spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
         check_split(spec, world)
-        explanation = explanation_of(spec, world, device, hosts=hosts, threads=threads)
+        explanation = explanation_of(spec, world, device, hosts=hosts, threads=threads, gpu=gpu)
         _show(f"{op} {spec}, {world} ranks, {device}", explanation, console())
 
 
 def _show(title: str, explanation: Explanation, out: Console) -> None:
     plan, machine = explanation.plan, explanation.machine
-    grid = table("algorithm", ("ms",), "why not")
+    predicted = explanation.predicted
+    grid = table("algorithm", ("ms", *(["predicted ms"] if predicted else [])), "why not")
     for name in ALGORITHMS:
         label = f"[bold green]{name}[/]" if name == plan.algorithm else name
         reason = explanation.unsupported[name]
         grid.add_row(
             label,
             _times(name, explanation.cases) if reason is None else "",
+            *([milliseconds(1e3 * predicted[name]) if name in predicted else ""] * bool(predicted)),
             escape(reason or ""),
         )
     out.print(title)
     out.print(grid)
+    if predicted:
+        out.print(f"Predicted for {explanation.model} by data sheets; not measured", markup=False)
     out.print(f"auto chooses [bold]{plan.algorithm}[/]: {escape(plan.reason)}")
     if explanation.tries:
         out.print(

@@ -19,8 +19,8 @@ from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.mesh.engines import ENGINES, engine_on, faster
 from tpkernels.mesh.layout import text_of
-from tpkernels.mesh.machines import MEASURED, Profile, machines
 from tpkernels.mesh.planner import MatmulProblem
+from tpkernels.planning.machines import MEASURED, Profile, machines
 
 
 def plan(

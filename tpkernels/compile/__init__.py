@@ -35,13 +35,17 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
     - A reduce-scatter or all-reduce ("sum" or "avg") is fused with the matmul that it reduces, or
       with the sum of matmuls, if nothing else reads that. Sums are those of the ops: in fp32, in
       rank order (on CUDA tensors see ``numerics`` of `tpkernels.init`).
+    - ``torch._scaled_mm`` of fp8 operands is a matmul here, with tensor-wise or row-wise scales.
+      Row-wise scales of gathered rows are gathered with these, or taken to be the same on all
+      ranks.
     - Views, transpositions and chunks in between are supported, with static and symbolic sizes.
     - Each rank rewrites its own graph, and all make the same decisions, even if some ranks have
       smaller or empty shards of a weight.
     - Collectives of CUDA tensors stay as they are, unless times measured by `tpkernels tune` on
-      rank 0 say that the op is faster. Naming a group that moves CUDA tensors by NCCL sends these
-      times to its ranks, so all of them must make the pass: it is collective then. For groups that
-      are not named, only times count that an op has sent before.
+      rank 0 say that the op is faster, or `tpkernels.autotune` is on for the group. Naming a group
+      that moves CUDA tensors by NCCL sends these times to its ranks, so all of them must make the
+      pass: it is collective then. For groups that are not named, only times count that an op has
+      sent before.
     - The ops of a graph run in the graph's order, including those that the model calls itself.
       Without the pass, inductor may reorder them differently on ranks with uneven shards. The
       result is a ``CollectiveMismatchError``, or a wrong sum if two calls have the same shapes.

@@ -29,6 +29,7 @@ from tpkernels.compile.graph import (
 )
 from tpkernels.compile.in_place import functional
 from tpkernels.compile.layout import same
+from tpkernels.compile.matmuls import FP8
 from tpkernels.compile.moves import shape_of, value
 from tpkernels.compile.order import keep_order
 from tpkernels.compile.report import LeftAlone, Report, Rewritten, Site
@@ -90,14 +91,15 @@ class CollectiveFusion(CustomGraphPass):
         """The pass's part of inductor's cache key: the code of the pass and of the ops, whose
         schemas may change between versions; its groups; the sizes of all groups, by which means
         are divided and which the graph of an all-reduce does not show; and the measured times by
-        which collectives of CUDA tensors are rewritten."""
+        which collectives of CUDA tensors are rewritten, or that they are being measured."""
         package = Path(__file__).parents[1]
         folders = package / "compile", package / "ops"
         files = tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
         only = None if self._only is None else sorted(self._only)
         sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
         times = sorted((name, repr(table)) for name, table in groups.known_times("cuda").items())
-        return get_hash_for_files(files, repr((only, sizes, times)))
+        tuned = groups.tuned_on_the_spot()
+        return get_hash_for_files(files, repr((only, sizes, times, tuned)))
 
     def __call__(self, graph: fx.Graph) -> None:
         backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
@@ -105,7 +107,9 @@ class CollectiveFusion(CustomGraphPass):
         self.report.graphs.append(name)
         read_sizes_of_inputs(graph)
         changed, writes = False, Writes.of(graph)
-        for node in list(graph.nodes):
+        for node in sorted(graph.nodes, key=_comes_later):
+            if node._erased:  # part of another's op
+                continue
             kind = _kind(node)
             if kind in _FUSE or kind in _COALESCED:
                 changed |= self._visit(node, name, writes)
@@ -145,7 +149,7 @@ class CollectiveFusion(CustomGraphPass):
         if world == 1:
             raise Unsupported(f"group '{group}' has one rank")
         x: torch.Tensor = value(node.args[0])
-        if x.dtype not in dtypes.CODES:
+        if x.dtype not in dtypes.CODES and not _moves_bytes(node):
             raise Unsupported(f"the ops do not take {dtypes.name(x.dtype)}")
         if x.device.type not in ("cpu", "cuda"):
             raise Unsupported(f"the ops do not run on {x.device}")
@@ -163,6 +167,17 @@ class CollectiveFusion(CustomGraphPass):
                 "one from the other"
             )
         return (*custom_graph_pass.get_custom_graph_passes(present), self)
+
+
+def _moves_bytes(node: fx.Node) -> bool:
+    """Whether a node gathers fp8 numbers, perhaps as bytes."""
+    gathers = _kind(node) is _c10d.all_gather_into_tensor.default
+    return gathers and value(node.args[0]).dtype in (*FP8, torch.uint8)
+
+
+def _comes_later(node: fx.Node) -> bool:
+    """A gather of fp8 numbers comes before others, which it may take up: that of their scales."""
+    return node.target is not _c10d.all_gather_into_tensor.default or not _moves_bytes(node)
 
 
 def _kind(node: fx.Node) -> torch._ops.OpOverload | None:

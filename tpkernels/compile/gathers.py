@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import is_mutation_op
 
+from tpkernels import dtypes
 from tpkernels.compile.graph import (
     Change,
     Collective,
@@ -19,10 +20,11 @@ from tpkernels.compile.graph import (
     describe,
     erase_unread,
 )
-from tpkernels.compile.layout import Axes, Axis, Layout, same, size_of
+from tpkernels.compile.layout import Axes, Axis, Layout, Size, same, size_of
 from tpkernels.compile.matmuls import Matmul
 from tpkernels.compile.measured import check_worthwhile
-from tpkernels.compile.moves import carriers, follow, readers, shape_of
+from tpkernels.compile.moves import carriers, follow, readers, shape_of, value
+from tpkernels.compile.scales import as_dtype, column_scale, options_of, padded, row_scale
 
 aten = torch.ops.aten
 
@@ -43,6 +45,11 @@ class _Rows:
             return None
         at = rows.index(ranks)
         return cls(rows[:at], ranks, rows[at + 1 :])
+
+    @property
+    def sizes(self) -> tuple[Size, Size]:
+        """How many rows are slower than the ranks, and how many are within a shard."""
+        return size_of(self.before), size_of(self.within)
 
 
 @dataclass(frozen=True)
@@ -73,34 +80,43 @@ def fuse(gather: Collective) -> Change:
     lead = [size_of(use.rows.before)] if use.rows.before else []
     rows = None if lead else size_of(use.rows.within) * gather.world
     kept = ("return_gathered",) if use.rest else ()
-    check_worthwhile(gather, "all_gather_matmul", rows, shape_of(use.matmuls[0].left)[1], *kept)
+    scales, dtype = use.matmuls[0].scales, value(gather.node).dtype
+    if scales is None and dtype not in dtypes.CODES:
+        raise Unsupported(f"the ops do not take {dtypes.name(dtype)}")
+    op = "all_gather_matmul" if scales is None else "all_gather_scaled_matmul"
+    check_worthwhile(gather, op, rows, shape_of(use.matmuls[0].left)[1], *kept)
     shape = [*lead, size_of(use.rows.within), shape_of(use.matmuls[0].left)[1]]
     with Editor(use.matmuls[0].node) as editor:
         order = [axis for axis in use.layout.flat if axis is not ranks]
         x = editor.arrange(shard, inner.flat, order, shape)
+        weights = [padded(editor, matmul.right, [0, 1]) for matmul in use.matmuls]
+        biases = _biases(editor, shard, use.matmuls)
+        operands = [x, weights]
+        options: dict[str, Any] = {}
+        if scales is not None:
+            whole = [*lead, size_of(use.rows.within) * gather.world]
+            scale = row_scale(editor, gather, scales.left, whole, use.rows.sizes)
+            fp8 = value(use.matmuls[0].left).dtype
+            operands = [as_dtype(editor, x, fp8), weights, scale.node]
+            operands.append([column_scale(editor, matmul) for matmul in use.matmuls])
+            options = options_of(use.matmuls[0])
         fused = editor.call(
-            torch.ops.tpkernels.all_gather_matmul.default,
-            x,
-            [_weight(editor, matmul.right) for matmul in use.matmuls],
+            getattr(torch.ops.tpkernels, op).default,
+            *operands,
             gather.group,
             len(lead),
-            _biases(editor, shard, use.matmuls),
+            biases,
             return_gathered=bool(use.rest),
+            **options,
         )
         _replace(editor, fused, moves, use)
     erase_unread([*moves, *(carrier for move in moves for carrier in carriers(move))])
     more = "; the gathered tensor is kept" if use.rest else ""
+    if scales is not None and scale.gathered:
+        erase_unread(scale.gathered)
+        more += "; its scales are gathered with it"
     detail = f"x {shape} along dim {len(lead)}, {len(use.matmuls)} matmuls{more}"
-    return Change("all_gather_matmul", len(use.matmuls), detail)
-
-
-def _weight(editor: Editor, weight: fx.Node) -> fx.Node:
-    """The op's weight. It has a column even on a rank without columns, which must still send its
-    shard."""
-    if not same(shape_of(weight)[1], 0):
-        return weight
-    padded: fx.Node = editor.call(aten.constant_pad_nd.default, weight, [0, 1])
-    return padded
+    return Change(op, len(use.matmuls), detail)
 
 
 def _result(editor: Editor, out: fx.Node, matmul: Matmul) -> fx.Node:
@@ -128,6 +144,7 @@ def _replace(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: 
         for node in use.rest:
             order = moves[node].flat
             new = editor.arrange(whole, use.layout.flat, order, shape_of(node))
+            new = as_dtype(editor, new, value(node).dtype)
             kept[node] = editor.laid_out_like(node, new)
     outs = editor.item(fused, 1)
     results = [
@@ -152,8 +169,10 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
                 matmul is not None
                 and matmul.left is node
                 and ranks in layout.dims[0]
-                and not {matmul.right, matmul.bias} & dependent
+                and not matmul.depends_on(dependent)
+                and _fits_dtype(matmul, gather)
                 and (not matmuls or layout.dims == moves[matmuls[0].left].dims)
+                and (not matmuls or matmul.shares_input(matmuls[0]))
             )
             if fits:
                 matmuls.append(cast(Matmul, matmul))
@@ -161,7 +180,7 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
                 rest.setdefault(node, []).append(reader)
     if not matmuls:
         reasons = dict.fromkeys(
-            _reason(reader, node, ranks in moves[node].dims[-1], dependent)
+            _reason(reader, node, gather, ranks in moves[node].dims[-1], dependent)
             for node, node_readers in rest.items()
             for reader in node_readers
         )
@@ -172,12 +191,20 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
     return _Use(matmuls, layout, rows, rest)
 
 
-def _reason(reader: fx.Node, node: fx.Node, in_columns: bool, dependent: set[fx.Node]) -> str:
+def _fits_dtype(matmul: Matmul, gather: fx.Node) -> bool:
+    """Whether a matmul reads the gathered numbers; those with scales may travel as bytes."""
+    return matmul.scales is not None or value(matmul.left).dtype == value(gather).dtype
+
+
+def _reason(
+    reader: fx.Node, node: fx.Node, gather: fx.Node, in_columns: bool, dependent: set[fx.Node]
+) -> str:
     """Why a reader is not a matmul that can start with one shard.
 
     Args:
         reader: a reader of ``node``.
         node: the gathered tensor, or one that moves its elements.
+        gather: the gathered tensor.
         in_columns: whether the gathered dim is among the columns of ``node``.
         dependent: all nodes that are computed from the gathered tensor.
     """
@@ -186,8 +213,10 @@ def _reason(reader: fx.Node, node: fx.Node, in_columns: bool, dependent: set[fx.
         return f"{name} reads it and is not a plain matmul"
     if matmul.right is node:
         return f"{name} has it as its right factor"
-    if {matmul.right, matmul.bias} & dependent:
+    if matmul.depends_on(dependent):
         return f"the other factor of {name}, or its bias, depends on it too"
+    if not _fits_dtype(matmul, gather):
+        return f"{name} reads its bytes as {dtypes.name(value(node).dtype)}"
     if in_columns:
         return f"{name} sums over the gathered dim, so it needs all shards before it can start"
     return f"{name} reads rows in which a view has cut up the shards"

@@ -45,7 +45,7 @@ def shape_of(node: fx.Node) -> Sequence[Size]:
 def moved_from(node: fx.Node) -> fx.Node | None:
     """The tensor of which ``node`` moves all elements; None if it does something else."""
     target = node.target
-    if target in _VIEWS or target in _COPIES or _permutation(node) is not None:
+    if target in _VIEWS or _copies(node) or _permutation(node) is not None:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
     if target is aten.cat.default:
@@ -56,7 +56,7 @@ def moved_from(node: fx.Node) -> fx.Node | None:
 
 def through(node: fx.Node, before: Layout) -> Layout | None:
     """The layout of ``node``, given that of ``moved_from(node)``."""
-    if node.target in _COPIES:
+    if _copies(node):
         return before
     if node.target in _VIEWS:
         return before.regrouped(shape_of(node))
@@ -68,6 +68,15 @@ def through(node: fx.Node, before: Layout) -> Layout | None:
     _, dim, count = parts
     taken = before.without_leading(dim, count)
     return None if taken is None else taken[1].with_leading(_cat_dim(node), taken[0])
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether a node has the elements of its argument in the same places, perhaps as another dtype
+    of the same size."""
+    if node.target is not aten.view.dtype:
+        return node.target in _COPIES
+    source: torch.Tensor = value(node.args[0])
+    return source.dtype.itemsize == value(node).dtype.itemsize
 
 
 def follow(root: fx.Node, layout: Layout) -> dict[fx.Node, Layout]:

@@ -8,6 +8,7 @@ than the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from tpkernels.compile.graph import (
     describe,
     erase_unread,
 )
-from tpkernels.compile.layout import Layout, same, same_shape, size_of
-from tpkernels.compile.matmuls import Matmul
+from tpkernels.compile.layout import Layout, Size, same_shape, size_of
+from tpkernels.compile.matmuls import Matmul, Scales
 from tpkernels.compile.measured import check_worthwhile
-from tpkernels.compile.moves import carriers, chain_to, shape_of, through
+from tpkernels.compile.moves import carriers, chain_to, shape_of, through, value
+from tpkernels.compile.scales import column_scale, options_of, padded, row_scale_of
 from tpkernels.ops._reduction import describe as describe_options
 
 aten = torch.ops.aten
@@ -45,7 +47,7 @@ class _Reduced:
 
     def __init__(self, collective: Collective) -> None:
         source: Any = collective.node.args[0]
-        self.total, self.moves = chain_to(source)
+        self.total, self.moves = _chain_to(source)
         self.replaced = [self.total, *_with_carriers(self.moves)]
         self.matmuls = self._terms(self.total)
         shapes = [shape_of(matmul.node) for matmul in self.matmuls]
@@ -58,6 +60,45 @@ class _Reduced:
                 names = ", ".join(dict.fromkeys(map(describe, others)))
                 raise Unsupported(f"{describe(node)} in its input is also read by {names}")
         collective.check_fusible(matmul.node for matmul in self.matmuls)
+        if len(self.matmuls) > 1 and any(matmul.scales for matmul in self.matmuls):
+            raise Unsupported("its input is a sum of scaled matmuls")
+
+    @property
+    def scales(self) -> Scales | None:
+        return self.matmuls[0].scales
+
+    def call(
+        self,
+        editor: Editor,
+        op: str,
+        collective: Collective,
+        lead: Sequence[Size],
+        dim: Sequence[int] = (),
+    ) -> tuple[fx.Node, fx.Node]:
+        """(the op's x, its result).
+
+        Args:
+            op: its name; that of the op on scaled operands is taken where they are.
+            lead: the leading dims of x, where they are not the matmul's.
+            dim: the scattered dim, of a reduce-scatter.
+        """
+        x, w = self.factors(editor)
+        if lead:
+            x = editor.reshape(x, [*lead, shape_of(x)[1]])
+        operands, options = [x, w], {"out_dtype": _out_dtype(collective.node)}
+        if self.scales is not None:
+            rows = shape_of(x)[:-1]
+            operands += [row_scale_of(editor, self.scales.left, rows)]
+            operands += [column_scale(editor, self.matmuls[0])]
+            wanted = options["out_dtype"]
+            options = options_of(self.matmuls[0])
+            options["out_dtype"] = wanted or options["out_dtype"]
+        target = getattr(torch.ops.tpkernels, op).default
+        return x, editor.call(target, *operands, collective.group, *dim, **options)
+
+    def op(self, name: str) -> str:
+        """The op of a name without ``scaled_``."""
+        return name if self.scales is None else f"scaled_{name}"
 
     def _terms(self, node: fx.Node) -> list[Matmul]:
         """The matmuls of which ``node`` is the sum."""
@@ -80,7 +121,7 @@ class _Reduced:
         keep the order of the elements."""
         if not same_shape(shape_of(node), shape_of(total)):
             raise Unsupported("its input is a sum that broadcasts")
-        source, moves = chain_to(node)
+        source, moves = _chain_to(node)
         layout: Layout | None = Layout.of(shape_of(source))
         order = layout.flat if layout is not None else ()
         for move in moves:
@@ -92,12 +133,9 @@ class _Reduced:
 
     def factors(self, editor: Editor) -> tuple[fx.Node, fx.Node]:
         """The factors x [M, K] and w [K, N] of the sum as one matmul."""
-        if len(self.matmuls) == 1:
+        if len(self.matmuls) == 1:  # A rank without K adds zeros: the ops need K >= 1.
             x, w = self.matmuls[0].left, self.matmuls[0].right
-            if same(shape_of(x)[1], 0):  # This rank adds zeros: the ops need K >= 1.
-                x = editor.call(aten.constant_pad_nd.default, x, [0, 1])
-                w = editor.call(aten.constant_pad_nd.default, w, [0, 0, 0, 1])
-            return x, w
+            return padded(editor, x, [0, 1]), padded(editor, w, [0, 0, 0, 1])
         x = editor.call(aten.cat.default, [matmul.left for matmul in self.matmuls], 1)
         w = editor.call(aten.cat.default, [matmul.right for matmul in self.matmuls], 0)
         return x, w
@@ -144,28 +182,21 @@ def fuse_scatter(scatter: Collective) -> Change:
         raise Unsupported("each rank gets several blocks of columns")
     before = rows[: rows.index(ranks)] if ranks in rows else ()
     by_rows = ranks in rows and not before
-    _check_worthwhile(scatter, "matmul_reduce_scatter", reduced, dtype, by_rows=by_rows)
+    if ranks in columns and reduced.scales is not None:
+        raise Unsupported("scaled products are scattered along their rows only")
+    op = reduced.op("matmul_reduce_scatter")
+    _check_worthwhile(scatter, op, reduced, dtype, by_rows=by_rows)
 
     dim = 1 if before or ranks in columns else 0
+    lead = [size_of(before), size_of(rows[len(before) :])] if before else []
     with Editor(node) as editor:
-        x, w = reduced.factors(editor)
-        if before:
-            k = shape_of(x)[1]
-            x = editor.reshape(x, [size_of(before), size_of(rows[len(before) :]), k])
-        fused = editor.call(
-            torch.ops.tpkernels.matmul_reduce_scatter.default,
-            x,
-            w,
-            scatter.group,
-            dim,
-            out_dtype=dtype,
-        )
+        x, fused = reduced.call(editor, op, scatter, lead, [dim])
         mine = [axis for axis in matmul.flat if axis is not ranks]
         mean = _mean(editor, fused, scatter)
         result = editor.arrange(mean, mine, shard.flat, shape_of(node))
         result = editor.laid_out_like(node, result)
     reduced.replace(node, result)
-    return reduced.change("matmul_reduce_scatter", f"{list(shape_of(x))} along dim {dim}")
+    return reduced.change(op, f"{list(shape_of(x))} along dim {dim}")
 
 
 def fuse_all_reduce(reduce: Collective) -> Change:
@@ -178,17 +209,15 @@ def fuse_all_reduce(reduce: Collective) -> Change:
     dtype = _out_dtype(node)
     reduced = _Reduced(reduce)
     matmul, source = reduced.layouts()
-    _check_worthwhile(reduce, "matmul_all_reduce", reduced, dtype)
+    op = reduced.op("matmul_all_reduce")
+    _check_worthwhile(reduce, op, reduced, dtype)
     with Editor(node) as editor:
-        x, w = reduced.factors(editor)
-        fused = editor.call(
-            torch.ops.tpkernels.matmul_all_reduce.default, x, w, reduce.group, out_dtype=dtype
-        )
+        x, fused = reduced.call(editor, op, reduce, [])
         mean = _mean(editor, fused, reduce)
         result = editor.arrange(mean, matmul.flat, source.flat, shape_of(node))
         result = editor.laid_out_like(node, result)
     reduced.replace(node, result)
-    return reduced.change("matmul_all_reduce", str(list(shape_of(x))))
+    return reduced.change(op, str(list(shape_of(x))))
 
 
 def _check_worthwhile(
@@ -223,6 +252,17 @@ def _mean(editor: Editor, total: fx.Node, collective: Collective) -> fx.Node:
     if mean.meta["val"].dtype != dtype:
         mean = editor.call(torch.ops.prims.convert_element_type.default, mean, dtype)
     return mean
+
+
+def _chain_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """`chain_to`, where no move makes other numbers of the same bytes."""
+    source, moves = chain_to(node)
+    for move in moves:
+        if value(move).dtype != value(source).dtype:
+            raise Unsupported(
+                f"its input has the bytes of {describe(source)} as {dtypes.name(value(move).dtype)}"
+            )
+    return source, moves
 
 
 def _with_carriers(moves: list[fx.Node]) -> list[fx.Node]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import _C
+from tpkernels.cuda import low_latency
 from tpkernels.cuda.checks import (
     check_alike,
     check_bias,
@@ -27,7 +28,7 @@ from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
-WAYS = ("one_shot", "two_shot", "multimem")  # the codes of csrc/cuda/kernels.h
+WAYS = ("one_shot", "two_shot", "multimem", "low_latency")  # the codes of csrc/cuda/kernels.h
 
 # Largest x, in bytes, that is reduced one-shot. Not measured.
 ONE_SHOT_BYTES = 256 << 10
@@ -38,6 +39,7 @@ _SUM_BLOCKS, _SUM_SHARE = 1024, 2048
 _LONGEST_COPY_S = 10.0
 _SLOT_ALIGNMENT = 256
 _SEGMENT_UNIT = 64  # elements; csrc/cuda/all_reduce.cuh
+_LANE = 8  # elements that a thread sums at a time; csrc/cuda/reduce.cuh
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class BufferLayout:
 
 def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> BufferLayout:
     """The layout for ``count`` elements of ``x_bytes`` each, which become ``out_bytes`` each."""
+    if way == "low_latency":
+        blocks = low_latency.blocks(count * x_bytes, _LANE * x_bytes)
+        return BufferLayout(blocks, count, 0, 0, 0, low_latency.words(count * x_bytes))
     blocks = min(_REDUCE_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARD)))
     segment = count if way == "one_shot" else round_up(ceil_div(count, world), _SEGMENT_UNIT)
     slot = 0 if way == "multimem" else round_up(segment * x_bytes, _SLOT_ALIGNMENT)
@@ -70,7 +75,10 @@ def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Bu
 
 def all_reduce_way(x: torch.Tensor) -> str:
     """The way that ``auto`` takes for an all-reduce of x."""
-    return "one_shot" if x.numel() * x.element_size() <= ONE_SHOT_BYTES else "two_shot"
+    nbytes = x.numel() * x.element_size()
+    if low_latency.takes(nbytes):
+        return "low_latency"
+    return "one_shot" if nbytes <= ONE_SHOT_BYTES else "two_shot"
 
 
 def all_reduce(
@@ -89,8 +97,9 @@ def all_reduce(
         out: of x's shape, any of the dtypes; may be x.
         bias: [x.shape[-1]], any of the dtypes.
         residual: of x's shape, any of the dtypes.
-        way: ``one_shot`` (every rank sums everything), ``two_shot`` (every rank sums a part),
-            ``auto`` (one of these, by size) or ``multimem``: the switch sums, in its own order, so
+        way: ``one_shot`` (every rank sums everything), ``low_latency`` (the same, without fences,
+            for twice the bytes), ``two_shot`` (every rank sums a part), ``auto`` (one of these, by
+            size) or ``multimem``: the switch sums, in its own order, so
             the bits may differ from run to run.
 
     Raises:

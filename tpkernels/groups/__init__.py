@@ -1,5 +1,6 @@
 """Process groups as the ops see them: by name, with what their ranks share and have agreed on."""
 
+from tpkernels.groups.autotune import autotune
 from tpkernels.groups.registry import (
     GroupLike,
     check,
@@ -9,11 +10,14 @@ from tpkernels.groups.registry import (
     init,
     known_times,
     name_of,
+    sizes,
     told_of_errors,
+    tuned_on_the_spot,
 )
 
 __all__ = [
     "GroupLike",
+    "autotune",
     "check",
     "empty",
     "finalize",
@@ -21,5 +25,7 @@ __all__ = [
     "init",
     "known_times",
     "name_of",
+    "sizes",
     "told_of_errors",
+    "tuned_on_the_spot",
 ]

@@ -120,7 +120,19 @@ def get(name: str) -> Group:
 
 def known_times(device: str) -> dict[str, Table]:
     """The measured times that groups have for a device type, by the group's name."""
-    return {name: group.times[device] for name, group in _groups.items() if device in group.times}
+    return {
+        name: group.times[device] for name, group in list(_groups.items()) if device in group.times
+    }
+
+
+def sizes() -> list[tuple[str, int]]:
+    """The groups that the ops have used, each with its number of ranks."""
+    return sorted((name, group.world) for name, group in list(_groups.items()))
+
+
+def tuned_on_the_spot() -> list[str]:
+    """The names of the groups for which `autotune` is on."""
+    return sorted(name for name, group in list(_groups.items()) if group.tuning is not None)
 
 
 @contextlib.contextmanager
@@ -144,7 +156,7 @@ def init(
     group: GroupLike | None = None,
     timeout: float | None = None,
     workspace_bytes: int | None = None,
-    autotune: bool = defaults.AUTOTUNE,
+    autotune: bool | None = defaults.AUTOTUNE,
     numerics: str | None = None,
 ) -> None:
     """Sets a group up for the ops. Optional: the first op does it with the defaults. Collective.
@@ -159,10 +171,11 @@ def init(
         workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
             64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
             several steps.
-        autotune: whether ``algorithm="auto"`` tries the algorithms in the first calls of a problem
+        autotune: None: ``algorithm="auto"`` tries the algorithms in the first calls of a problem
             and keeps the fastest. That happens on CPUs, between ranks that share memory, and for
-            ops with a matmul; all algorithms give the same bits. Without it, measured thresholds
-            and the times of `tpkernels tune` decide.
+            ops with a matmul; all algorithms give the same bits. True: it times them on the spot
+            instead, on CPUs and GPUs (`autotune`). False: measured thresholds and the times of
+            `tpkernels tune` decide.
         numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
             once, so the bits are the same in every run and for every algorithm. "vendor": `unfused`
             leaves the sum to NCCL, which adds in the wire dtype and in an order of its own; other
@@ -186,12 +199,15 @@ def init(
         raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
     if numerics not in (None, *NUMERICS):
         raise ValueError(f"numerics is {numerics!r}; it can be 'vendor', 'ordered' or None")
-    made = _named_or_default(group)
-    made.init(None if timeout is None else float(timeout), int(nbytes), bool(autotune), numerics)
+    if autotune not in (None, True, False):
+        raise ValueError(f"autotune is {autotune!r}; it can be True, False or None")
+    made = named_or_default(group)
+    made.init(None if timeout is None else float(timeout), int(nbytes), autotune, numerics)
     made.warn()
 
 
-def _named_or_default(group: GroupLike | None) -> Group:
+def named_or_default(group: GroupLike | None) -> Group:
+    """The group; None: that of the default process group."""
     if group is None:
         if not dist.is_initialized():
             raise ValueError("no default process group: call torch.distributed.init_process_group")
@@ -218,7 +234,7 @@ def check(group: GroupLike | None = None) -> None:
             memory, calls find this, not this function.
         GroupBrokenError: the group has failed before.
     """
-    _named_or_default(group).check()
+    named_or_default(group).check()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> torch.Tensor:

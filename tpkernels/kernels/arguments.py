@@ -30,18 +30,19 @@ SCALARS = ["rank", "signature", "timeout_ns", "seed"]
 
 def launch_arguments(space: DeviceWorkspace, signature: int) -> dict[str, Any]:
     """The arguments of every kernel that communicates."""
-    workspace = Workspace(
-        space.regions,
-        space.state,
-        space.control,
-        space.words,
-        space.buffers_at,
-        space.buffer_stride,
-        tl.constexpr(space.world),
-        tl.constexpr(space.chaos),
-    )
+    if space.argument is None:
+        space.argument = Workspace(
+            space.regions,
+            space.state,
+            space.control,
+            space.words,
+            space.buffers_at,
+            space.buffer_stride,
+            tl.constexpr(space.world),
+            tl.constexpr(space.chaos),
+        )
     return {
-        "workspace": workspace,
+        "workspace": space.argument,
         "rank": space.rank,
         "signature": signed(signature),
         "timeout_ns": space.timeout_ns,

@@ -85,7 +85,12 @@ class MatmulConfig:
 
     def tiles(self, sizes: Iterable[int], n: int) -> int:
         """Number of tiles in segments of ``sizes`` rows and ``n`` columns."""
-        return sum(ceil_div(size, self.block_m) for size in sizes) * ceil_div(n, self.block_n)
+        return _tiles(tuple(sizes), n, self.block_m, self.block_n)
+
+
+@functools.lru_cache(maxsize=4096)  # a call asks twice
+def _tiles(sizes: tuple[int, ...], n: int, block_m: int, block_n: int) -> int:
+    return sum(ceil_div(size, block_m) for size in sizes) * ceil_div(n, block_n)
 
 
 def _aligned(x: torch.Tensor, stride: int) -> bool:
@@ -140,35 +145,40 @@ def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = 
     Raises:
         NotImplementedError: the device is older than sm_80.
     """
+    if not INTERPRETED:
+        triton.set_allocator(_allocate)  # kernels make descriptors; the setting is per thread
+    return _chosen(device, dtype, rows <= _SMALL_M, tuned)
+
+
+@functools.lru_cache
+def _chosen(device: torch.device, dtype: torch.dtype, few: bool, tuned: Config) -> MatmulConfig:
     if INTERPRETED:
-        return replace(INTERPRETER, **_fields(tuned))
+        return replace(INTERPRETER, **dict[str, Any](tuned))
     capability, programs = _properties(device)
     if capability < 80:
         raise NotImplementedError(
             f"the Triton kernels need compute capability 8.0; {device} has {capability / 10:.1f}"
         )
-    triton.set_allocator(_allocate)  # kernels make descriptors; the setting is per thread
     # Devices from 12.0 on have the matrix instructions and the shared memory of 8.0.
     known = 80 if capability >= 120 else max(arch for arch, _, _ in TABLE if arch <= capability)
-    config = TABLE[known, dtype.itemsize, rows <= _SMALL_M]
-    better = _fields(tuned) if tuned in candidates(dtype, rows) else {}
+    config = TABLE[known, dtype.itemsize, few]
+    better = dict[str, Any](tuned if tuned in _candidates(dtype, few) else ())
     return replace(config, programs=config.programs or programs, **better)
 
 
 def candidates(dtype: torch.dtype, rows: int) -> tuple[Config, ...]:
     """Configs worth measuring for a product of that many rows."""
-    return CANDIDATES[rows <= _SMALL_M] if dtype.itemsize == 2 else ()
+    return _candidates(dtype, rows <= _SMALL_M)
 
 
-def _fields(config: Config) -> dict[str, Any]:
-    return dict(config)
+def _candidates(dtype: torch.dtype, few: bool) -> tuple[Config, ...]:
+    return CANDIDATES[few] if dtype.itemsize == 2 else ()
 
 
 def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.int8, device=torch.cuda.current_device())
 
 
-@functools.lru_cache
 def _properties(device: torch.device) -> tuple[int, int]:
     """(compute capability, multiprocessors)."""
     properties = torch.cuda.get_device_properties(device)

@@ -12,6 +12,7 @@ from its owner. A program waits only for programs of its own number.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -41,13 +42,14 @@ from tpkernels.kernels.matmul_reduce_scatter import (
     sum_tiles,
 )
 from tpkernels.kernels.sync import (
+    TILES,
     buffer_of,
     enter,
     finish,
     join,
     pointer,
     poison,
-    publish,
+    publish_to_all,
     wait_for,
 )
 from tpkernels.shards import shard_sizes
@@ -72,6 +74,7 @@ def _push_to_all(slots, acc, tile):
     peers = slots.peers
     for i in range(peers.space.world):
         push(slots, acc, tile, (peers.rank + 1 + i) % peers.space.world)
+    publish_to_all(peers, TILES + tile.index)
 
 
 @triton.jit
@@ -88,8 +91,8 @@ def _publish_result(results, result, at, inside, tile, last):
     for i in range(1, peers.space.world):
         to = (peers.rank + i) % peers.space.world
         tl.store(_results_at(results, to) + at, result, mask=inside & peers.usable)
-        if last:
-            publish(peers, to, results.word + tile)
+    if last:
+        publish_to_all(peers, results.word + tile)
 
 
 @triton.jit
@@ -160,14 +163,11 @@ def matmul_all_reduce_kernel(
         poison(out, tl.cast(segments.M, tl.int64) * N)
 
 
-def _segments(
-    m: int, n: int, world: int, wire: torch.dtype, config: MatmulConfig
-) -> tuple[int, ...]:
-    """Rows that each rank reduces, in whole tiles; a single segment in one-shot."""
-    if m * n * wire.itemsize <= ONE_SHOT_BYTES:
-        return (m,)
-    tiles = shard_sizes(ceil_div(m, config.block_m), world)
-    ends = [min(m, sum(tiles[: r + 1]) * config.block_m) for r in range(world)]
+@functools.lru_cache(maxsize=4096)
+def _whole_tiles(m: int, world: int, block_m: int) -> tuple[int, ...]:
+    """Rows that each rank reduces in two-shot, in whole tiles."""
+    tiles = shard_sizes(ceil_div(m, block_m), world)
+    ends = [min(m, sum(tiles[: r + 1]) * block_m) for r in range(world)]
     return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
 
 
@@ -184,7 +184,8 @@ def prepare(
     """x [M, K], w [K, N] -> out [M, N]; residual like out. Partials have the dtype ``wire`` on
     their way."""
     x, m, (k, n) = contiguous_rows(x), x.shape[0], w.shape
-    sizes = _segments(m, n, world, wire, config)
+    one_shot = m * n * wire.itemsize <= ONE_SHOT_BYTES
+    sizes = (m,) if one_shot else _whole_tiles(m, world, config.block_m)
     slot, results = slot_bytes(max(sizes), n, wire), 1 + config.tiles([max(sizes)], n)
 
     def run(space: DeviceWorkspace, signature: int) -> None:

@@ -61,18 +61,18 @@ class Slots(NamedTuple):
 def push_tile(slots, acc, tile):
     """The `after` hook: this rank's partial goes into its slot at the owner."""
     push(slots, acc, tile, tile.owner)
+    publish(slots.peers, tile.owner, TILES + tile.index)
 
 
 @triton.jit
 def push(slots, acc, tile, to):
-    """Stores a tile into this rank's slot at ``to`` and publishes it."""
+    """Stores a tile into this rank's slot at ``to``."""
     peers, N, begin = slots.peers, slots.N, tile.begin
     corner, offsets, inside = tile_at(
         tile.row - begin, tile.column, tile.end - begin, N, N, acc.shape[0], acc.shape[1]
     )
     slot = slot_of(slots, to, peers.rank)
     tl.store(slot + corner + offsets, rounded(acc, slots.wire), mask=inside & peers.usable)
-    publish(peers, to, TILES + tile.index)
 
 
 @triton.jit

@@ -5,12 +5,14 @@ memory, call after call and in replayed graphs, without the host.
 
 Algorithm: every rank owns a region that all others can address: words, then two buffers. A call is
 an epoch. There are two sets of words and buffers, one for each parity of the epoch. A word is
-(signature << 32 | epoch). It is pushed into the region of the rank that waits for it, so every wait
-polls local memory.
+(signature << 32 | epoch), or (data << 32 | epoch) in csrc/cuda/low_latency.cuh. It is pushed into
+the region of the rank that waits for it, so every wait polls local memory.
 
 Sync: a producer writes its data, then pushes a word (`publish`: release, system scope). A consumer
 waits for the word (`wait_for`: acquire, system scope), then reads. One thread of a program stores
 or polls the word, and a barrier of the program orders that after, or before, what the others do.
+After data for all ranks, a thread for each rank stores the word (`publish_to_all`): a release waits
+until the stores before it have arrived.
 The first program of every rank pushes an ENTERED word to every peer when it starts, and waits for
 their ENTERED words before it ends.
 
@@ -50,6 +52,7 @@ from tpkernels.kernels.words import (
     pause_for,
     poll,
     store_release,
+    store_release_at_all,
 )
 from tpkernels.symm import device
 
@@ -62,6 +65,7 @@ STATE_EXPECTED = tl.constexpr(device.EXPECTED)
 STATE_SEEN = tl.constexpr(device.SEEN)
 STATE_CLOCK = tl.constexpr(device.CLOCK)
 STATE_LOST = tl.constexpr(device.LOST)
+LAST_EPOCH = tl.constexpr(device.LAST_EPOCH)
 ABORT = tl.constexpr(device.ABORT)
 FAILED = tl.constexpr(device.FAILED)
 FAILED_MISMATCH = tl.constexpr(device.MISMATCH)
@@ -101,9 +105,16 @@ def pointer(address, dtype: tl.constexpr):
 
 
 @triton.jit
+def next_epoch(state):
+    """The epoch of the next call: 1 to LAST_EPOCH, then 1 again, of the other parity."""
+    ended = tl.load(state + STATE_EPOCH)
+    return tl.where(ended == LAST_EPOCH, 1, ended + 1)
+
+
+@triton.jit
 def next_buffer(workspace, rank):
     """Address, as an integer, of the buffer of ``rank`` in the call that the next kernel begins."""
-    parity = (tl.load(workspace.state + STATE_EPOCH) + 1) & 1
+    parity = next_epoch(workspace.state) & 1
     region = tl.load(workspace.regions + rank)
     return region + workspace.buffers_at + parity * workspace.buffer_stride
 
@@ -117,7 +128,7 @@ def failed(state):
 @triton.jit
 def join(workspace, rank, signature, timeout_ns, seed):
     """The next call. `enter` and `finish` begin and end it, unless other launches do."""
-    epoch = (tl.load(workspace.state + STATE_EPOCH) + 1) & 0xFFFFFFFF
+    epoch = next_epoch(workspace.state)
     word = (signature.to(tl.int64) << 32) | epoch
     return Peers(workspace, rank, word, epoch & 1, timeout_ns, seed, not failed(workspace.state))
 
@@ -126,8 +137,7 @@ def join(workspace, rank, signature, timeout_ns, seed):
 def enter(peers):
     """Begins a call: the first program announces it to all peers."""
     if tl.program_id(0) == 0:
-        for i in range(1, peers.space.world):
-            publish(peers, (peers.rank + i) % peers.space.world, ENTERED)
+        publish_to_all(peers, ENTERED)
 
 
 @triton.jit
@@ -144,7 +154,19 @@ def finish(peers):
     if last:
         tl.store(peers.space.state + STATE_ENDED, 0)
         tl.store(peers.space.state + STATE_EPOCH, peers.word & 0xFFFFFFFF)
+        if (peers.word & 0xFFFFFFFF) >= LAST_EPOCH - 1:
+            _clear_words(peers)
     return last & broken
+
+
+@triton.jit
+def _clear_words(peers):
+    """As `advance` of csrc/cuda/sync.cuh does, so that no word is left whose epoch comes again."""
+    BLOCK: tl.constexpr = 1024
+    words, count = word_of(peers, peers.rank, 0, 0), peers.space.words * peers.space.world
+    for begin in range(0, count, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(words + at, tl.zeros((BLOCK,), tl.int64), mask=at < count)
 
 
 @triton.jit
@@ -158,10 +180,16 @@ def poison(out, count):
 
 
 @triton.jit
+def place_of(peers, source, index):
+    """Place of the word ``index`` from ``source`` among the words of a region."""
+    return (peers.parity * peers.space.world + source) * peers.space.words + index
+
+
+@triton.jit
 def word_of(peers, rank, source, index):
     """Pointer to the word ``index`` from ``source`` in the region of ``rank``."""
     region = tl.load(peers.space.regions + rank).to(tl.pointer_type(tl.int64))
-    return region + (peers.parity * peers.space.world + source) * peers.space.words + index
+    return region + place_of(peers, source, index)
 
 
 @triton.jit
@@ -178,6 +206,17 @@ def publish(peers, to, index):
 
 
 @triton.jit
+def publish_to_all(peers, index):
+    """`publish` to all ranks, this one too: one barrier, and the releases at the same time."""
+    delay(peers, index)
+    broken = failed(peers.space.state)
+    tl.debug_barrier()  # as in `publish_from`
+    if not broken:
+        offset = tl.cast(place_of(peers, peers.rank, index), tl.int64) * 8
+        store_release_at_all(peers.space.regions, peers.space.world, offset, peers.word)
+
+
+@triton.jit
 def publish_from(peers, to, source, index):
     """The same for data that came from ``source``. Publishes nothing after a wait has failed: what
     was written since is not the data."""
@@ -185,8 +224,7 @@ def publish_from(peers, to, source, index):
     broken = failed(peers.space.state)
     tl.debug_barrier()  # one thread stores the word, all threads have stored data
     if not broken:
-        word = word_of(peers, to, source, index)
-        store_release(word, peers.word)
+        store_release(word_of(peers, to, source, index), peers.word)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Words, clocks and pauses: what depends on whether a GPU or Triton's interpreter runs a kernel.
 
-Words are stored and polled by one thread of a program, in PTX: every thread would do a load of
-Triton's own, and its stores take no memory order. The caller puts a barrier of the program before a
-store, and after a poll.
+Words are stored and polled by one thread of a program, or one for each receiver, in PTX: every
+thread would do a load of Triton's own, and its stores take no memory order. The caller puts a
+barrier of the program before a store, and after a poll.
 """
 
 from __future__ import annotations
@@ -61,6 +61,32 @@ def store_release(word, value):
             mov.u32 $0, 0;
             }""",
             "=r,l,l", [word.to(tl.int64), value], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_release_at_all(regions, world, offset, value):
+    """The same in all ranks' regions, ``offset`` bytes from their start: a thread for each rank, so
+    the releases wait for the stores before them at the same time. A program has at least 128
+    threads (kernels/configs.py), and a group has at most 72 ranks."""
+    if INTERPRETED:
+        for rank in range(world):
+            word = (tl.load(regions + rank) + offset).to(tl.pointer_type(tl.int64))
+            tl.atomic_xchg(word, value, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first; .reg .b32 t; .reg .b64 at;
+            mov.u32 t, %tid.x;
+            setp.lt.u32 first, t, $4;
+            mad.wide.u32 at, t, 8, $1;
+            @first ld.global.u64 at, [at];
+            add.s64 at, at, $2;
+            @first st.release.sys.global.u64 [at], $3;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,l,r", [regions.to(tl.int64), offset, value, tl.full((), world, tl.int32)],
+            tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 from tpkernels.local.memory import empty
 from tpkernels.local.native import native
 from tpkernels.local.packed import columns_of, is_packed, packed_product
-from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.local.product import Product, Weight
 from tpkernels.local.ranges import MATMUL, profiling, recorded
 
 # Columns of a converted panel, and the fewest rows for which conversion pays off.
@@ -42,7 +42,7 @@ def local_matmul(
 ) -> torch.Tensor:
     """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
     strides, ``out`` with unit column stride. With a packed ``w`` or a caller's product,
-    ``out`` has x's dtype; the latter has no bias."""
+    ``out`` has x's dtype; the latter has no bias. `Product` says what x is with a scaled one."""
     if x.shape[0] == 0 or columns_of(w) == 0:
         return out
     if not profiling():  # takes 0.1 us; a null range would take 0.4
@@ -61,9 +61,8 @@ def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) ->
 def _local_matmul(
     x: torch.Tensor, w: Weight, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    if isinstance(w, LocalProduct):
-        assert bias is None  # ops/_check.py
-        return w.multiply(x, out)
+    if isinstance(w, Product):
+        return w.multiply(x, out, bias)
     if is_packed(w):
         return out.copy_(packed_product(x, w, bias))
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)

@@ -1,7 +1,9 @@
-"""A caller's own product with a weight that only the caller knows."""
+"""Products that the algorithms make in place of those with a plain weight: a caller's own, with a
+weight that only the caller knows, and scaled ones (`local.scaled`)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -10,7 +12,25 @@ import torch
 from tpkernels import dtypes
 
 
-class LocalProduct:
+class Product(ABC):
+    """A weight that multiplies rows itself.
+
+    Attributes:
+        shape: (K, N) of the weight.
+        dtype: of the rows that it multiplies.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def multiply(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``out = x @ weight + bias``. x [M, ...], out [M, N], bias [N]."""
+
+
+class LocalProduct(Product):
     """A function that multiplies by a weight, which the ops with a matmul take in place of the
     weight: an engine's own GEMM, a quantised layer or a prepared one. The op does everything else,
     and overlaps the exchange with the products as it does with its own.
@@ -50,8 +70,11 @@ class LocalProduct:
     def __repr__(self) -> str:
         return f"LocalProduct({self.function!r}, {list(self.shape)}, {dtypes.name(self.dtype)})"
 
-    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``out = function(x)``, checked. x [M, K], out [M, N]."""
+        assert bias is None  # ops/_check.py
         with torch.no_grad():
             product = self.function(x)
             self._check(product, x, out)
@@ -67,6 +90,7 @@ class LocalProduct:
             )
 
 
+# What users pass. Algorithms also get any other `Product`.
 Weight: TypeAlias = torch.Tensor | LocalProduct
 
 

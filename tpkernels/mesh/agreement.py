@@ -12,7 +12,7 @@ import functools
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
-from tpkernels.mesh.machines import Profile, own_machine, parse, to_text
+from tpkernels.planning.machines import Profile, own_machine, parse, to_text
 
 
 def agreed_machine(mesh: DeviceMesh) -> Profile:

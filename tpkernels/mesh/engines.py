@@ -12,8 +12,8 @@ from math import prod
 
 from tpkernels.mesh.cost import Estimate, ranked
 from tpkernels.mesh.layout import local_shape
-from tpkernels.mesh.machines import Profile
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
+from tpkernels.planning.machines import Profile
 
 ENGINES = ("cpu", "gpu")
 

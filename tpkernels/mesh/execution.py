@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.groups import name_of
 from tpkernels.mesh.layout import Placements, split_sizes
-from tpkernels.mesh.machines import Profile
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
 from tpkernels.mesh.steps import Step
 from tpkernels.ops._autograd import algorithm_like
@@ -27,6 +26,7 @@ from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.ops.reduce_scatter import reduce_scatter
+from tpkernels.planning.machines import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

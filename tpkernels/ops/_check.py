@@ -116,27 +116,36 @@ def product_options(weights: Sequence[Weight], x: torch.Tensor) -> tuple[str, ..
     return ("LocalProduct",) if caller and device(x) == "cuda" else ()
 
 
-def bias(value: torch.Tensor | None, x: torch.Tensor, columns: int, what: str = "bias") -> None:
-    """bias [columns], of x's dtype or the accumulator's."""
+def bias(
+    value: torch.Tensor | None,
+    x: torch.Tensor,
+    columns: int,
+    what: str = "bias",
+    allowed: Sequence[torch.dtype] | None = None,
+) -> None:
+    """bias [columns], of a dtype in ``allowed``: by default x's or the accumulator's."""
     if value is None:
         return
     if tuple(value.shape) != (columns,):
         raise ValueError(f"{what} has shape {list(value.shape)}, expected [{columns}]")
     _strided(value, what)
-    _dtype_among(value, (x.dtype, dtypes.accumulator(x.dtype)), what)
+    _dtype_among(value, allowed or (x.dtype, dtypes.accumulator(x.dtype)), what)
     same_device(value, x, what)
 
 
 def residual(
-    value: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype
+    value: torch.Tensor | None,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    allowed: Sequence[torch.dtype],
 ) -> None:
-    """residual of the output's shape, of x's dtype or the output's."""
+    """residual of the output's shape and of a dtype in ``allowed``."""
     if value is None:
         return
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"residual has shape {list(value.shape)}, the output {list(shape)}")
     _strided(value, "residual")
-    _dtype_among(value, (x.dtype, out_dtype), "residual")
+    _dtype_among(value, allowed, "residual")
     same_device(value, x, "residual")
 
 

@@ -19,8 +19,9 @@ from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import new_product
 from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.ops import _check
+from tpkernels.ops._autocast import define_autocast
 from tpkernels.ops._autograd import WeightGrad, bias_grads
-from tpkernels.ops._library import bias_list, define_autocast, define_backward, define_local
+from tpkernels.ops._library import bias_list, define_backward, define_local
 from tpkernels.ops._shortcut import is_plain
 
 SCHEMA = "_column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"

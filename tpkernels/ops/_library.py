@@ -18,11 +18,12 @@ from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops._arguments import arguments_of
+from tpkernels.ops._cache_key import add_group_sizes
 from tpkernels.ops._key_sets import key_set
 from tpkernels.ops._planning import plan_call
 from tpkernels.planning.problem import Problem
 
-_LIBRARY = torch.library.Library("tpkernels", "DEF")
+LIBRARY = torch.library.Library("tpkernels", "DEF")
 _BELOW = torch._C._after_ADInplaceOrView_keyset
 
 
@@ -35,13 +36,13 @@ def define_local(schema: str, *, run: Callable[..., Any], fake: Callable[..., An
     arguments named ``w`` or ``weights`` may be packed, and its fake kernel. Both get the arguments
     as the schema has them."""
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CPU")
-    _LIBRARY.impl(name, run, "CUDA")
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, run, "CPU")
+    LIBRARY.impl(name, run, "CUDA")
     parsed = torch._C.parse_schema(f"tpkernels::{schema}")
     if any(argument.name in ("w", "weights") for argument in parsed.arguments):
-        _LIBRARY.impl(name, run, "MkldnnCPU")
-    torch.library.register_fake(f"tpkernels::{name}", fake, lib=_LIBRARY)
+        LIBRARY.impl(name, run, "MkldnnCPU")
+    torch.library.register_fake(f"tpkernels::{name}", fake, lib=LIBRARY)
     _KERNELS[name] = run
 
 
@@ -64,12 +65,19 @@ def define(
         fake: what the op returns, without data.
         check: of ``x``, what must be checked in every call, since the key does not tell.
     """
-    arguments = arguments_of(torch._C.parse_schema(f"tpkernels::{schema}"))
-    op = schema.partition("(")[0]
+    parsed = torch._C.parse_schema(f"tpkernels::{schema}")
+    arguments, op = arguments_of(parsed), schema.partition("(")[0]
+    written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
+
+    def on_trial(given: Any) -> Callable[[Call], Any]:
+        """What runs a planned call and overwrites none of the caller's arguments."""
+        copies = given._replace(**{name: getattr(given, name).clone() for name in written})
+        return lambda call: backends.run(call, lambda: call, execute, copies)
 
     def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
         group = groups.get(given.group)
-        call = plan_call(group, problem(group, given), given.algorithm, given.x.device)
+        make_run = functools.partial(on_trial, given)
+        call = plan_call(group, problem(group, given), given, make_run)
         return call, backends.bind(op, call, given)
 
     def run_planned(call: Call, given: Any) -> Any:
@@ -77,7 +85,9 @@ def define(
 
     def fake_kernel(*args: Any, **options: Any) -> Any:
         given = arguments.named(args, options)
-        return fake(groups.get(given.group), given)
+        group = groups.get(given.group)
+        add_group_sizes()
+        return fake(group, given)
 
     kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
     define_local(schema, run=kernel, fake=fake_kernel)
@@ -127,7 +137,7 @@ def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..
             _forbid_packed(op, args)
         return recorded(keys, *args, **options)
 
-    _LIBRARY.impl(op, _above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
+    LIBRARY.impl(op, _above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
 
 
 def _above(
@@ -136,6 +146,20 @@ def _above(
     """A kernel for the Autograd keys; csrc/calls/kernel.h."""
     plain = [key_set(*keys).raw_repr() for keys in (["CPU"], ["CUDA"], ["CPU", "MkldnnCPU"])]
     return _C.calls.make_above(run, otherwise, _BELOW.raw_repr(), plain, overwrites)
+
+
+def define_without_gradient(op: str, *, instead: str) -> None:
+    """Makes an op refuse tensors that need a gradient; ``instead`` says what to do then."""
+    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
+
+    def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args)):
+            raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, args)
+        return overload.redispatch(keys & _BELOW, *args, **options)
+
+    LIBRARY.impl(op, _above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
 
 
 def define_in_place(op: str, *, instead: str) -> None:
@@ -160,9 +184,9 @@ def define_in_place(op: str, *, instead: str) -> None:
         overload.redispatch(keys & _BELOW, x, *args, **options)
 
     above = _above(run, otherwise, overwrites=True)
-    _LIBRARY.impl(op, above, "Autograd", with_keyset=True)
-    _LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
-    _LIBRARY.impl(op, refuse_negative, "Negative")
+    LIBRARY.impl(op, above, "Autograd", with_keyset=True)
+    LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
+    LIBRARY.impl(op, refuse_negative, "Negative")
 
 
 def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
@@ -193,41 +217,6 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _has_tangent(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
-
-
-def define_autocast(op: str) -> None:
-    """Makes an op with a matmul cast its operands under autocast, as ``torch.matmul`` does.
-
-    ``torch.library.register_autocast`` supports neither keyword arguments nor more than one dtype.
-    """
-    overload = getattr(torch.ops.tpkernels, op).default
-    names = [argument.name for argument in overload._schema.arguments]
-
-    def cast_and_call(device: str, key: str, *args: Any, **options: Any) -> Any:
-        dtype, out_dtype = torch.get_autocast_dtype(device), options.get("out_dtype")
-        off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        with torch._C._ExcludeDispatchKeyGuard(off):
-            given = dict(zip(names, args, strict=False))  # without the defaults at the end
-            with groups.told_of_errors(given.get("group")):  # no memory for the copies
-                lowered = [_lowered(n, a, dtype, out_dtype) for n, a in given.items()]
-            return overload(*lowered, **options)
-
-    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _LIBRARY.impl(op, functools.partial(cast_and_call, device, key), key)
-
-
-def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
-    """An argument as autocast passes it: floating-point tensors in ``dtype``. Unchanged are
-    float64, a bias in float32 and a residual in the output's dtype, which the ops take with 16-bit
-    operands, and a packed weight, whose dtype is checked."""
-    if isinstance(value, (list, tuple)):
-        return [_lowered(name, each, dtype, out_dtype) for each in value]
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    kept = {"biases": torch.float32, "bias": torch.float32, "residual": out_dtype}
-    if value.dtype in (torch.float64, kept.get(name)) or is_packed(value):
-        return value
-    return value.to(dtype)
 
 
 def callable_for(

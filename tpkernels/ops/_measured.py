@@ -1,7 +1,8 @@
 """Whether an op is to take the place of torch's own collective and matmul.
 
 On CUDA tensors `auto` makes the same two calls, unless measured times say that another algorithm is
-faster. So what rewrites a program leaves them there, unless some do.
+faster. So what rewrites a program leaves them there, unless some do, or `tpkernels.autotune` is to
+find out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tpkernels.planning.problem import ORDERED, Problem
 from tpkernels.planning.table import Table
 from tpkernels.shards import shard_sizes
 
-_UNLESS = "CUDA tensors keep torch's calls unless times measured by `tpkernels tune` favour the op"
+_UNLESS = "CUDA tensors keep torch's calls unless measured times favour the op"
 
 
 def read_times(name: str) -> None:
@@ -30,7 +31,7 @@ def read_times(name: str) -> None:
         group.pg._get_backend(torch.device("cuda"))
     except RuntimeError:  # it moves CPU tensors only
         return
-    if group.world > 1 and not group.by_gloo("cuda"):
+    if group.world > 1 and group.has_times("cuda"):
         group.ready("cuda").tuned("cuda")
 
 
@@ -53,7 +54,7 @@ def why_left_to_torch(
         dtype: its dtype.
         options: of the `Problem`.
     """
-    if device != "cuda":
+    if device != "cuda" or group.tuning is not None:
         return None
     if width is None:
         return f"{_UNLESS}, and none are for this split"

@@ -3,8 +3,10 @@ taken."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,20 +14,31 @@ from tpkernels import cuda
 from tpkernels.backends import implementation, unsupported
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
+from tpkernels.ops._autotune import tuned
 from tpkernels.ops._trial import tried
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
-from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
+from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.machine import instructions
 from tpkernels.planning.problem import Problem
 
 
-def plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
-    """Plans a call whose arguments have been checked. A group's first call sets up its
-    workspace."""
+def plan_call(
+    group: Group, problem: Problem, given: Any, make_run: Callable[[], Callable[[Call], object]]
+) -> Call:
+    """Plans a call with the arguments ``given``, which have been checked. A group's first call sets
+    up its workspace. ``make_run()`` makes what runs a planned call on trial."""
+    algorithm, on = given.algorithm, given.x.device
     call = _plan_call(group, problem, algorithm, on)
     if algorithm != "auto":
         return call
-    return tried(call, lambda name: _plan_call(group, problem, name, on))
+
+    def plan(on_group: Group, name: str) -> Call:
+        return _plan_call(on_group, problem, name, on)
+
+    if group.tuning is not None:
+        names = candidates(call.problem, _means(group))
+        return plan(group, "auto") if tuned(call, names, plan, make_run, given) else call
+    return tried(call, functools.partial(plan, group))
 
 
 def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
@@ -43,10 +56,9 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
         choose(problem, _means(group), requested=algorithm)
     if problem.device == "cuda" and problem.reduces:
         problem = replace(problem, numerics=group.cuda_numerics())
-    tuned = NOTHING_TUNED
-    if not (problem.device == "cuda" and group.by_gloo("cuda")):  # times are measured with NCCL
-        tuned = group.tuned(problem.device)
-    missing: dict[str, str] = {}
+    has_times = group.has_times(problem.device)
+    tuned = group.tuned(problem.device) if has_times else NOTHING_TUNED
+    missing = dict(group.left_out_of(problem) or {}) if algorithm == "auto" else {}
     while True:
         means = _means(group, missing)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)
@@ -63,11 +75,9 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
 
 def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
     """What the group offers, as far as it is set up."""
-    memory = group.node or group.workspace
-    usable = group.workspace_bytes if memory is None else memory.usable_bytes
     shared_memory = group.workspace is not None or group.world == 1
     missing = dict(unsupported or {})
-    return Means(shared_memory, usable, instructions(), missing, group.why_no_node)
+    return Means(shared_memory, group.usable_bytes, instructions(), missing, group.why_no_node)
 
 
 def _unsupported_kernels(

@@ -11,7 +11,7 @@ from tpkernels.algorithms.reduction import Reduction
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import columns_of
 from tpkernels.ops import _check
-from tpkernels.ops._autograd import WeightGrad
+from tpkernels.ops._autograd import WeightGrad, bias_grad, matmul
 from tpkernels.planning.problem import Problem
 
 
@@ -29,21 +29,18 @@ def matmul_problem(
     dim = None if scatter_dim is None else _check.dim(scatter_dim, x.dim(), "scatter_dim")
     _check.weight(w, x, x.shape[-1], "w")
     columns = columns_of(w)
-    shape, kept = [*x.shape[:-1], columns], [*x.shape[:-1], columns]
-    sizes = () if dim is None else _check.scatter_sizes(sizes, shape[dim], group.world)
-    if dim is not None:
-        kept[dim] = sizes[group.rank]
-    out_dtype = _check.out_dtype(given.out_dtype, x)
+    shape, sizes, kept = shapes_of(x, columns, dim, sizes, group)
+    out_dtype = _check.out_dtype(getattr(given, "out_dtype", None), x)
     _check.bias(given.bias, x, columns)
-    _check.residual(given.residual, x, kept, out_dtype)
-    wire_dtype = _check.wire_dtype(given.wire_dtype, x)
+    _check.residual(given.residual, x, kept, (x.dtype, out_dtype))
+    wire_dtype = _check.wire_dtype(getattr(given, "wire_dtype", None), x)
     by_columns = dim == x.dim() - 1
     _check.whole(w, x, wire_dtype, given.algorithm, "w", by_columns=by_columns)
     return Problem(
         op=op,
         device=_check.device(x),
         world=group.world,
-        shape=tuple(shape),
+        shape=shape,
         dim=dim,
         sizes=sizes,
         dtype=wire_dtype,
@@ -52,13 +49,40 @@ def matmul_problem(
     )
 
 
-def save_operands(ctx: Any, given: Any) -> None:
-    """Keeps for the backward what a product with an epilogue needs, of the op's arguments."""
+def shapes_of(
+    x: torch.Tensor, columns: int, dim: int | None, sizes: Any, group: Group
+) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
+    """The shape of the sum; the rows of each rank along ``dim``, which are ``sizes`` where these
+    are given, and none if all ranks keep the sum; the shape of what this rank keeps."""
+    shape = kept = [*x.shape[:-1], columns]
+    if dim is None:
+        return tuple(shape), (), kept
+    sizes, kept = _check.scatter_sizes(sizes, shape[dim], group.world), list(shape)
+    kept[dim] = sizes[group.rank]
+    return tuple(shape), sizes, kept
+
+
+def save_operands(ctx: Any, given: Any, *more: torch.Tensor) -> None:
+    """Keeps for the backward what a product with an epilogue needs, of the op's arguments, and
+    ``more``."""
     x, w, bias, residual = given.x, given.w, given.bias, given.residual
-    ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None)
+    ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None, *more)
     ctx.dtype, ctx.weight_grad = x.dtype, WeightGrad.of(w)
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
+
+
+def operand_grads(
+    ctx: Any, needs: Any, x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
+    """The gradients of what an all-reduce of a product was made of, given that of the sum."""
+    factor = grad.to(ctx.dtype)
+    return {
+        "x": matmul(factor, w.t()) if needs.x else None,
+        "w": ctx.weight_grad.product(x, factor) if needs.w else None,
+        "bias": bias_grad(grad, ctx.bias_dtype) if needs.bias else None,
+        "residual": grad.to(ctx.residual_dtype) if needs.residual else None,
+    }
 
 
 def describe(

@@ -17,11 +17,11 @@ from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
+from tpkernels.ops._autocast import define_autocast
 from tpkernels.ops._library import (
     bias_list,
     callable_for,
     define,
-    define_autocast,
     define_backward,
 )
 from tpkernels.ops._shortcut import shortcut

@@ -11,9 +11,9 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
-from tpkernels.ops._autograd import bias_grad, matmul
-from tpkernels.ops._library import callable_for, define, define_autocast, define_backward
-from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
+from tpkernels.ops._autocast import define_autocast
+from tpkernels.ops._library import callable_for, define, define_backward
+from tpkernels.ops._reduction import matmul_problem, operand_grads, reduction_of, save_operands
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
@@ -49,13 +49,7 @@ def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
 def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     """All of it local: the gradient of the sum is that of each partial (ops/_autograd.py)."""
     x, w = ctx.saved_tensors
-    factor = grad.to(ctx.dtype)
-    return {
-        "x": matmul(factor, w.t()) if needs.x else None,
-        "w": ctx.weight_grad.product(x, factor) if needs.w else None,
-        "bias": bias_grad(grad, ctx.bias_dtype) if needs.bias else None,
-        "residual": grad.to(ctx.residual_dtype) if needs.residual else None,
-    }
+    return operand_grads(ctx, needs, x, w, grad)
 
 
 define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)

@@ -14,8 +14,9 @@ from tpkernels.groups.group import Group
 from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
 from tpkernels.ops import _check
+from tpkernels.ops._autocast import define_autocast
 from tpkernels.ops._autograd import algorithm_like, bias_grad
-from tpkernels.ops._library import callable_for, define, define_autocast, define_backward
+from tpkernels.ops._library import callable_for, define, define_backward
 from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem

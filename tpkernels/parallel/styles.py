@@ -93,8 +93,8 @@ class FusedColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` for ``nn.Linear`` that gathers its input while it multiplies.
 
     On a mesh of GPUs the style does what torch's does, unless times measured by `tpkernels tune`
-    on rank 0 favour the op for this width and dtype. The ranks learn them when
-    ``parallelize_module`` applies the style.
+    on rank 0 favour the op for this width and dtype, or it is applied while `tpkernels.autotune`
+    is on for the mesh. The ranks learn the times when ``parallelize_module`` applies the style.
 
     The arguments are those of ``torch.distributed.tensor.parallel.ColwiseParallel``. Several
     linears of one input gather it once each. If the overlap does not make up for that, gather the

@@ -41,6 +41,7 @@ class Plan:
 
 
 NOTHING_TUNED = Table()
+_ONE_PRODUCT = "each scaled product converts its weight: one matmul, not split"
 _SUMS = {
     VENDOR: "numerics 'vendor': the process group sums",
     ORDERED: "numerics 'ordered': sums in fp32, in rank order",
@@ -89,6 +90,8 @@ def choose(
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {reason}")
         return _cut(_plan(problem, requested, "asked for"), tuned, tuning_key)
     ruled = _by_rule(problem, means)
+    if ruled[0] in means.unsupported:
+        ruled = "unfused", f"'{ruled[0]}' {means.unsupported[ruled[0]]}"
     if tuning_key is not None:
         measured = tuned.choice(*tuning_key, _comparable(problem, means, tuned), unless=ruled[0])
         if measured is not None:
@@ -113,6 +116,8 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
         return "unfused", "on this GPU nothing is known to be faster"
     if not problem.has_matmul:
         return "direct", "no matmul to overlap with"
+    if problem.scaled:
+        return "direct", _ONE_PRODUCT
     rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
     fewest = pipeline_min_rows(problem.dtype, means.instructions)
     reason = _unsupported(problem, "pipelined", means)
@@ -148,6 +153,8 @@ def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
     reason, rows = "the ranks share no memory", _rows_per_part(problem)
     if problem.device == "cuda":
         return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
+    if problem.scaled:
+        return "unfused", f"{reason}; {_ONE_PRODUCT}"
     if problem.nbytes < RING_MIN_BYTES:
         return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
     if problem.has_matmul and rows < RING_MIN_ROWS:
@@ -182,7 +189,9 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     """Why an algorithm cannot run ``problem``; None: it can."""
     algorithm = ALGORITHMS[name]
     last = problem.dim == len(problem.shape) - 1
-    if algorithm.splits_matmul and problem.op == "all_gather_matmul" and last:
+    if problem.scaled and "Triton" in algorithm.kernels.values():
+        return "has no kernel for operands with scales"
+    if algorithm.splits_matmul and problem.has_matmul and problem.gathers and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:
         return "needs memory that all ranks share, which this group's ranks do not"

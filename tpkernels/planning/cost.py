@@ -15,7 +15,7 @@ class Cost:
         flops: of the local matmul.
         traffic: bytes received from peers. An all-reduce counts as a reduce-scatter and an
             all-gather: 2 (W - 1) / W times the tensor.
-        touched: bytes read or written, ``traffic`` included: x, weights and result once each.
+        touched: bytes read or written, ``traffic`` included: x, weights and results once each.
     """
 
     flops: int
@@ -34,9 +34,9 @@ class Cost:
         if problem.dim is None:
             traffic *= 2
         if not problem.has_matmul:
-            return cls(0, traffic, 2 * problem.nbytes + traffic)
+            return cls(0, traffic, (2 + problem.normalises) * problem.nbytes + traffic)
         rows, width, local = problem.rows, problem.shape[-1], other // problem.world
-        elements = rows * width + width * local + rows * local
+        elements = (1 + problem.normalises) * rows * width + width * local + rows * local
         return cls(
             flops=2 * rows * width * local,
             traffic=traffic,

@@ -16,6 +16,8 @@ from tpkernels import _C
 from tpkernels.planning.thresholds import INSTRUCTIONS
 from tpkernels.version import VERSION
 
+_CACHE_BYTES = 32 << 20  # assumed if the machine does not report its cache
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -61,6 +63,18 @@ def this_machine(
 def processor() -> str:
     """The processor's name."""
     return _cpuinfo().get("model name", platform.machine())
+
+
+def last_level_cache_bytes(device: str) -> int:
+    """Size of the CPU's largest cache, or of the current GPU's for "cuda"."""
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+    sizes = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        if text.endswith("K") and text[:-1].isdecimal():
+            sizes.append(int(text[:-1]) << 10)
+    return max(sizes, default=_CACHE_BYTES)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ of a row-parallel one.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from math import prod
 
@@ -18,6 +19,8 @@ from tpkernels.shards import shard_sizes
 # How a reduction sums: in fp32 and in rank order, rounded once; or as the process group does it.
 ORDERED, VENDOR = "ordered", "vendor"
 NUMERICS = (VENDOR, ORDERED)
+
+NORM = "rms_norm"  # how the option of a `Problem` begins that describes a normalisation
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,21 @@ class Problem:
         return "reduce" in self.op
 
     @property
+    def gathers(self) -> bool:
+        """Whether the op gathers what it multiplies, or returns."""
+        return self.op.startswith("all_gather")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the op multiplies operands with scales."""
+        return "scaled" in self.op
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the op also returns the rows of its sum normalised."""
+        return self.op.endswith(NORM)
+
+    @property
     def has_matmul(self) -> bool:
         """Whether the op multiplies as well as communicates."""
         return has_matmul(self.op)
@@ -66,6 +84,13 @@ class Problem:
         """Rows of the matrix product: all dims but the last."""
         return prod(self.shape[:-1])
 
+    @functools.cached_property
+    def shard_rows(self) -> tuple[int, ...]:
+        """Matrix rows of each rank's shard. The sharded dim must not be the last."""
+        assert self.dim is not None  # an all-reduce has no shards
+        each = self.outer * prod(self.shape[self.dim + 1 : -1])
+        return tuple(size * each for size in self.sizes)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the whole communicated tensor."""
@@ -77,8 +102,8 @@ class Problem:
         it belongs to none: it is not split evenly along its rows (along its elements, without a
         matmul).
 
-        A bias and a residual do not count: every algorithm adds them while it sums. The numerics
-        do: `unfused` takes longer where it sums in order.
+        A bias and a residual do not count: every algorithm adds them while it sums. Nor does how
+        rows are normalised. The numerics do: `unfused` takes longer where it sums in order.
         """
         matmul = self.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
@@ -91,7 +116,8 @@ class Problem:
             each = self.inner // width
             if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
                 return None
-        options = tuple(one for one in self.options if one not in ("bias", "residual"))
+        ignored = ("bias", "residual", NORM)
+        options = tuple(one for one in self.options if not one.startswith(ignored))
         if self.numerics != ORDERED:
             options += (self.numerics,)
         dtype = dtypes.name(self.dtype)

@@ -11,7 +11,7 @@ from tpkernels.shards import shard_sizes
 
 LINE_BYTES = 64  # parts of a step are aligned to cache lines
 # Bytes per rank of the chunks in which `direct` moves large tensors: `kLimits` in
-# csrc/host/collectives.cpp.
+# csrc/host/chunks.h.
 _CHUNK_BYTES = 512 << 10
 _SLACK_BYTES = 4 << 10
 _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
@@ -20,7 +20,7 @@ _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 def step_bytes(problem: Problem) -> int:
     """Bytes of a data buffer that one row of each rank takes in a step of `pipelined`."""
     width, world = problem.shape[-1], problem.world
-    if problem.op == "all_gather_matmul":
+    if problem.gathers:
         return width * problem.dtype.itemsize
     if problem.dim is None:  # partials, and sums of 4 bytes an element, or 8 in float64
         return world * width * (problem.dtype.itemsize + max(4, problem.dtype.itemsize))

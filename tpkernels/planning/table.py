@@ -106,7 +106,7 @@ class Table:
 
     def near(self, series: Series, extent: int) -> bool:
         """Whether this extent, or one that is nearly the same, was measured."""
-        return any(_ratio(known, extent) <= _ALIKE for known in self._by_series.get(series, ()))
+        return any(are_alike(known, extent) for known in self._by_series.get(series, ()))
 
     def config(self, series: Series, extent: int) -> Config:
         """The block sizes for the `fused` kernels: those of the largest measured case of this
@@ -157,6 +157,11 @@ class Table:
             one for one in self.measurements if (one.series, one.extent, one.other) not in added
         )
         return Table((*kept, *added.values()))
+
+
+def are_alike(left: int, right: int) -> bool:
+    """Whether two extents are so close that they need not be measured both."""
+    return _ratio(left, right) <= _ALIKE
 
 
 def _ratio(left: int, right: int) -> float:

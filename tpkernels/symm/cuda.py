@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tpkernels import _C
+from tpkernels.errors import CaptureError
 from tpkernels.symm import capture, order
 from tpkernels.symm.device import ABORTED, DeviceWorkspace
 from tpkernels.symm.exchange import Participant
@@ -69,8 +70,7 @@ class CudaWorkspace:
         together take less than twice the largest. Collective; raises what ``make_workspace`` does.
         """
         if self.spaces:
-            words = max(words, 2 * self.current.words)
-            buffer_bytes = max(buffer_bytes, 2 * self.current.buffer_bytes)
+            words, buffer_bytes = self.current.enlarged(words, buffer_bytes)
         space = make_workspace(self._member, words, buffer_bytes, self.device, reason)
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
@@ -88,27 +88,32 @@ class CudaWorkspace:
     def check(self, text: str) -> None:
         """Raises the first failure of a kernel so far, or that a peer is lost. ``text``: what has
         found it."""
-        failure = self.failure()
-        if self._watch.error is not None and (failure is None or failure[0] == ABORTED):
-            raise self._watch.error  # which says more
-        if failure is not None:
-            raise kernel_error(
-                failure,
-                where=f"an earlier call of the group, found by {text}",
-                rank=self._member.rank,
-                timeout=self._member.timeout,
-                groups=order.order_of(self.device).groups,
+        space = next((space for space in self.spaces if space.has_failed), None)
+        if space is None:
+            if self._watch.error is not None:
+                raise self._watch.error
+            return
+        if capture.is_captured(self.device):
+            raise CaptureError(
+                f"an earlier call of group '{self._member.group}' failed on the GPU, found by "
+                f"{text}: end the capture, then tpkernels.check says why"
             )
+        failure = space.failure()
+        assert failure is not None  # it has failed
+        if self._watch.error is not None and failure[0] == ABORTED:
+            raise self._watch.error  # which says more
+        raise kernel_error(
+            failure,
+            where=f"an earlier call of the group, found by {text}",
+            rank=self._member.rank,
+            timeout=self._member.timeout,
+            groups=order.order_of(self.device).groups,
+        )
 
     def wait(self) -> None:
         """Returns when all calls outside graphs have run; at once in a capture."""
         while not capture.is_captured(self.device) and not self.ended(_SLICE_S):
             pass
-
-    def failure(self) -> tuple[int, int, int, int] | None:
-        """The first failure of a kernel in any of the workspaces."""
-        failures = (space.failure() for space in self.spaces)
-        return next(filter(None, failures), None)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:

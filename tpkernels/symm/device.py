@@ -6,6 +6,7 @@ protocol and its proof are in kernels/sync.py.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,15 +15,18 @@ from typing import Any, Protocol, cast
 import torch
 
 from tpkernels.errors import CaptureError
-from tpkernels.integers import round_up
+from tpkernels.integers import ceil_div, round_up
 from tpkernels.symm import capture
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
+_LINE = 2  # words that a thread stores at a time (csrc/cuda/low_latency.cuh)
 
 # `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
 # grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
 STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST = range(8)
+# Epochs are 1 to LAST_EPOCH, then 1 again. A word that was never written has epoch 0.
+LAST_EPOCH = 0xFFFF_FFFE
 # `control`: int64 words in host memory. ABORT: 1 + the lost rank; the host writes it. FAILED: 1
 # once STATUS is set; a kernel writes it.
 CONTROL = ABORT, FAILED = range(2)
@@ -37,6 +41,7 @@ def signed(signature: int) -> int:
 
 def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
     """Bytes of a region with that many words of each source and buffers of that size."""
+    words = round_up(words, _LINE)
     return round_up(2 * world * words * _WORD, _ALIGNMENT) + 2 * round_up(buffer_bytes, _ALIGNMENT)
 
 
@@ -80,13 +85,17 @@ class DeviceWorkspace:
             self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
             pinned = self.regions.is_cuda  # host and kernels write it while the other reads
             self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
+        # Reading an element of a tensor takes 2 us, and every call looks.
+        self._failed = ctypes.c_int64.from_address(self.control.data_ptr() + FAILED * _WORD)
         self.rank, self.world = rank, len(addresses)
+        words = round_up(words, _LINE)
         self.words, self.buffer_bytes = words, round_up(buffer_bytes, _ALIGNMENT)
         self.buffers_at = round_up(2 * self.world * words * _WORD, _ALIGNMENT)
         self.timeout_ns = int(timeout * 1e9)
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
+        self.argument: Any = None  #: the workspace as kernels take it (kernels/arguments.py)
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +105,17 @@ class DeviceWorkspace:
     def holds(self, words: int, buffer_bytes: int) -> bool:
         """Whether a call that needs that much fits."""
         return words <= self.words and buffer_bytes <= self.buffer_bytes
+
+    def enlarged(self, words: int, buffer_bytes: int) -> tuple[int, int]:
+        """Words, and bytes of a buffer, of a workspace that holds as much as asked for and takes at
+        least twice this one's memory. Only what is too small here grows."""
+        short_of_words, short_of_bytes = words > self.words, buffer_bytes > self.buffer_bytes
+        words = max(words, self.words * (2 if short_of_words else 1))
+        buffer_bytes = max(buffer_bytes, self.buffer_bytes * (2 if short_of_bytes else 1))
+        missing = max(0, 2 * self.nbytes - region_bytes(self.world, words, buffer_bytes))
+        if short_of_bytes:
+            return words, buffer_bytes + ceil_div(missing, 2)
+        return words + ceil_div(missing, 2 * self.world * _WORD), buffer_bytes
 
     def buffers(self, rank: int) -> int:
         """Address of the first of ``rank``'s two buffers; the other follows it."""
@@ -130,10 +150,16 @@ class DeviceWorkspace:
         """Ends all waits of a running kernel, because ``rank`` is lost."""
         self.control[ABORT] = 1 + rank
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a wait has failed so far."""
+        return self._failed.value != 0
+
     def failure(self) -> tuple[int, int, int, int] | None:
         """(kind, peer, word expected, word seen) of the first failed wait so far; None, at no cost,
-        if there is none. Kinds are MISMATCH, TIMEOUT and ABORTED."""
-        if not self.control[FAILED]:
+        if there is none. Kinds are MISMATCH, TIMEOUT and ABORTED. Not in a capture: it reads the
+        device's memory."""
+        if not self.has_failed:
             return None
         kind, peer, expected, seen = self.state[STATUS : SEEN + 1].tolist()
         return kind, peer, expected & (1 << 64) - 1, seen & (1 << 64) - 1
@@ -150,6 +176,7 @@ class DeviceWorkspace:
         self.seed = seed
         self.chaos = max_delay_us * 2000 + skip_waits  # twice the nanoseconds, and one bit
         self.buffer_stride = 0 if single_buffer else self.buffer_bytes
+        self.argument = None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Participant:
     presence: Presence = field(default_factory=Presence)
     watch: Callable[[], None] | None = None  #: raises if a peer is lost; None: not watched yet
     names: tuple[int, ...] = ()  #: the ranks' numbers in errors, where those of a larger group
+    process_group: str = ""  #: its name in torch
 
     @property
     def prefix(self) -> str:

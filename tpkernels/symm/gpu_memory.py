@@ -57,7 +57,8 @@ def make_workspace(
             [alone], 0, words, buffer_bytes, participant.timeout, device, own=memory
         )
     try:
-        handle = symmetric.rendezvous(memory, cast(Any, participant.group))  # a NewType of str
+        name = cast(Any, participant.process_group)  # a NewType of str
+        handle = symmetric.rendezvous(memory, name)
         if not all(handle.buffer_ptrs):
             reason = (
                 "cannot address the other ranks' memory: torch's symmetric memory has no pointers "

@@ -180,8 +180,9 @@ def _join(
     if user_of(connection) != os.geteuid():
         raise PeerLostError(
             f"set-up of group '{participant.group}': user {user_of(connection)} listens in rank "
-            f"0's place; rank {participant.rank} is user {os.geteuid()}",
-            peer=0,
+            f"{participant.name(0)}'s place; rank {participant.name(participant.rank)} is user "
+            f"{os.geteuid()}",
+            peer=participant.name(0),
         )
     own = _C.host.open_pidfd(os.getpid())
     try:
@@ -263,7 +264,8 @@ def _verdict(
 @contextlib.contextmanager
 def _bounded(participant: Participant, peer: int, deadline: float) -> Iterator[float]:
     """Yields the seconds left, and turns a socket's errors into ours, which name ``peer``."""
-    where = f"set-up of group '{participant.group}': rank {participant.rank} waited for rank {peer}"
+    own, peer = participant.name(participant.rank), participant.name(peer)
+    where = f"set-up of group '{participant.group}': rank {own} waited for rank {peer}"
     remaining = deadline - time.monotonic()
     try:
         if remaining <= 0:

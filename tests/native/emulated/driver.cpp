@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int kThreads = 2, kAtOnce = 2;
+constexpr int kAtOnce = 2;
 
 template <class T>
 const T& given(void** parameters, int at) {
@@ -39,6 +39,9 @@ std::map<std::string, Entry> entries{
     {"multimem_all_reduce", {with(multimem_all_reduce), true, kReduceThreads}},
     {"one_shot_gather", {with(one_shot_gather), true, kReduceThreads}},
     {"one_shot_scatter", {with(one_shot_scatter), true, kReduceThreads}},
+    {"low_latency_all_reduce", {with(low_latency_all_reduce), true, kLowLatencyThreads}},
+    {"low_latency_all_gather", {with(low_latency_all_gather), true, kLowLatencyThreads}},
+    {"low_latency_reduce_scatter", {with(low_latency_reduce_scatter), true, kLowLatencyThreads}},
     {"sum_of_partials", {with(sum_of_partials), false, kSumThreads}},
     {"paced_copy", {with(paced_copy), false, kPacedThreads}},
     {"call_barrier", {with(call_barrier), true, kSignalThreads}},
@@ -50,7 +53,8 @@ std::map<std::string, Entry> entries{
 };
 
 std::string failing;
-int failing_code = 0, capability = 90, pushes = 0;
+int failing_code = 0, capability = 90, pushes = 0, threads_of_block = 2;
+emulated::Counts most;
 void* current = nullptr;
 char context, module_handle;
 
@@ -67,6 +71,14 @@ void emulated_fail(const char* function, int code) {
 }
 void emulated_capability(int value) { capability = value; }
 int emulated_depth() { return pushes; }  // contexts pushed but not popped
+void emulated_tear(int how) { emulated::tearing = static_cast<emulated::Tearing>(how); }
+void emulated_threads(int number) { threads_of_block = number; }
+// What the thread that did the most did in the last launch: barriers, releases, atomics.
+void emulated_counts(int* counts) {
+  counts[0] = most.barriers;
+  counts[1] = most.releases;
+  counts[2] = most.atomics;
+}
 
 int cuInit(unsigned) { return code_of("cuInit"); }
 int cuDriverGetVersion(int* version) {
@@ -135,7 +147,9 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
                        grid_y * grid_z * block_y * block_z != 1 || current != &context;
   if (invalid) return 1;
   if (const int code = code_of("cuLaunchKernel"); code != 0) return code;
-  emulated::Grid grid{static_cast<int>(grid_x), kThreads};
+  most = {};
+  emulated::Grid grid{static_cast<int>(grid_x), threads_of_block};
+  grid.most = &most;
   if (entry.has_space) {
     const auto& space = given<Space>(parameters, 0);
     grid.world = space.world;

@@ -2,6 +2,7 @@
 // a time, as on a busy GPU. A kernel that needs more blocks to run concurrently hangs here.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -15,11 +16,27 @@ namespace emulated {
 
 constexpr std::uint64_t kMulticast = 1ull << 60;
 
+// What a thread did one after the other in a kernel.
+struct Counts {
+  int barriers = 0;  // of its block
+  int releases = 0;  // at system scope: each waits until the stores before it have arrived
+  int atomics = 0;   // of the GPU, which order memory as well
+};
+
+// Negative controls of the stores of two words.
+enum class Tearing {
+  kBetweenWords,    // as to PTX: either word may be there first
+  kOneFlagPerLine,  // the flag of the first word stands for both, as if a line were never torn
+  kTornWords,       // a word is stored in halves, the epoch first
+};
+inline Tearing tearing = Tearing::kBetweenWords;
+
 struct Grid {
   int blocks;
   int threads;  // per block
   int world = 1;
   const unsigned long long* regions = nullptr;  // for multicast
+  Counts* most = nullptr;                       // of any thread, if asked for
 };
 
 // The barrier of a block's threads. It returns whether any thread passed true.
@@ -56,12 +73,21 @@ struct Here {
   BlockBarrier* barrier = nullptr;
   int block = 0;
   int thread = 0;
+  Counts counts = {};
 };
 inline thread_local Here here;
+
+// For one thread of the grid at a time.
+inline void take_most(Counts& most, const Counts& counts) {
+  most.barriers = std::max(most.barriers, counts.barriers);
+  most.releases = std::max(most.releases, counts.releases);
+  most.atomics = std::max(most.atomics, counts.atomics);
+}
 
 // Runs a kernel, at most `at_once` blocks at a time.
 inline void run(const Grid& grid, int at_once, const std::function<void()>& kernel) {
   std::atomic<int> next{0};
+  std::mutex counting;
   std::vector<std::unique_ptr<BlockBarrier>> barriers;
   std::vector<int> block_of(at_once);
   std::vector<std::thread> all;
@@ -75,6 +101,10 @@ inline void run(const Grid& grid, int at_once, const std::function<void()>& kern
           if (block_of[lane] >= grid.blocks) return;
           here = {&grid, barrier, block_of[lane], thread};
           kernel();
+          if (grid.most != nullptr) {
+            const std::lock_guard lock(counting);
+            take_most(*grid.most, here.counts);
+          }
           barrier->arrive_and_wait(false);
         }
       });

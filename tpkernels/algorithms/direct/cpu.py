@@ -14,6 +14,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels.algorithms.reduction import Reduction
+from tpkernels.algorithms.rms_norm import RmsNorm, Rows
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
 from tpkernels.local.matmul import converts, local_matmul
@@ -63,6 +64,12 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
             )
         case "matmul_all_reduce":
             return calls.MatmulAllReduce(call.collective, problem.shape, is_packed(given.w))
+        case "all_reduce_rms_norm":
+            return calls.AllReduceRmsNorm(call.collective, problem.shape, given.eps)
+        case "matmul_all_reduce_rms_norm":
+            return calls.MatmulAllReduceRmsNorm(
+                call.collective, problem.shape, given.eps, is_packed(given.w)
+            )
         case "matmul_reduce_scatter":
             if given.bias is not None and problem.dim == len(problem.shape) - 1:
                 return None  # each rank adds its part of the bias
@@ -120,3 +127,25 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     out = empty(partial.shape, reduction.out_dtype, x.device)
     all_reduce(call, partial, out, reduction)
     return out
+
+
+def all_reduce_rms_norm(call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm) -> Rows:
+    total = empty(x.shape, reduction.out_dtype, x.device)
+    normed = empty(x.shape, reduction.out_dtype, x.device)
+    with recorded(COPY):
+        call.collective.all_reduce_rms_norm(
+            x.contiguous(),
+            total,
+            normed,
+            norm.weight,
+            norm.eps,
+            reduction.bias,
+            reduction.residual,
+        )
+    return normed, total
+
+
+def matmul_all_reduce_rms_norm(
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction, norm: RmsNorm
+) -> Rows:
+    return all_reduce_rms_norm(call, matmul_partial(call, x, w), reduction, norm)

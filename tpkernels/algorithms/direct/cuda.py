@@ -9,7 +9,8 @@ import torch
 
 from tpkernels import cuda
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_rows, shard_shape
+from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
+from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue
 from tpkernels.local.matmul import local_matmul
@@ -22,7 +23,7 @@ def rows_by_rank(problem: Problem) -> tuple[int, ...]:
     """Rows of each rank's shard, as ``as_blocks`` counts them."""
     if len(problem.shape) == 1:
         return problem.sizes
-    return tuple(shard_rows(problem, rank) for rank in range(problem.world))
+    return problem.shard_rows
 
 
 def as_blocks(x: torch.Tensor) -> torch.Tensor:
@@ -82,3 +83,7 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     out = empty(partial.shape, reduction.out_dtype, x.device)
     all_reduce(call, partial, out, reduction)
     return out
+
+
+all_reduce_rms_norm = behind_all_reduce(all_reduce)
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)

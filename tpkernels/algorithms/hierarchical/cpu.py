@@ -29,13 +29,13 @@ import torch
 from tpkernels.algorithms.hierarchical.sums import Parts, reduce_parts
 from tpkernels.algorithms.hierarchical.within import Levels, gather
 from tpkernels.algorithms.reduction import Reduction
+from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
 from tpkernels.algorithms.shards import (
     as_rows,
     edges_of,
     multiply_shard,
     partial_of_shard,
     shard_counts,
-    shard_rows,
     shard_shape,
 )
 from tpkernels.call import Call
@@ -127,7 +127,7 @@ def matmul_reduce_scatter(
     if problem.dim == len(problem.shape) - 1:
         rows, columns = [problem.rows for _ in ranks], list(problem.sizes)
     else:
-        rows, columns = [shard_rows(problem, r) for r in ranks], [columns_of(w) for _ in ranks]
+        rows, columns = list(problem.shard_rows), [columns_of(w) for _ in ranks]
 
     def fill(owner: int, begin: int, to: torch.Tensor) -> None:
         if to.numel():
@@ -173,6 +173,10 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     )
     _all_reduce(levels, parts, out.view(-1), [row * columns for row in edges], reduction)
     return out
+
+
+all_reduce_rms_norm = behind_all_reduce(all_reduce)
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
 
 
 def _all_reduce(

@@ -20,12 +20,12 @@ import torch
 
 from tpkernels._C.host import Phase
 from tpkernels.algorithms.reduction import Reduction, reduce_into
+from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
 from tpkernels.algorithms.shards import (
     as_rows,
     edges_of,
     multiply_shard,
     partial_of_shard,
-    shard_rows,
     shard_shape,
 )
 from tpkernels.call import Call
@@ -59,7 +59,7 @@ def all_gather_matmul(
     segment, offset = workspace.segments.find(x)
     flat, width = as_rows(x), x.shape[-1]
     row_bytes = width * x.element_size()
-    rows = [shard_rows(problem, r) for r in range(problem.world)]
+    rows = list(problem.shard_rows)
     factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
     whole = None if gathered is None else as_rows(gathered)
 
@@ -103,7 +103,7 @@ def matmul_reduce_scatter(
     if by_columns:
         rows, columns = [problem.rows for _ in world], list(problem.sizes)
     else:
-        rows, columns = [shard_rows(problem, r) for r in world], [columns_of(w) for _ in world]
+        rows, columns = list(problem.shard_rows), [columns_of(w) for _ in world]
     out = empty(shard_shape(problem, rank), reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, max(rows))
@@ -161,3 +161,6 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
             with recorded(COPY):
                 result[begin + edges[owner] : begin + edges[owner + 1]].copy_(total(owner))
     return out
+
+
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 import torch
 
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.shards import as_rows, shard_rows, shard_shape
+from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
+from tpkernels.algorithms.shards import as_rows, shard_shape
 from tpkernels.call import Call
 from tpkernels.cuda import CopyCall, sum_partials
 from tpkernels.cuda.queued import queued
@@ -50,7 +51,7 @@ def all_gather_matmul(
     gathered: torch.Tensor | None,
 ) -> None:
     problem = call.problem
-    sizes = [shard_rows(problem, rank) for rank in range(problem.world)]
+    sizes = list(problem.shard_rows)
     whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
     rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
     factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
@@ -100,7 +101,7 @@ def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     problem, columns = call.problem, w.shape[1]
-    sizes = [shard_rows(problem, rank) for rank in range(problem.world)]
+    sizes = list(problem.shard_rows)
     out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
     nbytes = sum(sizes) * columns * problem.dtype.itemsize
     with (
@@ -177,3 +178,6 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
         for peer in call.peers_in_ring_order:
             copies.fetch(peer, _RESULT, result.narrow(0, begins[peer], sizes[peer]), results_at)
     return out
+
+
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)

@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
+from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
 from tpkernels.integers import ceil_div
@@ -180,3 +181,7 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     out = empty(partial.shape, reduction.out_dtype, partial.device)
     _all_reduce(call, partial, out, reduction)
     return out
+
+
+all_reduce_rms_norm = behind_all_reduce(all_reduce)
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)

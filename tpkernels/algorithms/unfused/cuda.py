@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
+from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_counts, shard_shape
 from tpkernels.algorithms.unfused import cpu as through_host
 from tpkernels.call import Call
@@ -84,7 +85,7 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
         if total is not x:
             total.copy_(x)
         _finish(_pg(call).allreduce([total], _options(AllreduceOptions, call)))
-        if total is not out:
+        if not reduction.keeps(total.dtype):
             reduce_into(out, [total], reduction)
 
 
@@ -104,6 +105,10 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
         if not reduction.keeps(partial.dtype):
             reduce_into(out, [partial], reduction)
     return out
+
+
+all_reduce_rms_norm = behind_all_reduce(all_reduce)
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
 
 
 def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:

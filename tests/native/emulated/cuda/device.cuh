@@ -23,7 +23,10 @@ inline int threads() { return emulated::here.grid->threads; }
 inline int block() { return emulated::here.block; }
 inline int blocks() { return emulated::here.grid->blocks; }
 
-inline bool sync_block_or(bool value) { return emulated::here.barrier->arrive_and_wait(value); }
+inline bool sync_block_or(bool value) {
+  ++emulated::here.counts.barriers;
+  return emulated::here.barrier->arrive_and_wait(value);
+}
 inline void sync_block() { sync_block_or(false); }
 
 inline u64 clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
@@ -45,8 +48,14 @@ inline u64 load_acquire_sys(const u64* p) { return __atomic_load_n(p, static_cas
 inline u64 load_relaxed_sys(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline void store_relaxed_sys(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
-inline void store_release_sys(u64* p, u64 v) { __atomic_store_n(p, v, static_cast<int>(kRelease)); }
-inline u64 add_acq_rel_gpu(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+inline void store_release_sys(u64* p, u64 v) {
+  ++emulated::here.counts.releases;
+  __atomic_store_n(p, v, static_cast<int>(kRelease));
+}
+inline u64 add_acq_rel_gpu(u64* p, u64 v) {
+  ++emulated::here.counts.atomics;
+  return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+}
 inline u64 cas_acq_rel_gpu(u64* p, u64 expected, u64 v) {
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return expected;
@@ -65,6 +74,41 @@ inline u64 checked(const void* p) {
 
 inline Pack load_pack(const void* from) { return *reinterpret_cast<const Pack*>(checked(from)); }
 inline void store_pack(void* to, Pack pack) { *reinterpret_cast<Pack*>(checked(to)) = pack; }
+
+struct alignas(16) Line {
+  u64 word[2];
+};
+
+inline Line load_line_sys(const Line* from) {
+  const auto* line = reinterpret_cast<const Line*>(checked(from));
+  Line seen{{load_relaxed_sys(&line->word[0]), load_relaxed_sys(&line->word[1])}};
+  if (emulated::tearing == emulated::Tearing::kOneFlagPerLine) {
+    seen.word[1] = (seen.word[1] & ~0xffffffffull) | (seen.word[0] & 0xffffffffull);
+  }
+  return seen;
+}
+
+// The two words come one after the other, in either order, and others run in between.
+inline void store_line_sys(Line* to, Line line) {
+  static thread_local unsigned stored = 0;
+  const int first = ++stored % 3 == 0;
+  const auto let_others_run = [] {
+    if (stored % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  };
+  checked(to);
+  for (int i = 0; i < 2; ++i) {
+    const int at = i == 0 ? first : 1 - first;
+    if (emulated::tearing == emulated::Tearing::kTornWords) {
+      auto* half = reinterpret_cast<unsigned*>(&to->word[at]);
+      __atomic_store_n(half, static_cast<unsigned>(line.word[at]), __ATOMIC_RELAXED);
+      let_others_run();
+      __atomic_store_n(half + 1, static_cast<unsigned>(line.word[at] >> 32), __ATOMIC_RELAXED);
+    } else {
+      store_relaxed_sys(&to->word[at], line.word[at]);
+      let_others_run();
+    }
+  }
+}
 
 inline float float_of(unsigned bits) { return host::scalar::float_of(bits); }
 inline unsigned bits_of(float value) { return host::scalar::bits_of(value); }

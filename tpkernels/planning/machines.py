@@ -20,7 +20,7 @@ import yaml
 from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.planning.machine import Machine, this_machine, versions
 
-FORMAT = "tpkernels machine 2"
+FORMAT = "tpkernels machine 3"
 MEASURED = "this"  #: the name of the machine that `tpkernels tune --machine` measured
 DEFAULTS: Mapping[str, str] = MappingProxyType({"cpu": "zen4-core", "cuda": "h100"})
 _MOST_BYTES = 1 << 16
@@ -57,6 +57,7 @@ class Profile:
         host: a GPU's link to the host; None: the device is the host.
         overlaps: whether the device multiplies while it reads its memory or data travels.
         source: where the figures come from.
+        multiprocessors: of a GPU.
     """
 
     title: str
@@ -70,6 +71,7 @@ class Profile:
     host: Link | None
     overlaps: bool
     source: str
+    multiprocessors: int = 0
 
     def rate(self, itemsize: int) -> float:
         """Flops per second of a product."""
@@ -137,6 +139,7 @@ def _machine(name: str) -> Profile:
         host=_link(entry["host"]) if "host" in entry else None,
         overlaps=entry["overlaps"],
         source=entry["source"],
+        multiprocessors=entry.get("multiprocessors", 0),
     )
 
 
@@ -201,6 +204,7 @@ def from_json(value: Any) -> Profile:
         host=None if value["host"] is None else _link_from_json(value["host"]),
         overlaps=bool(value["overlaps"]),
         source=str(value["source"]),
+        multiprocessors=int(value["multiprocessors"]),
     )
 
 

@@ -1,0 +1,71 @@
+"""Host time of a call of `fused` on CUDA tensors, without a GPU.
+
+    python -m benchmarks.host_time
+
+CPU tensors take the code path of CUDA tensors, and the launches of Triton kernels are replaced by
+functions that do nothing. What is timed is this package's Python and C++ code: from the call of an
+op to the last launch. Triton's launcher, torch.cuda's streams and events and the driver are not
+included. Two ranks, x [32, 512], w [512, 512], bf16; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import tpkernels
+from tests.support.cuda_rehearsal import FUSED_OPS, pretending
+from tests.support.faults import new_group
+from tpkernels.launch import Ranks
+
+KERNELS = {
+    "all_gather_matmul": ("shard_kernel", "all_gather_matmul_kernel"),
+    "matmul_reduce_scatter": ("matmul_reduce_scatter_kernel",),
+    "matmul_all_reduce": ("matmul_all_reduce_kernel",),
+}
+HOPPER = 90, 132  # compute capability, multiprocessors
+
+
+class _NoLaunch:
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **options: None
+
+
+def run(repeat: int) -> dict[str, float]:
+    """Median microseconds of a call, by op."""
+    from tpkernels import kernels
+    from tpkernels.kernels import configs
+
+    times = {}
+    with pretending() as patch:
+        patch.setattr(configs, "_properties", lambda device: HOPPER)
+        patch.setattr(configs, "INTERPRETED", False)
+        group = new_group()
+        x = torch.ones(32, 512, dtype=torch.bfloat16)
+        w = torch.ones(512, 512, dtype=torch.bfloat16).t()
+        for op in FUSED_OPS:
+            for kernel in KERNELS[op]:
+                patch.setattr(f"{kernels.__name__}.{op}.{kernel}", _NoLaunch())
+            samples = []
+            for _ in range(repeat):
+                begin = time.perf_counter()
+                getattr(tpkernels, op)(x, w, group, algorithm="fused")
+                samples.append(time.perf_counter() - begin)
+            times[op] = statistics.median(samples) * 1e6
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeat", type=int, default=1000)
+    with Ranks(2, threads=1) as ranks:
+        for op, microseconds in ranks.run(run, parser.parse_args().repeat, timeout=300)[0].items():
+            print(f"{op}: {microseconds:.1f} us")
+
+
+if __name__ == "__main__":
+    main()

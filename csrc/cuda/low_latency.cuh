@@ -1,0 +1,150 @@
+// Collectives of few bytes, in which data and signal are one store.
+//
+// Problem: the all-reduce, all-gather and reduce-scatter of cuda/all_reduce.cuh and
+// cuda/shards.cuh, for tensors so small that signals take most of the time: a barrier, a release,
+// which waits until the stores before it have arrived, and then the flight of the word.
+//
+// Algorithm: NCCL's protocol LL (ncclLLFifoLine in src/device/prims_ll.h). Data travels in words of
+// 8 bytes: data << 32 | epoch. A word that has the epoch of the call also has its data, so there is
+// no barrier, no fence and no other flag. The price is twice the bytes. A thread stores its packs
+// (16 bytes, as two lines of two words) at all peers. Then it polls the lines of all sources at the
+// same places, and sums them in rank order, to the bits of cuda/reduce.cuh, or copies them. A call
+// is one hop.
+//
+// Sync: an 8-byte store is never seen half. A 16-byte store may be: to PTX, an access to a vector
+// is one access to each element, in no order. So each word has the epoch. Relaxed order is enough,
+// because a word tells nothing about other data. The words share their places with those of
+// cuda/sync.cuh, signature << 32 | epoch: whatever a call stores there has its epoch in the low
+// half.
+// - An old word never matches. Words of the other parity have other places. Memory begins as zeros,
+//   and no epoch is 0. When epochs begin anew, the words have been cleared (`advance`): a rank
+//   awaits every word that peers send it in a call before its call ends, so none arrives later.
+// - No word is overwritten before it is read. The proof is that of kernels/sync.py, by the ENTERED
+//   words of all peers. These are relaxed too: the reads that they stand for returned before the
+//   previous kernel ended. (NCCL's LL returns credits in the same way, in postRecv.)
+// - A peer in another call may have stored words of this epoch here, which pass for data. But its
+//   ENTERED word has another signature, and no call ends before it has compared them all.
+// - The epoch lives in device memory, so a captured graph replays.
+// A block waits only for blocks of the same number, so any number of them may run at a time.
+//
+// Failure: as in cuda/sync.cuh. If a wait fails in another block while this one still pushes, no
+// harm is done: it pushes this rank's input, which is complete, in a call that this rank has
+// entered.
+#pragma once
+
+#include "cuda/lines.cuh"
+#include "cuda/shards.cuh"
+#include "cuda/sync.cuh"
+
+namespace tpkernels::cuda {
+
+// out = round(sum_r(x_r) + bias + residual), where `own` is this rank's x.
+template <int D>
+TPK_DEVICE void sum_arriving(const Peers& peers, const Piece& own, u64 out, u64 begin,
+                             const Epilogue& epilogue) {
+  constexpr int kPacks = kVector / kLanes<D>;
+  const u64 count = own.bytes / size_of(D);
+  const bool vectorized = aligned(out) && aligned(address_of(epilogue.residual));
+  delay(peers, thread() + 1);
+  for (u64 v = lane(); v * kVector < count; v += lanes()) {
+    float acc[kVector] = {};
+    const auto sum = [&](int source, const Pack(&packs)[kPacks]) {
+      float next[kVector];
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) widen<D>(next, p * kLanes<D>, packs[p]);
+      if (source > 0) return add(acc, next);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) acc[k] = next[k];
+    };
+    receive<kPacks>(peers, v * kPacks, [&](int) { return own; }, sum);
+    const u64 i = v * kVector, left = least(count - i, kVector);
+    if (vectorized && left == kVector) {
+      store_sum(acc, out, begin, i, epilogue);
+      continue;
+    }
+#pragma unroll 1
+    for (u64 k = 0; k < left; ++k) {
+      float one[1] = {acc[0]};
+#pragma unroll
+      for (int j = 1; j < kVector; ++j) one[0] = k == static_cast<u64>(j) ? acc[j] : one[0];
+      store_sum(one, out, begin, i + k, epilogue);
+    }
+  }
+}
+
+template <int D>
+TPK_DEVICE void low_latency_reduce(const Peers& peers, const AllReduce& call) {
+  const Piece own{address_of(call.x), call.count * size_of(D)};
+  push_to_all<kVector / kLanes<D>>(peers, own);
+  sum_arriving<D>(peers, own, address_of(call.out), call.begin, call.epilogue);
+}
+
+// The most packs of a shard with rows of `row_bytes`.
+TPK_DEVICE u64 most_packs(const Peers& peers, const Shards& shards, u64 row_bytes) {
+  u64 most = 0;
+  for (int r = 0; r < peers.space.world; ++r) {
+    const u64 packs = packs_in(length(shard_of(shards, r, row_bytes)));
+    most = packs > most ? packs : most;
+  }
+  return most;
+}
+
+template <int D>
+TPK_DEVICE void low_latency_scatter(const Peers& peers, const Shards& shards) {
+  const u64 row_bytes = shards.row * size_of(D);
+  const auto piece_for = [&](int rank) {
+    const Range shard = shard_of(shards, rank, row_bytes);
+    return Piece{address_of(shards.x) + shard.first, length(shard)};
+  };
+  push_each<kVector / kLanes<D>>(peers, most_packs(peers, shards, row_bytes), piece_for);
+  const int rank = peers.space.rank;
+  const u64 begin = shard_of(shards, rank, shards.row).first;
+  sum_arriving<D>(peers, piece_for(rank), address_of(shards.out), begin, shards.epilogue);
+}
+
+TPK_DEVICE void low_latency_gather(const Peers& peers, const Shards& shards) {
+  const u64 row_bytes = shards.row * size_of(shards.wire);
+  const auto piece_for = [&](int rank) {
+    return Piece{address_of(shards.x), length(shard_of(shards, rank, row_bytes))};
+  };
+  const Piece own = piece_for(peers.space.rank);
+  push_to_all<1>(peers, own);
+  delay(peers, thread() + 1);
+  const u64 packs = most_packs(peers, shards, row_bytes);
+  for (u64 at = lane(); at < packs; at += lanes()) {
+    receive<1>(peers, at, piece_for, [&](int source, const Pack(&found)[1]) {
+      const Range shard = shard_of(shards, source, row_bytes);
+      const u64 begins = at * sizeof(Pack);
+      if (begins >= length(shard)) return;
+      const u64 to = address_of(shards.out) + shard.first + begins;
+      store_some(to, found[0], length(shard) - begins);
+    });
+  }
+}
+
+// Begins a call of one launch without a barrier: the threads need not agree whether it is usable.
+TPK_DEVICE Peers enter_low_latency(const Space& space) {
+  const Peers peers = call_of(space, status_of(space) == 0);
+  if (block() == 0 && peers.usable) {
+    for (int i = 1 + thread(); i < space.world; i += threads()) {
+      const int to = (space.rank + i) % space.world;
+      store_relaxed_sys(word_of(peers, to, space.rank, kEntered), peers.word);
+    }
+  }
+  return peers;
+}
+
+// `finish` without an acquire: no data is read on account of these words.
+TPK_DEVICE bool finish_low_latency(const Peers& peers) {
+  const Space& space = peers.space;
+  if (block() == 0) {
+    for (int i = 1 + thread(); i < space.world; i += threads()) {
+      await_word(peers, (space.rank + i) % space.world, kEntered,
+                 [](const u64* from) { return load_relaxed_sys(from); });
+    }
+  }
+  sync_block();
+  return end_grid(peers);
+}
+
+}  // namespace tpkernels::cuda

@@ -1,0 +1,32 @@
+"""``tpkernels explain`` of GPUs; that of measured times is in test_tune.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cli.test_cli import invoke
+from tpkernels.bench.output import milliseconds
+from tpkernels.bench.specs import Spec
+from tpkernels.planning.gpu_model import predicted
+from tpkernels.planning.machines import machine_named
+
+EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
+
+
+def test_explain_tells_what_a_gpu_would_need() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    shown = invoke(*EXPLAIN, "--m", "9", "--device", "cuda").output
+    assert "needs a GPU that torch sees" in shown and "auto chooses unfused" in shown
+
+
+@pytest.mark.parametrize(("world", "there"), [(2, True), (16, False)])
+def test_explain_predicts_the_times_of_gpus_of_one_node(world: int, there: bool) -> None:
+    problem = ["--op", "all_reduce", "--bytes", "64K", "--device", "cuda", "--gpu", "h800"]
+    shown = invoke("explain", *problem, "--tp", str(world)).output
+    assert ("Predicted for NVIDIA H800 SXM by data sheets; not measured" in shown) is there
+    assert ("predicted ms" in shown) is there
+    spec = Spec("all_reduce", (1 << 15,), torch.bfloat16)
+    times = predicted(spec.problem(2, "cuda"), spec.other, machine_named("h800"))
+    assert (milliseconds(1e3 * times["unfused"]) in shown) is there

@@ -1,0 +1,51 @@
+"""Torch's compile caches tell graphs apart by the sizes of the groups that their ops use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.ranked import fresh_group
+from tpkernels.launch import Ranks
+
+
+def gather_job() -> tuple[list[int], int]:
+    """The shape of a gathered tensor, and the hits of the cache."""
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    gathered = torch.compile(lambda x: torch.ops.tpkernels.all_gather(x, name), fullgraph=True)
+    out = gathered(torch.ones(6, 4))
+    assert torch.equal(out, torch.ones_like(out))
+    return list(out.shape), counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.thorough
+def test_a_graph_is_not_taken_for_that_of_another_number_of_ranks(tmp_path: Path) -> None:
+    """The second time, what was compiled for so many ranks is found."""
+    found = []
+    for world in (1, 2, 2):
+        with Ranks(world, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as pool:
+            found.append(pool.run(gather_job, timeout=280)[-1])
+    assert [shape for shape, _ in found] == [[6, 4], [12, 4], [12, 4]]
+    assert [hits for _, hits in found] == [0, 0, 1]
+
+
+def tag_job() -> list[str]:
+    tags = []
+    with fresh_group() as group, torch.compiler.config.patch(cache_key_tag="theirs"):
+        for _ in range(2):
+            with torch._subclasses.FakeTensorMode():
+                tpkernels.all_reduce(torch.ones(3), group)
+            tags.append(torch.compiler.config.cache_key_tag.replace(group.group_name, "group"))
+    return tags
+
+
+def test_what_the_user_has_set_stays(ranks: RanksFixture) -> None:
+    for first, second in ranks(2).run(tag_job):
+        assert first == second and first.startswith("theirs tpkernels{") and "group: 2" in first

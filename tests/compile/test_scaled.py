@@ -1,0 +1,257 @@
+"""Collectives next to ``torch._scaled_mm``: what the pass makes of them, what it leaves alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.compiled import graph_runner
+from tests.support.ranked import fresh_group, report
+from tests.support.scaled import BF16, E4M3, E5M2, F32
+from tests.support.tiers import thorough
+from tests.support.traced import Graph, check, gather, reduce, scatter
+
+AG, RS = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
+AR = "scaled_matmul_all_reduce"
+
+
+def bytes_gathered(x: torch.Tensor, dim: int, world: int, group: str) -> torch.Tensor:
+    """As torch writes a gather of fp8 numbers: they travel as bytes, which gloo can send, too."""
+    return gather(x.view(torch.uint8), dim, world, group).view(x.dtype)
+
+
+def product(
+    x: torch.Tensor, w: torch.Tensor, scale_x: Any = None, scale_w: Any = None, **options: Any
+) -> torch.Tensor:
+    """x [..., K] times w [N, K], as torch writes it."""
+    scale_x, scale_w = (torch.ones([]) if s is None else s for s in (scale_x, scale_w))
+    if scale_x.dim() > 2:
+        scale_x = scale_x.reshape(-1, 1)
+    options = {"out_dtype": BF16, **options}
+    flat = torch._scaled_mm(x.flatten(0, -2), w.t(), scale_x, scale_w, **options)
+    return flat.reshape(*x.shape[:-1], w.shape[0])
+
+
+def by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as fp8, with a power of two for each row."""
+    scale = x.abs().sum(-1, keepdim=True).remainder(3).exp2()
+    return (x / scale).to(E4M3), scale
+
+
+def _row_wise(x: Any, w: Any, dim: int, *where: Any) -> Any:
+    """The scales are gathered as the rows are."""
+    rows, scale = by_row(x)
+    columns, scale_w = by_row(w)
+    whole = bytes_gathered(rows, dim, *where), gather(scale, dim, *where)
+    return product(whole[0], columns, whole[1], scale_w.t().contiguous())
+
+
+def _replicated_scales(x: Any, w: Any, *where: Any) -> Any:
+    """The scales of the gathered rows are there, the same on all ranks."""
+    columns, scale_w = by_row(w)
+    whole = bytes_gathered(x.to(E4M3), 0, *where)
+    scale = torch.arange(whole.shape[0]).remainder(3).float().exp2().view(-1, 1)
+    return product(whole, columns, scale, scale_w.t().contiguous())
+
+
+def _several(x: Any, w: Any, v: Any, *where: Any) -> Any:
+    """One gather for two products; the gathered tensor is read by something else, too."""
+    whole = bytes_gathered(x.to(E4M3), 0, *where)
+    scale, bias = torch.ones([]), torch.ones(w.shape[0], dtype=BF16)
+    first = product(whole, w.to(E4M3), scale, bias=bias)
+    return first, product(whole, v.to(E4M3), scale), whole.float()
+
+
+def _scattered(x: Any, w: Any, dim: int, op: str, *where: Any) -> Any:
+    rows, scale = by_row(x)
+    columns, scale_w = by_row(w)
+    partial = product(rows, columns, scale, scale_w.t().contiguous())
+    return scatter(partial, dim, *where, op)
+
+
+def _two_readings(x: Any, w: Any, *where: Any) -> Any:
+    """Two products of the same bytes as different numbers."""
+    whole = bytes_gathered(x.to(E4M3), 0, *where)
+    one = torch.ones([])
+    return product(whole, w.to(E4M3), one), product(whole.view(E5M2), w.to(E4M3), one)
+
+
+GRAPHS = {
+    "the same bytes as different numbers": Graph(
+        _two_readings, ((4, 32), (5, 32)), ((AG, 1),)
+    ),
+    "tensor-wise": Graph(
+        lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3)),
+        ((4, 32), (5, 32)), ((AG, 1),),
+    ),
+    "fp8 that is sent as such, which gloo cannot": Graph(
+        lambda x, w, *g: product(gather(x.to(E4M3), 0, *g), w.to(E4M3)),
+        ((4, 32), (5, 32)), ((AG, 1),),
+        reference=lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3)),
+    ),
+    "row-wise": Graph(lambda x, w, *g: _row_wise(x, w, 0, *g), ((4, 32), (5, 32)), ((AG, 1),)),
+    "row-wise, in blocks": Graph(
+        lambda x, w, *g: _row_wise(x, w, 0, *g), ((2, 3, 32), (5, 32)), ((AG, 1),)
+    ),
+    "row-wise, along another dim": Graph(
+        lambda x, w, *g: _row_wise(x, w, 1, *g), ((2, 3, 32), (5, 32)), ((AG, 1),)
+    ),
+    "scales of all ranks' rows": Graph(
+        _replicated_scales, ((4, 32), (5, 32)), ((AG, 1),)
+    ),
+    "several products, and another reader": Graph(
+        _several, ((4, 32), (5, 32), (7, 32)), ((AG, 2),)
+    ),
+    "scattered": Graph(
+        lambda x, w, *g: _scattered(x, w, 0, "sum", *g), (("2W", 32), (5, 32)), ((RS, 1),)
+    ),
+    "scattered along another dim": Graph(
+        lambda x, w, *g: _scattered(x, w, 1, "sum", *g), ((3, "2W", 32), (5, 32)), ((RS, 1),)
+    ),
+    "a mean": Graph(
+        lambda x, w, *g: _scattered(x, w, 0, "avg", *g), (("2W", 32), (5, 32)), ((RS, 1),),
+        reference=lambda x, w, *g: (_scattered(x, w, 0, "sum", *g) / g[0]).to(BF16),
+    ),
+    "a rank without columns": Graph(
+        lambda x, w, *g: _row_wise(x, w, 0, *g), ((4, 32), (0, 32)), ((AG, 1),)
+    ),
+    "a rank without K": Graph(
+        lambda x, w, *g: _scattered(x, w, 0, "sum", *g), (("2W", 0), (5, 0)), ((RS, 1),)
+    ),
+    "reduced": Graph(
+        lambda x, w, _, g: reduce(product(x.to(E4M3), w.to(E4M3), out_dtype=F32), g),
+        ((2, 3, 32), (5, 32)), ((AR, 1),),
+    ),
+}  # fmt: skip
+
+
+def _sum_of_two(x: Any, w: Any, world: int, group: str) -> Any:
+    part = product(x.to(E4M3), w.to(E4M3))
+    return reduce(part + product((-x).to(E4M3), w.to(E4M3)), group)
+
+
+def _own_scale(x: Any, w: Any, world: int, group: str) -> Any:
+    whole = bytes_gathered(x.to(E4M3), 0, world, group)
+    return product(whole, w.to(E4M3), whole.float().abs().amax())
+
+
+LEFT_ALONE = {
+    "no product": Graph(
+        lambda x, *g: bytes_gathered(x.to(E4M3), 0, *g).float(), ((4, 32),),
+        reasons=("aten._to_copy reads it and is not a plain matmul",),
+    ),
+    "bytes": Graph(
+        lambda x, w, *g: gather(x.to(torch.uint8), 0, *g) @ w.to(torch.uint8), ((4, 6), (6, 5)),
+        reasons=("the ops do not take uint8",),
+    ),
+    "fp8 results": Graph(
+        lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), out_dtype=E4M3),
+        ((4, 32), (5, 32)),
+        reasons=("aten._scaled_mm reads it and is not a plain matmul",),
+    ),
+    "a result scale": Graph(
+        lambda x, w, *g: product(
+            bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), scale_result=torch.ones([])
+        ),
+        ((4, 32), (5, 32)),
+        reasons=("aten._scaled_mm reads it and is not a plain matmul",),
+    ),
+    "scales of a gathered tensor": Graph(
+        _own_scale, ((4, 32), (5, 32)),
+        reasons=(
+            "aten._to_copy reads it and is not a plain matmul; the other factor of "
+            "aten._scaled_mm, or its bias, depends on it too",
+        ),
+    ),
+    "scattered columns": Graph(
+        lambda x, w, *g: scatter(product(x.to(E4M3), w.to(E4M3)), 1, *g),
+        ((3, 32), ("4W", 32)),
+        reasons=("scaled products are scattered along their rows only",),
+    ),
+    "a sum of two": Graph(
+        _sum_of_two, ((3, 32), (5, 32)), reasons=("its input is a sum of scaled matmuls",)
+    ),
+}  # fmt: skip
+
+
+def graphs_job(kind: str, symbolic: bool) -> list[str]:
+    failures = []
+    with fresh_group() as group, torch.no_grad():
+        for name, graph in GRAPHS_BY_KIND[kind].items():
+            found = check(graph, group, symbolic=symbolic)
+            failures += [f"{name}: {failure}" for failure in found]
+    return failures
+
+
+GRAPHS_BY_KIND = {"rewritten": GRAPHS, "left alone": LEFT_ALONE}
+
+
+@pytest.mark.parametrize("symbolic", [False, thorough(True)])
+@pytest.mark.parametrize("kind", GRAPHS_BY_KIND)
+def test_graphs(ranks: RanksFixture, kind: str, symbolic: bool) -> None:
+    results = ranks(2).run(graphs_job, kind, symbolic, timeout=120)
+    report(failure for rank in results for failure in rank)
+
+
+def model_job() -> list[str]:
+    """Up and down projections of DTensors with torch._scaled_mm, compiled with the pass."""
+    failures: list[str] = []
+    world, rank = dist.get_world_size(), dist.get_rank()
+    draw = torch.Generator().manual_seed(0)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-1, 2, shape, generator=draw).float()
+
+    x, up, down = integers(4 * world, 32), integers(8 * world, 32), integers(16, 8 * world)
+    mesh = init_device_mesh("cpu", (world,))
+
+    def sharded(whole: torch.Tensor, dim: int) -> DTensor:
+        own = whole.chunk(world, dim)[rank].contiguous()
+        return DTensor.from_local(own, mesh, [Shard(dim)], run_check=False)
+
+    one = DTensor.from_local(torch.ones([]), mesh, [Replicate()], run_check=False)
+
+    def block(x: Any, up: Any, up_scale: Any, down: Any) -> Any:
+        """Row-wise up, where rows and scales are gathered; tensor-wise down, scattered."""
+        rows, scale = by_row(x)
+        whole = (each.redistribute(placements=[Replicate()]) for each in (rows, scale))
+        rows, scale = whole
+        hidden = torch._scaled_mm(rows, up.t(), scale, up_scale, out_dtype=BF16)
+        hidden = hidden.clamp(-2, 2).to(E4M3)
+        y = torch._scaled_mm(hidden, down.t(), one, one, out_dtype=BF16)
+        return y.redistribute(placements=[Shard(0)]).to_local()
+
+    columns, up_scale = by_row(up)
+    hidden = (x @ up.t()).clamp(-2, 2)
+    want = (hidden @ down.t()).to(BF16).chunk(world, 0)[rank]
+    operands = (
+        sharded(x, 0),
+        sharded(columns, 0),
+        sharded(up_scale.t().contiguous(), 1),
+        sharded(down.to(E4M3), 1),
+    )
+    seen: list[Counter[str]] = []
+    with fresh_cache(), torch.no_grad(), tpkernels.compile.fuse_collectives() as found:
+        got = torch.compile(block, backend=graph_runner(seen))(*operands)
+    if found.counts != {AG: 1, RS: 1} or found.left_alone:
+        failures.append(str(found))
+    (ops,) = seen
+    if any("c10d" in name for name in ops):
+        failures.append(f"a collective is left: {ops}")
+    if got.dtype != want.dtype or not torch.equal(got, want):
+        failures.append(f"{got}, not {want}")
+    return failures
+
+
+@pytest.mark.parametrize("world", [2])
+def test_a_model_of_dtensors(ranks: RanksFixture, world: int) -> None:
+    report(failure for rank in ranks(world).run(model_job, timeout=120) for failure in rank)

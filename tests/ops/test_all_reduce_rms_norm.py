@@ -1,0 +1,157 @@
+"""``all_reduce_rms_norm`` on real ranks against float64: sums of integers are exact, everything
+else is within the derived bounds of support/reference.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.ops.test_bad_input import refusals_job
+from tests.support import faults
+from tests.support.cases import COLLECTIVE_ALGORITHMS, DTYPES, QUICK_WORLDS, Case, RanksFixture
+from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, report, run_each
+from tests.support.refusals import Refusal, no, ones
+from tests.support.tiers import sweep
+
+OP = "all_reduce_rms_norm"
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+ONE_SHOT_BYTES = 16 << 10  # csrc/host/chunks.h: above, every rank sums a part
+
+
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
+    for dtype in (*DTYPES, F64):
+        shapes = [(200, 77), (1,), (3, 1, 2)]
+        cases = [Case(op=OP, shape=shape, residual=dtype) for shape in shapes]
+        run_each(ranks, world, *cases, dtypes=(dtype,), algorithms=COLLECTIVE_ALGORITHMS)
+
+
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+def test_either_side_of_one_shot(ranks: RanksFixture, world: int) -> None:
+    for dtype in (F32, BF16):
+        most = ONE_SHOT_BYTES // dtype.itemsize
+        cases = [Case(op=OP, shape=(rows, most // 8)) for rows in (7, 8, 9)]
+        cases += [Case(op=OP, shape=(1, most + more), residual=dtype) for more in (-1, 0, 1, 65)]
+        run_each(ranks, world, *cases, dtypes=(dtype,), algorithms=("direct",))
+
+
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+@pytest.mark.parametrize("layout", sweep(["sliced", "transposed", "offset", "symmetric"]))
+def test_layouts_and_a_weight_in_float32(ranks: RanksFixture, world: int, layout: str) -> None:
+    for dtype in (F32, BF16, F16):
+        shapes = [(13,), (24, 5), (130, 77), (3, 12, 7)]
+        cases = [Case(op=OP, shape=s, layout=layout, residual=dtype, norm=F32) for s in shapes]
+        run_each(ranks, world, *cases, dtypes=(dtype,), algorithms=("direct", "unfused"))
+
+
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+def test_no_rows_at_all(ranks: RanksFixture, world: int) -> None:
+    run_each(ranks, world, Case(op=OP, shape=(0, 5)), Case(op=OP, shape=(2, 0, 7)))
+
+
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+def test_rows_that_cross_chunks(ranks: RanksFixture, world: int) -> None:
+    """A workspace that holds part of the tensor, and one that holds part of a row."""
+    case = Case(op=OP, shape=(37, 8011), residual=F32)
+    cases = [case, replace(case, shape=(2, 50001))]
+    run_each(ranks, world, *cases, dtypes=(F32,), workspace_bytes=SMALLEST_WORKSPACE)
+    if world == 3:
+        large = Case(op=OP, shape=(130, 8011))
+        run_each(ranks, world, large, dtypes=(BF16,), algorithms=("direct",))
+
+
+def bits_job() -> list[str]:
+    """All algorithms, vector units and ranks give the same bits; the sum's are `all_reduce`'s."""
+    failures = []
+    units = tpkernels._C.host.vector_units()
+    with fresh_group() as group:
+        for dtype in (*DTYPES, F64):
+            for shape in ((3, 2048), (50, 577), (1, 63), (90, 130)):
+                own = torch.Generator().manual_seed(dist.get_rank())
+                x = torch.randn(shape, generator=own).to(dtype)
+                weight = torch.linspace(-1, 2, shape[-1]).to(dtype)
+                total = tpkernels.all_reduce(x, group)
+                found = []
+                for unit in units:
+                    tpkernels._C.host.use_vector_unit(unit)
+                    for way in ("direct", "unfused", "ring"):
+                        pair = tpkernels.all_reduce_rms_norm(x, weight, group, algorithm=way)
+                        found.append((f"{unit} {way}", *pair))
+                first = found[0][1].clone()
+                dist.broadcast(first, src=0)
+                for what, normed, new_residual in found:
+                    if not (torch.equal(normed, first) and torch.equal(new_residual, total)):
+                        failures.append(f"{dtype} {shape} {what}: other bits")
+    return failures
+
+
+@pytest.mark.parametrize("world", sweep([3, 2, 4]))
+def test_the_bits_are_the_same(ranks: RanksFixture, world: int) -> None:
+    report(failure for rank in ranks(world).run(bits_job) for failure in rank)
+
+
+def special_values_job() -> list[str]:
+    """NaN and infinities as torch has them, in their rows only; a row of zeros."""
+    failures = []
+    for dtype in DTYPES:
+        x = torch.ones(4, 70, dtype=dtype) / dist.get_world_size()
+        x[0, 3], x[1, 69], x[2] = torch.nan, torch.inf, 0
+        weight = torch.ones(70, dtype=dtype)
+        normed, total = tpkernels.all_reduce_rms_norm(x, weight, dist.group.WORLD, eps=1e-5)
+        want = torch.nn.functional.rms_norm(total.float(), [70], weight.float(), 1e-5)
+        eps = torch.finfo(dtype).eps
+        if not torch.allclose(normed.float(), want, rtol=eps, atol=0, equal_nan=True):
+            failures.append(f"{dtype}: {normed}, not {want}")
+    return failures
+
+
+def test_special_values(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(special_values_job) for failure in rank)
+
+
+def refusals() -> Iterator[Refusal]:
+    op, x, weight = tpkernels.all_reduce_rms_norm, ones(4, 6), ones(6)
+    pattern = r"x has shape \[\]; it must be \[..., N\], N at least 1"
+    yield no(ValueError, pattern, op, ones(), weight)
+    yield no(ValueError, r"x has shape \[4, 0\]; it must be", op, ones(4, 0), ones(0))
+    yield no(ValueError, r"weight has shape \[5\], expected \[6\]", op, x, ones(5))
+    yield no(ValueError, r"weight has shape \[1, 6\], expected \[6\]", op, x, ones(1, 6))
+    yield no(TypeError, "weight is bfloat16; it must be float32", op, x, weight.bfloat16())
+    pattern = "weight is float16; it must be bfloat16 or float32"
+    yield no(TypeError, pattern, op, x.bfloat16(), weight.half())
+    yield no(ValueError, r"residual has shape \[6\]", op, x, weight, residual=weight)
+    yield no(TypeError, "residual is float16", op, x, weight, residual=x.half())
+    for eps in (-1e-6, float("nan"), float("inf")):
+        pattern = f"eps is {eps}; it must be finite and at least 0"
+        yield no(ValueError, pattern, op, x, weight, eps=eps)
+    yield no(NotImplementedError, "x has dtype int64; supported", op, x.long(), weight)
+    yield no(ValueError, "unknown algorithm 'tree'", op, x, weight, algorithm="tree")
+    pattern = "'pipelined' of all_reduce_rms_norm overlaps a matmul, and this op has none"
+    yield no(NotImplementedError, pattern, op, x, weight, algorithm="pipelined")
+
+
+def test_refusals(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(refusals_job, refusals) for failure in rank)
+
+
+def mismatch_job(what: str) -> faults.Ending:
+    """Ranks that disagree on what they must have in common."""
+    x, weight, rank = torch.ones(4, 6), torch.ones(6), dist.get_rank()
+    residual = x if what == "residual" and rank else None
+    eps = 1e-5 if what == "eps" and rank else 1e-6
+    with fresh_group() as group:
+        return faults.ending_of(
+            lambda: tpkernels.all_reduce_rms_norm(x, weight, group, residual=residual, eps=eps)
+        )
+
+
+@pytest.mark.parametrize("what", sweep(["eps", "residual"], 2))
+def test_ranks_that_disagree(ranks: RanksFixture, what: str) -> None:
+    for ending in ranks(2).run(mismatch_job, what):
+        assert ending.error == "CollectiveMismatchError", ending
+        assert "all_reduce_rms_norm([4, 6] float32" in ending.text and what in ending.text, ending

@@ -1,0 +1,31 @@
+"""Which calls take the kernels of csrc/cuda/low_latency.cuh, and what these need.
+
+They move twice the bytes, but a call is one hop without a fence. All ranks decide alike, because a
+call's bytes follow from the shapes and dtypes in its signature.
+"""
+
+from __future__ import annotations
+
+from tpkernels.integers import ceil_div
+
+# Largest tensor of a low-latency call, in bytes. NCCL's range for LL; untuned: no GPU has run it.
+LOW_LATENCY_BYTES = 128 << 10
+_THREADS, _MOST_BLOCKS = 256, 64  # kLowLatencyThreads; as other calls
+_FIRST_DATA, _PACK_BYTES, _PACK_WORDS = 2, 16, 4  # csrc/cuda/lines.cuh
+
+
+def takes(nbytes: int) -> bool:
+    """Whether ``auto`` takes a low-latency kernel for a tensor of ``nbytes``, counted over
+    all ranks."""
+    return nbytes <= LOW_LATENCY_BYTES
+
+
+def words(nbytes: int) -> int:
+    """Words from each source, for at most ``nbytes`` from one rank to another."""
+    return _FIRST_DATA + _PACK_WORDS * ceil_div(nbytes, _PACK_BYTES)
+
+
+def blocks(nbytes: int, lane_bytes: int) -> int:
+    """The same on all ranks: ``nbytes`` is the most that any sends to another, ``lane_bytes`` what
+    a thread takes at a time."""
+    return min(_MOST_BLOCKS, max(1, ceil_div(nbytes, _THREADS * lane_bytes)))

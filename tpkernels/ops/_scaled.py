@@ -1,0 +1,261 @@
+"""What the ops on scaled operands share: checks, and their problems. `local.scales` has the forms
+of scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from tpkernels import dtypes
+from tpkernels.algorithms.reduction import Reduction
+from tpkernels.call import Call
+from tpkernels.groups.group import Group
+from tpkernels.local.scaled import ScaledWeight
+from tpkernels.local.scales import (
+    FP4,
+    FP8,
+    TILE_ROWS,
+    Packing,
+    Scaling,
+    block_of,
+    gathered_part,
+    numbers_in,
+    scaling_of,
+    swizzled_numel,
+)
+from tpkernels.ops import _check
+from tpkernels.ops._reduction import describe, reduction_of, shapes_of
+from tpkernels.planning.problem import Problem
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NO_GRADIENT = (
+    "call it under torch.no_grad(), or keep the operands in a wider dtype and use the op without "
+    "scales"
+)
+
+
+def _dense(x: torch.Tensor, what: str) -> None:
+    if x.layout != torch.strided:
+        raise NotImplementedError(f"{what} has layout {x.layout}; scaled operands are dense")
+
+
+def operand(x: torch.Tensor, what: str) -> None:
+    """An operand of a dtype that has scales."""
+    _dense(x, what)
+    if x.dtype not in (*FP8, FP4):
+        allowed = ", ".join(map(dtypes.name, (*FP8, FP4)))
+        raise NotImplementedError(f"{what} has dtype {dtypes.name(x.dtype)}; supported: {allowed}")
+
+
+def input_and_scale(x: torch.Tensor, scale: torch.Tensor, leads: Sequence[Sequence[int]]) -> None:
+    """x [..., K] and its scales.
+
+    Args:
+        leads: the leading dims that row-wise scales may have: x's, or those of the gathered x.
+    """
+    operand(x, "x")
+    if x.dim() < 2 or x.shape[-1] < 1:
+        raise ValueError(f"x must have at least 2 dims [..., K] with K >= 1, not {list(x.shape)}")
+    rows = [[*lead, 1] for lead in leads]
+    _scale(scale, x, "scale_x", rows, x.shape[:-1], numbers_in(x.dtype, x.shape[-1]))
+
+
+def weight_and_scale(
+    w: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, scale_x: torch.Tensor, what: str
+) -> None:
+    """w [K, N] and its scales, next to an x that has been checked."""
+    operand(w, what)
+    if w.dim() != 2 or w.shape[0] != x.shape[-1] or w.shape[1] < 1:
+        raise ValueError(
+            f"{what} has shape {list(w.shape)}, but x of shape {list(x.shape)} needs "
+            f"[{x.shape[-1]}, N]"
+        )
+    if (w.dtype == FP4) != (x.dtype == FP4):
+        raise TypeError(
+            f"{what} is {dtypes.name(w.dtype)} and x is {dtypes.name(x.dtype)}; both must be fp8, "
+            "or both fp4"
+        )
+    _check.same_device(w, x, what)
+    k, scale_name = numbers_in(w.dtype, w.shape[0]), f"the scale of {what}"
+    _scale(scale, w, scale_name, [[1, w.shape[1]]], w.shape[1:], k)
+    kinds = scaling_of(scale_x), scaling_of(scale)
+    if kinds[0] is not kinds[1] and Scaling.BLOCK in kinds:
+        raise ValueError(
+            f"scale_x is {kinds[0].value} and {scale_name} {kinds[1].value}; block-wise scales do "
+            "not mix with others"
+        )
+
+
+def _scale(
+    scale: torch.Tensor,
+    of: torch.Tensor,
+    what: str,
+    row_shapes: Sequence[Sequence[int]],
+    lead: Sequence[int],
+    k: int,
+) -> None:
+    """Scales of an operand that has ``lead`` rows (of a weight: columns) of ``k`` numbers."""
+    block, block_dtype = block_of(of.dtype)
+    _dense(scale, what)
+    shape = list(scale.shape)
+    allowed = (block_dtype,) if of.dtype == FP4 else (torch.float32, block_dtype)
+    if scale.dtype not in allowed:
+        names = " or ".join(map(dtypes.name, allowed))
+        raise TypeError(f"{what} is {dtypes.name(scale.dtype)}; it must be {names}")
+    _check.same_device(scale, of, what)
+    if scale.dtype == torch.float32:
+        if shape not in ([], [1], *map(list, row_shapes)):
+            rows = " or ".join(dict.fromkeys(str(list(each)) for each in row_shapes))
+            raise ValueError(
+                f"{what} has shape {shape}; it must be [] or [1] (tensor-wise) or {rows} (row-wise)"
+            )
+        return
+    if k % block:
+        raise ValueError(f"{what} has a scale for every {block} of K, which is {k}: no multiple")
+    each = [*lead, k // block]
+    flat = swizzled_numel(prod(lead), k // block)
+    if shape not in (each, [flat]):
+        raise ValueError(
+            f"{what} has shape {shape}; it must be {each}, or [{flat}] where it is swizzled"
+        )
+
+
+def out_dtype(value: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result, bfloat16 by default."""
+    return _among(value or torch.bfloat16, OUT_DTYPES, "out_dtype")
+
+
+def _among(value: torch.dtype, allowed: Sequence[torch.dtype], what: str) -> torch.dtype:
+    if value not in allowed:
+        names = ", ".join(dict.fromkeys(map(dtypes.name, allowed)))
+        raise NotImplementedError(f"{what} is {dtypes.name(value)}; supported: {names}")
+    return value
+
+
+def vector(
+    value: torch.Tensor, x: torch.Tensor, columns: int, dtype: torch.dtype, what: str
+) -> None:
+    """bias [columns] of ``dtype``."""
+    _dense(value, what)
+    _check.bias(value, x, columns, what, (dtype,))
+
+
+def gather_options(x: torch.Tensor, scale: torch.Tensor, result: torch.dtype) -> tuple[str, ...]:
+    """What the ranks of a gather must agree on, besides what the packed rows tell."""
+    k = numbers_in(x.dtype, x.shape[-1])
+    return (
+        f"K {k}",
+        f"x {dtypes.name(x.dtype)}",
+        f"scale_x {scaling_of(scale).value}",
+        f"out {dtypes.name(result)}",
+    )
+
+
+def own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
+    """The scales of this rank's shard, of its own or of those of the gathered x."""
+    gathered = [*problem.shape[:-1], 1]
+    if scaling_of(scale) is Scaling.ROW and list(scale.shape) == gathered:
+        assert problem.dim is not None  # a gather has one
+        return gathered_part(scale, problem.dim, problem.sizes, rank)
+    return scale
+
+
+class Rows(NamedTuple):
+    """An x as the algorithms move and multiply it: packed rows, and the weights that do so."""
+
+    packed: torch.Tensor
+    weights: list[ScaledWeight]
+    packing: Packing
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        fast_accum: bool,
+    ) -> Rows:
+        packing = Packing.of(x, scale)
+        made = [
+            ScaledWeight(w, _as_scalar(scale_w), packing, _as_scalar(scale), fast_accum)
+            for w, scale_w in zip(weights, scales, strict=True)
+        ]
+        return cls(packing.pack(x, scale), made, packing)
+
+
+def _as_scalar(scale: torch.Tensor) -> torch.Tensor:
+    return scale.reshape(()) if scaling_of(scale) is Scaling.TENSOR else scale
+
+
+def swizzled_rows(scale: torch.Tensor, lead: Sequence[int], dim: int, sizes: Sequence[int]) -> None:
+    """Checks that swizzled scales are whole tiles on every rank, so that those of all ranks, one
+    after the other, are those of the gathered x.
+
+    Args:
+        lead: the leading dims of this rank's x.
+        dim: the one that is gathered, of which the ranks have ``sizes``.
+    """
+    if scaling_of(scale) is not Scaling.BLOCK or scale.dim() != 1:
+        return
+    others = prod(lead[:dim]) * prod(lead[dim + 1 :])
+    for rank, size in enumerate(sizes):
+        rows = size * others
+        if rows % TILE_ROWS:
+            raise NotImplementedError(
+                f"x has {rows} rows on rank {rank} and swizzled scales, whose tiles have "
+                f"{TILE_ROWS} rows; give each rank a multiple of {TILE_ROWS}, or pass plain scales"
+            )
+
+
+def reduction_problem(
+    op: str, group: Group, given: Any, scatter_dim: int | None, sizes: Any = None
+) -> Problem:
+    """Checks the arguments of an op that multiplies scaled operands and sums over the ranks.
+
+    Args:
+        scatter_dim: the dim of the sum [..., N] of which each rank keeps its shard; None: all.
+        sizes: rows of each rank along it, where they are not all equal.
+    """
+    x, w = given.x, given.w
+    input_and_scale(x, given.scale_x, [x.shape[:-1]])
+    weight_and_scale(w, given.scale_w, x, given.scale_x, "w")
+    columns, dim = w.shape[1], None
+    if scatter_dim is not None:
+        dim = _check.dim(scatter_dim, x.dim(), "scatter_dim")
+        if dim == x.dim() - 1:
+            raise NotImplementedError(
+                f"scatter_dim is {dim}, the last of {[*x.shape[:-1], columns]}; scaled products "
+                "are scattered along their rows"
+            )
+    shape, sizes, kept = shapes_of(x, columns, dim, sizes, group)
+    result = out_dtype(given.out_dtype)
+    wire = _among(given.wire_dtype or result, (result, torch.float32), "wire_dtype")
+    if given.bias is not None:
+        vector(given.bias, x, columns, result, "bias")
+    if given.residual is not None:
+        _dense(given.residual, "residual")
+        _check.residual(given.residual, x, kept, (result,))
+    return Problem(
+        op=op,
+        device=_check.device(x),
+        world=group.world,
+        shape=shape,
+        dim=dim,
+        sizes=sizes,
+        dtype=wire,
+        options=describe(x.dtype, result, given.bias, given.residual),
+    )
+
+
+def execute_reduction(call: Call, given: Any) -> torch.Tensor:
+    """Runs a planned call of such an op."""
+    rows = Rows.of(given.x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
+    reduction: Reduction = reduction_of(
+        given.x, out_dtype(given.out_dtype), given.bias, given.residual
+    )
+    result: torch.Tensor = call.function(call, rows.packed, rows.weights[0], reduction)
+    return result

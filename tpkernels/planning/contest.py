@@ -1,0 +1,136 @@
+"""Algorithms timed against each other: their rounds, and what their times say. Pure.
+
+Problem: on a shared machine a single time says little, and an algorithm is affected by the caches
+and the threads that its predecessor leaves behind.
+
+Algorithm: the candidates run in rounds, each in a random order that is the same on all ranks.
+Medians are compared. A candidate that is clearly slower than the fastest drops out, so that the
+remaining rounds go to those that are close.
+
+The calls of one problem may differ in the extent that is not part of it: the projections to QKV
+and to gate and up share their input but not their N. Times are compared between calls of one
+extent.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from typing import NamedTuple
+
+from tpkernels.planning.table import Measurement, Series
+
+_CLEARLY_SLOWER = 1.25  # than the fastest
+_FEWEST = 2  # times of each candidate from which calls of one extent are compared
+
+
+class Sample(NamedTuple):
+    """One call on one rank: begin and end in seconds of the machine's clock, and the extent of the
+    matmul that is not part of the problem, on this rank."""
+
+    begin: float
+    end: float
+    other: float
+
+
+class Contest:
+    """The candidates that remain, and their times."""
+
+    def __init__(self, candidates: Sequence[str]) -> None:
+        self.remaining = list(candidates)
+        self._seconds: dict[int, dict[str, list[float]]] = {}  # by the other extent
+
+    def rounds(self, count: int, seed: int) -> list[str]:
+        """The order in which the candidates run: each once in every round."""
+        names, chance = self.remaining, random.Random(seed)
+        return [name for _ in range(count) for name in chance.sample(names, len(names))]
+
+    def add(
+        self, order: Sequence[str], calls: Iterable[Sequence[Sample]], *, one_clock: bool = True
+    ) -> None:
+        """Records calls that ran in this order, each with the samples of all ranks.
+
+        Args:
+            one_clock: whether the ranks read one clock.
+        """
+        seconds = _from_last_arrival if one_clock else _longest
+        for name, ranks in zip(order, calls, strict=True):
+            times = self._seconds.setdefault(sum(int(rank.other) for rank in ranks), {})
+            times.setdefault(name, []).append(seconds(ranks))
+
+    def leave_out(self, name: str) -> None:
+        """Takes a candidate out, and its times."""
+        self.remaining.remove(name)
+        for times in self._seconds.values():
+            times.pop(name, None)
+
+    def drop_slower(self) -> None:
+        """Drops the candidates that are clearly slower than the fastest, whatever the other
+        extent."""
+        medians = self.medians()
+        fastest = {other: min(each.values()) for other, each in medians.items()}
+        self.remaining = [
+            name
+            for name in self.remaining
+            if any(
+                each[name] <= _CLEARLY_SLOWER * fastest[other] for other, each in medians.items()
+            )
+        ]
+
+    @property
+    def all_compared(self) -> bool:
+        """Whether every extent that came up has enough calls of each candidate."""
+        return len(self._compared()) == len(self._seconds)
+
+    def _compared(self) -> dict[int, dict[str, list[float]]]:
+        """The times by the other extent, where all candidates have been timed often enough."""
+        return {
+            other: times
+            for other, times in self._seconds.items()
+            if all(len(times.get(name, ())) >= _FEWEST for name in self.remaining)
+        }
+
+    def medians(self) -> dict[int, dict[str, float]]:
+        """The median of each candidate, by the other extent. The extents count together where none
+        has enough calls."""
+        compared = self._compared()
+        if not compared:
+            together: dict[str, list[float]] = {}
+            for times in self._seconds.values():
+                for name, seconds in times.items():
+                    together.setdefault(name, []).extend(seconds)
+            compared = {max(self._seconds): together}
+        return {
+            other: {name: statistics.median(seconds) for name, seconds in times.items()}
+            for other, times in compared.items()
+        }
+
+    def measurements(
+        self, series: Series, extent: int, medians: Mapping[int, Mapping[str, float]]
+    ) -> list[Measurement]:
+        """Today's measurements of one problem, one for each other extent."""
+        today = date.today().isoformat()
+        return [
+            Measurement(
+                series,
+                extent,
+                other=other,
+                ms={name: 1e3 * seconds for name, seconds in each.items()},
+                date=today,
+                tried=True,
+            )
+            for other, each in medians.items()
+        ]
+
+
+def _from_last_arrival(ranks: Sequence[Sample]) -> float:
+    """From the arrival of the last rank to the end of the last: a rank that comes late is no fault
+    of the algorithm. If their clocks differ, the time of the rank whose clock is ahead."""
+    return max(rank.end for rank in ranks) - max(rank.begin for rank in ranks)
+
+
+def _longest(ranks: Sequence[Sample]) -> float:
+    """The slowest rank's."""
+    return max(rank.end - rank.begin for rank in ranks)

@@ -1,0 +1,167 @@
+"""What each algorithm would take on GPUs of one host, by their data sheets. Pure.
+
+Nothing here was measured with this package, and nothing is chosen by it: `tpkernels explain` shows
+the predictions next to measured times.
+
+Model:
+- A product takes the longer of its tiles, in whole waves over the multiprocessors, and of its
+  operands' and result's bytes.
+- `unfused` and `ring` go through NCCL: the product and the collective of the machine's link class,
+  one after the other. For `ring` the product is cut by ranks and overlaps the transfers.
+- `direct` is the product, then one kernel. Up to `LOW_LATENCY_BYTES` each word carries its flag:
+  twice the bytes, one hop. Beyond it data is followed by a fence and a word. A reduction reads the
+  slots of all ranks from memory.
+- `pipelined` is one product per rank beside the copy engines, each copy with its start. Then the
+  partials are summed.
+- `fused` is one grid: the first tiles of a peer are exposed, the rest of the smaller of product and
+  transfer is hidden. A gather leaves `FETCHERS` multiprocessors to bring the rows. A reduction ends
+  with the sum of its slots, which nothing hides.
+
+Left out: the time in which the host launches, and that of a kernel before its first store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from tpkernels.integers import ceil_div
+from tpkernels.planning.machines import Profile
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.rates import collective_seconds
+
+# Rows and columns of the tile of one multiprocessor. cuBLAS's own heuristics are not modelled.
+TILE = 128, 256
+# From the end of a kernel to the begin of the next in a stream: 3.8 us a kernel of 2.9 us, V100
+# ("Getting Started with CUDA Graphs", NVIDIA's technical blog, 2019).
+LAUNCH_S = 0.9e-6
+# A store that a peer sees, by NVLink: the latencies of LL, which needs no fence, and of Simple,
+# which has one, in NCCL's model (NVIDIA/nccl, src/graph/tuning.cc, rings).
+HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
+# The start of a copy between GPUs by a copy engine: the order of what CUDA's sample
+# p2pBandwidthLatencyTest prints with NVSwitch. From memory.
+COPY_S = 2.5e-6
+# A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
+LOW_LATENCY_BYTES = 128 << 10
+FETCHERS = 16  # `kernels.configs.MatmulConfig.fetchers`
+# The tile loop of kernels/matmul.py relative to cuBLAS. Not measured; 0.9 is assumed.
+OWN_PRODUCT = 0.9
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an op on GPUs of one kind that are connected all to all."""
+
+    profile: Profile
+    problem: Problem
+    other: int  # the extent of the matmul on a rank that is not part of the problem
+
+    @property
+    def all_reduces(self) -> bool:
+        return self.problem.dim is None
+
+    @property
+    def ranks(self) -> int:
+        return self.problem.world
+
+    @property
+    def received(self) -> float:
+        """Seconds in which a rank receives what it lacks of the whole tensor, once."""
+        share = self.problem.nbytes * (self.ranks - 1) / self.ranks
+        return share / self.profile.within.bandwidth
+
+    @property
+    def sum(self) -> float:
+        """Seconds in which a rank reads the partials of its rows."""
+        return 0.0 if self.problem.gathers else self.problem.nbytes / self.profile.bandwidth
+
+    def product(self, parts: int = 1, *, without: int = 0, rate: float = 1.0) -> float:
+        """Seconds of the local product, or of one of ``parts`` of its rows.
+
+        Args:
+            without: multiprocessors that do something else.
+            rate: relative to the vendor's.
+        """
+        problem, profile = self.problem, self.profile
+        if not problem.has_matmul:
+            return 0.0
+        m, width = ceil_div(problem.rows, parts), problem.shape[-1]
+        k, n = (width, self.other) if problem.gathers else (self.other, width)
+        units = profile.multiprocessors - without
+        waves = ceil_div(ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units)
+        flops = 2 * prod(TILE) * k * waves * profile.multiprocessors
+        multiply = flops / profile.rate(problem.dtype.itemsize) / rate
+        move = (m * k + k * n + m * n) * problem.dtype.itemsize / profile.bandwidth
+        return max(multiply, move)
+
+
+def _unfused(call: _Call) -> float:
+    passes = 2 if call.all_reduces else 1
+    travel = collective_seconds(call.profile, call.problem.nbytes, call.ranks, passes=passes)
+    return call.product() + (LAUNCH_S if call.problem.has_matmul else 0.0) + travel
+
+
+def _ring(call: _Call) -> float:
+    link, steps = call.profile.within, call.ranks - 1
+    passes = 2 if call.all_reduces else 1
+    part = call.product(call.ranks) + LAUNCH_S
+    transfer = link.call / max(steps, 1) + link.step + call.received / max(steps, 1)
+    again = (passes - 1) * steps * transfer
+    return part + steps * max(part, transfer) + call.sum + again
+
+
+def _direct(call: _Call) -> float:
+    seconds = call.product() + (LAUNCH_S if call.problem.has_matmul else 0.0)
+    nbytes = call.problem.nbytes
+    if nbytes <= LOW_LATENCY_BYTES:
+        whole = call.all_reduces  # every rank sends all of its tensor to every other
+        return seconds + HOP_S + 2 * call.received * (call.ranks if whole else 1)
+    if call.all_reduces:  # reduce-scatter and all-gather
+        return seconds + 2 * (FENCED_HOP_S + call.received) + call.sum
+    return seconds + FENCED_HOP_S + call.received + call.sum
+
+
+def _pipelined(call: _Call) -> float:
+    peers = call.ranks - 1
+    part, copy = call.product(call.ranks) + LAUNCH_S, COPY_S + call.received / max(peers, 1)
+    seconds = part + peers * max(part, copy)
+    if call.problem.gathers:
+        return seconds
+    ends = copy + LAUNCH_S + call.sum  # the last partial, and the sum
+    return seconds + ends + (FENCED_HOP_S + call.received if call.all_reduces else 0.0)
+
+
+def _fused(call: _Call) -> float:
+    peers, received = max(call.ranks - 1, 1), call.received
+    if call.all_reduces and call.problem.nbytes <= 2 * LOW_LATENCY_BYTES:  # one-shot
+        received *= call.ranks
+    product = call.product(rate=OWN_PRODUCT, without=FETCHERS if call.problem.gathers else 0)
+    hidden = max(product, received) + min(product, received) / peers
+    seconds = FENCED_HOP_S + hidden + call.sum
+    return seconds + (FENCED_HOP_S + call.received if call.all_reduces else 0.0)
+
+
+_ALGORITHMS = {
+    "unfused": _unfused,
+    "ring": _ring,
+    "direct": _direct,
+    "pipelined": _pipelined,
+    "fused": _fused,
+}
+
+
+def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, float]:
+    """Seconds of each algorithm that has something to do for a problem.
+
+    Args:
+        other: the extent of the matmul that is not part of the problem, over all ranks.
+        profile: of GPUs; all ranks of the problem are in one node.
+    """
+    call = _Call(profile, problem, ceil_div(other, problem.world))
+    alone = ("unfused", "ring", "direct")  # what can be done without a matmul
+    return {
+        name: seconds(call)
+        for name, seconds in _ALGORITHMS.items()
+        if problem.has_matmul or name in alone
+    }
