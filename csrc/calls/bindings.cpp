@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "calls/collective.h"
+#include "calls/few_rows.h"
 #include "calls/kernel.h"
 #include "calls/key_sets.h"
 #include "calls/memory.h"
@@ -19,6 +20,7 @@
 #include "calls/shortcut.h"
 #include "calls/tensor.h"
 #include "calls/turns.h"
+#include "host/few_rows.h"
 #include "host/pool.h"
 
 namespace py = pybind11;
@@ -96,6 +98,20 @@ void bind_memory(py::module_& m) {
   m.def(
       "limit_result_pool", [](std::size_t bytes) { host::result_pool().set_limit(bytes); },
       py::arg("nbytes"));
+}
+
+void bind_few_rows(py::module_& m) {
+  m.attr("MOST_FEW_ROWS") = host::FewRows::kMost;
+  m.def(
+      "multiply_few_rows",
+      [](const py::handle& x, const py::handle& w, const py::handle& out, const py::handle& bias,
+         std::size_t whole_rows) {
+        Tensor a{}, b{}, to{}, added{};
+        return read(x.ptr(), &a) && read(w.ptr(), &b) && read(out.ptr(), &to) &&
+               (bias.is_none() || read(bias.ptr(), &added)) &&
+               multiply_few_rows(a, b, to, added, whole_rows);
+      },
+      py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"), py::arg("whole_rows"));
 }
 
 void bind_turns(py::module_& m) {
@@ -206,6 +222,7 @@ void bind_shortcut(py::module_& m) {
 void bind(py::module_& m) {
   bind_collective(m);
   bind_memory(m);
+  bind_few_rows(m);
   bind_turns(m);
   bind_kernels(m);
   bind_shortcut(m);

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "calls/few_rows.h"
 #include "calls/memory.h"
 #include "calls/python.h"
 #include "calls/tensor.h"
@@ -38,10 +39,21 @@ py::object matmul(const py::object& x, PyObject* w, bool packed) {
   Tensor a{}, b{};
   if (!read(x.ptr(), &a) || !read(w, &b)) throw std::invalid_argument("not a dense tensor");
   PyObject* factors[] = {x.ptr(), w, nullptr};
+  const auto new_result = [&] {
+    const auto dtype = checked(PyObject_GetAttr(x.ptr(), dtype_name));
+    return empty(py::make_tuple(a.shape[0], b.shape[1]), dtype);
+  };
+  const auto rows = static_cast<std::size_t>(a.shape[0]);
+  if (takes_few_rows(a, b, rows)) {
+    py::object out = new_result();
+    Tensor to{};
+    if (!read(out.ptr(), &to)) throw std::invalid_argument("not a dense tensor");
+    multiply_few_rows(a, b, to, {}, rows);
+    return out;
+  }
   const auto bytes = static_cast<std::size_t>(a.shape[0] * b.shape[1]) * a.dtype.bits / 8;
   if (bytes < kLargeBytes) return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
-  const auto dtype = checked(PyObject_GetAttr(x.ptr(), dtype_name));
-  const py::object out = empty(py::make_tuple(a.shape[0], b.shape[1]), dtype);
+  const py::object out = new_result();
   factors[2] = out.ptr();
   return checked(PyObject_Vectorcall(mm.value(), factors, 2, by_name));
 }

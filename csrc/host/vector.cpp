@@ -44,12 +44,14 @@ std::vector<const VectorUnit*> available_units() {
   std::vector<const VectorUnit*> units{&plain_unit()};
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
+      __builtin_cpu_supports("fma")) {
     units.push_back(&avx2_unit());
   }
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     units.push_back(&avx512_unit());
+    if (__builtin_cpu_supports("avx512bf16")) units.push_back(&avx512_bf16_unit());
   }
 #endif
   return units;

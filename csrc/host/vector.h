@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "host/few_rows.h"
+
 namespace tpkernels::host {
 
 enum class DType : int { kF32 = 0, kF16 = 1, kBF16 = 2, kF64 = 3 };
@@ -32,6 +34,8 @@ struct VectorUnit {
   // dst = round(src * factor * weight). The weight has the dtype of the others, or fp32 ([1]).
   void (*scale[3][2])(void* dst, const void* src, const void* weight, float factor,
                       std::size_t count);
+  // Products of few rows. Null where the unit has no fast one.
+  MultiplyFewRows few_rows[3];
   // Copies with streaming stores: for results that nobody reads soon.
   void (*stream)(void* dst, const void* src, std::size_t bytes);
 };
@@ -40,6 +44,7 @@ const VectorUnit& plain_unit();
 #if defined(__x86_64__)
 const VectorUnit& avx2_unit();
 const VectorUnit& avx512_unit();
+const VectorUnit& avx512_bf16_unit();
 #endif
 
 // The units that this processor supports, the fastest last.

@@ -1,19 +1,22 @@
-// AVX2 + F16C: 8 floats per vector.
+// AVX2 + F16C + FMA: 8 floats per vector.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
 
 #include "host/vector_scalar.h"
 
 // Only the code from here to the end of the file is compiled for AVX2. If inline functions of
 // shared headers were, the linker could pick those copies for other translation units.
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 
 namespace tpkernels::host {
@@ -102,6 +105,39 @@ inline void store_acc(float* to, Vec value) { _mm256_storeu_ps(to, value); }
 
 #include "host/vector_loops.inc"
 
+template <DType D>
+using Factor = Pair;
+
+template <DType D>
+constexpr std::size_t kStep = 2 * kLanes;
+
+// 8 sums and 3 pairs of factors, of 16 registers.
+template <DType D>
+constexpr std::size_t kTileRows = 2;
+
+template <DType D>
+inline Pair load_factor(const std::byte* from) {
+  return load_pair<D>(from);
+}
+
+template <DType D>
+inline Vec multiply_add(Vec sum, Pair x, Pair w) {
+  sum = _mm256_fmadd_ps(x.first, w.first, sum);
+  return _mm256_fmadd_ps(x.second, w.second, sum);
+}
+
+inline __m128 half(Vec value) {
+  return _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+}
+
+inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
+  __m128 first = half(a), second = half(b), third = half(c), fourth = half(d);
+  _MM_TRANSPOSE4_PS(first, second, third, fourth);
+  _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
+}
+
+#include "host/few_rows.inc"
+
 void stream(void* dst, const void* src, std::size_t bytes) {
   auto* to = static_cast<char*>(dst);
   const auto* from = static_cast<const char*>(src);
@@ -120,7 +156,10 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   std::memcpy(to + i, from + i, bytes - i);
 }
 
-constexpr VectorUnit kUnit = make_unit("avx2", stream);
+constexpr std::array<MultiplyFewRows, 3> kFewRows = {multiply_few_rows<DType::kF32>,
+                                                     multiply_few_rows<DType::kF16>,
+                                                     multiply_few_rows<DType::kBF16>};
+constexpr VectorUnit kUnit = make_unit("avx2", stream, kFewRows);
 
 }  // namespace avx2
 

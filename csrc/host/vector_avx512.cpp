@@ -4,7 +4,10 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
 
 #include "host/vector_scalar.h"
 
@@ -13,7 +16,9 @@
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))), \
                              apply_to = function)
 #else
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own header (PR 105593)
+// In GCC 12's own header (PR 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
 #endif
@@ -101,6 +106,59 @@ inline void store_acc(float* to, Vec value) { _mm512_storeu_ps(to, value); }
 
 #include "host/vector_loops.inc"
 
+template <DType D>
+struct FactorOf {
+  using Type = Pair;
+};
+
+template <>
+struct FactorOf<DType::kF32> {
+  using Type = Vec;
+};
+
+template <DType D>
+using Factor = typename FactorOf<D>::Type;
+
+template <DType D>
+constexpr std::size_t kStep = sizeof(Factor<D>) / sizeof(float);
+
+// 24 sums and 7 factors, or 16 sums and 5 pairs of factors, of 32 registers.
+template <DType D>
+constexpr std::size_t kTileRows = D == DType::kF32 ? 6 : 4;
+
+template <DType D>
+inline Factor<D> load_factor(const std::byte* from) {
+  if constexpr (D == DType::kF32) {
+    return load_vec<D>(from);
+  } else {
+    return load_pair<D>(from);
+  }
+}
+
+template <DType D>
+inline Vec multiply_add(Vec sum, Factor<D> x, Factor<D> w) {
+  if constexpr (D == DType::kF32) {
+    return _mm512_fmadd_ps(x, w, sum);
+  } else {
+    sum = _mm512_fmadd_ps(x.first, w.first, sum);
+    return _mm512_fmadd_ps(x.second, w.second, sum);
+  }
+}
+
+inline __m128 quarter(Vec value) {
+  const __m256 half =
+      _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
+  __m128 first = quarter(a), second = quarter(b), third = quarter(c), fourth = quarter(d);
+  _MM_TRANSPOSE4_PS(first, second, third, fourth);
+  _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
+}
+
+#include "host/few_rows.inc"
+
 void stream(void* dst, const void* src, std::size_t bytes) {
   auto* to = static_cast<char*>(dst);
   const auto* from = static_cast<const char*>(src);
@@ -118,11 +176,70 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   std::memcpy(to + i, from + i, bytes - i);
 }
 
-constexpr VectorUnit kUnit = make_unit("avx512", stream);
+constexpr std::array<MultiplyFewRows, 3> kFewRows = {multiply_few_rows<DType::kF32>,
+                                                     multiply_few_rows<DType::kF16>,
+                                                     multiply_few_rows<DType::kBF16>};
+constexpr VectorUnit kUnit = make_unit("avx512", stream, kFewRows);
 
 }  // namespace avx512
 
 const VectorUnit& avx512_unit() { return avx512::kUnit; }
+
+}  // namespace tpkernels::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+#endif
+
+namespace tpkernels::host {
+// The same with the dot products of AVX512_BF16, which take a subnormal for zero, as oneDNN's do.
+namespace avx512_bf16 {
+
+using avx512::add_block;
+using avx512::add_lanes;
+using avx512::set_vec;
+using avx512::store_block;
+using avx512::Vec;
+
+template <DType D>
+using Factor = __m512bh;
+
+template <DType D>
+constexpr std::size_t kStep = 32;
+
+template <DType D>
+constexpr std::size_t kTileRows = 6;
+
+template <DType D>
+inline __m512bh load_factor(const std::byte* from) {
+  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from));
+}
+
+template <DType D>
+inline Vec multiply_add(Vec sum, __m512bh x, __m512bh w) {
+  return _mm512_dpbf16_ps(sum, x, w);
+}
+
+#include "host/few_rows.inc"
+
+constexpr VectorUnit make_bf16_unit() {
+  VectorUnit unit = avx512::kUnit;
+  unit.name = "avx512_bf16";
+  unit.few_rows[static_cast<int>(DType::kBF16)] = multiply_few_rows<DType::kBF16>;
+  return unit;
+}
+
+constexpr VectorUnit kUnit = make_bf16_unit();
+
+}  // namespace avx512_bf16
+
+const VectorUnit& avx512_bf16_unit() { return avx512_bf16::kUnit; }
 
 }  // namespace tpkernels::host
 

@@ -1,4 +1,5 @@
 // The fallback for any processor: scalar conversions, vectorised where the compiler can.
+#include <array>
 #include <cstring>
 
 #include "host/vector_scalar.h"

@@ -247,7 +247,8 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     def part_of(owner: int) -> torch.Tensor:
         count = edges[owner + 1] - edges[owner]
         partial = empty([count * columns], problem.dtype, x.device)
-        local_matmul(rows[edges[owner] : edges[owner + 1]], w, partial.view(count, columns))
+        part = rows[edges[owner] : edges[owner + 1]]
+        local_matmul(part, w, partial.view(count, columns), whole_rows=problem.rows)
         return partial
 
     _all_reduce(call, out.view(-1), [row * columns for row in edges], part_of, reduction)

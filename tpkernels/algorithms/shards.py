@@ -62,7 +62,7 @@ def multiply_shard(
     for at, row, count in runs(problem, owner, begin, begin + shard.shape[0]):
         part = shard[at - begin : at - begin + count]
         for w, bias, out in factors:
-            local_matmul(part, w, out[row : row + count], bias)
+            local_matmul(part, w, out[row : row + count], bias, problem.rows)
         if gathered is not None:
             gathered[row : row + count].copy_(part)
 
@@ -76,10 +76,11 @@ def partial_of_shard(
         assert isinstance(w, torch.Tensor)  # ops/_check.py: only those can be sliced
         first = sum(problem.sizes[:owner])
         columns = w[:, first : first + problem.sizes[owner]]
-        local_matmul(x[begin : begin + to.shape[0]], columns, to)
+        local_matmul(x[begin : begin + to.shape[0]], columns, to, whole_rows=problem.rows)
         return
     for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
-        local_matmul(x[row : row + count], w, to[at - begin : at - begin + count])
+        part = to[at - begin : at - begin + count]
+        local_matmul(x[row : row + count], w, part, whole_rows=problem.rows)
 
 
 def shard_counts(problem: Problem) -> list[int]:

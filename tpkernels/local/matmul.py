@@ -6,6 +6,8 @@ is converted into a buffer that stays in the cache, so the conversion costs litt
 product. The same code gives fp32 results of 16-bit operands. Either way products accumulate in fp32
 and round once.
 
+Few rows and a weight with contiguous columns go to the extension (csrc/host/few_rows.h).
+
 On GPUs it is torch's product with the user's settings. By default these let cuBLAS add the parts of
 a split K in the result's dtype. The ops do not change that: the settings are the process's, so a
 switch would affect the products of other threads.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from tpkernels import _C
 from tpkernels.local.memory import empty
 from tpkernels.local.native import native
 from tpkernels.local.packed import columns_of, is_packed, packed_product
@@ -39,16 +42,21 @@ def local_matmul(
     w: Weight,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
+    whole_rows: int | None = None,
 ) -> torch.Tensor:
     """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
     strides, ``out`` with unit column stride. With a packed ``w`` or a caller's product,
-    ``out`` has x's dtype; the latter has no bias. `Product` says what x is with a scaled one."""
+    ``out`` has x's dtype; the latter has no bias. `Product` says what x is with a scaled one.
+
+    Where x is a part of the rows of a product, ``whole_rows`` is how many that has: what computes
+    the product follows from it, so that a result has the same bits whatever the parts are."""
     if x.shape[0] == 0 or columns_of(w) == 0:
         return out
+    rows = x.shape[0] if whole_rows is None else whole_rows
     if not profiling():  # takes 0.1 us; a null range would take 0.4
-        return _local_matmul(x, w, out, bias)
+        return _local_matmul(x, w, out, bias, rows)
     with recorded(MATMUL):
-        return _local_matmul(x, w, out, bias)
+        return _local_matmul(x, w, out, bias, rows)
 
 
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,14 +67,17 @@ def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) ->
 
 
 def _local_matmul(
-    x: torch.Tensor, w: Weight, out: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, w: Weight, out: torch.Tensor, bias: torch.Tensor | None, rows: int
 ) -> torch.Tensor:
     if isinstance(w, Product):
         return w.multiply(x, out, bias)
     if is_packed(w):
         return out.copy_(packed_product(x, w, bias))
+    few = rows <= _C.calls.MOST_FEW_ROWS and not x.is_cuda
+    if few and _multiply_few_rows(x, w, out, bias, rows):
+        return out
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
-    if same and (x.is_cuda or not converts(x.dtype, x.shape[0])):
+    if same and (x.is_cuda or not converts(x.dtype, rows)):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
     if x.is_cuda:
         if out.dtype != torch.float32:
@@ -90,3 +101,11 @@ def _local_matmul(
         if whole is None:
             to.copy_(product)
     return out
+
+
+def _multiply_few_rows(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, rows: int
+) -> bool:
+    if bias is not None:
+        bias = bias.float().contiguous()
+    return _C.calls.multiply_few_rows(x, w, out, bias, rows)

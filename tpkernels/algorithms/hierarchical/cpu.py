@@ -163,7 +163,8 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
 
     def fill(owner: int, begin: int, to: torch.Tensor) -> None:
         first, count = edges[owner] + begin // columns, to.numel() // columns
-        local_matmul(rows[first : first + count], w, to.view(count, columns))
+        part = rows[first : first + count]
+        local_matmul(part, w, to.view(count, columns), whole_rows=problem.rows)
 
     step = min(edges[1], step_rows(problem, levels.node.usable_bytes))
     parts = Parts(

@@ -147,9 +147,8 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
             return workspace.view(owner, reduction.out_dtype, shape, results_at)
 
         for owner in [*call.peers_in_ring_order, rank]:
-            local_matmul(
-                flat[begin + edges[owner] : begin + edges[owner + 1]], w, partial(rank, owner)
-            )
+            part = flat[begin + edges[owner] : begin + edges[owner + 1]]
+            local_matmul(part, w, partial(rank, owner), whole_rows=problem.rows)
             channel.publish(Phase.DATA, owner)
         for peer in call.peers_in_ring_order:
             channel.wait(peer, Phase.DATA, rank)

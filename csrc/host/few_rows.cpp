@@ -1,0 +1,36 @@
+#include "host/few_rows.h"
+
+#include "host/vector.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace tpkernels::host {
+namespace {
+
+bool has_amx_bf16() {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+MultiplyFewRows few_rows_product(DType dtype) {
+  return dtype == DType::kF64 ? nullptr : vector_unit().few_rows[static_cast<int>(dtype)];
+}
+
+// Against torch.mm, 1 thread, torch 2.13, AMD EPYC Zen 5, 2026-11-23, K x N from 768 x 576 to 4096
+// x 4096 (benchmarks/results/cpu-2core-few-rows.md). With AMX nothing was measured: by the rate of
+// its dot products alone, 8 rows could take longer than torch's.
+std::size_t most_few_rows(DType dtype) {
+  static const bool amx = has_amx_bf16();
+  if (!few_rows_product(dtype)) return 0;
+  return amx && dtype == DType::kBF16 ? FewRows::kMost / 2 : FewRows::kMost;
+}
+
+}  // namespace tpkernels::host

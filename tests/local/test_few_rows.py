@@ -1,0 +1,164 @@
+"""Products of few rows in the extension, in every vector unit that this processor has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.cases import RanksFixture
+from tests.support.ranked import place
+from tpkernels import _C
+from tpkernels.local import matmul
+from tpkernels.local.matmul import local_matmul
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (F32, F16, BF16)
+MOST = _C.calls.MOST_FEW_ROWS
+ROWS = tuple(range(1, MOST // 2 + 1))  # on every processor that has a fast product
+WIDTHS = (2, 15, 16, 31, 32, 33, 64, 100)  # K
+COLUMNS = (1, 3, 4, 5, 63, 64, 65, 130)
+UNITS = [name for name in _C.host.vector_units() if name != "plain"]
+CANARY = 77
+
+
+@pytest.fixture(params=_C.host.vector_units())
+def unit(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _C.host.vector_unit()
+    _C.host.use_vector_unit(request.param)
+    yield request.param
+    _C.host.use_vector_unit(before)
+
+
+def k_major(k: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(n, k).to(dtype).t()
+
+
+def product(
+    x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """With canaries around it; None where the extension leaves it to torch."""
+    rows, columns = x.shape[0], w.shape[1]
+    around = torch.full((rows + 2, columns + 9), CANARY, dtype=dtype)
+    inside = around[1:-1, 1 : 1 + columns]
+    took = _C.calls.multiply_few_rows(x, w, inside, bias, rows)
+    result = inside.clone()
+    inside.fill_(CANARY)
+    assert (around == CANARY).all(), "wrote beyond the result"
+    assert took or (result == CANARY).all()
+    return result if took else None
+
+
+def test_exact_for_integers(unit: str) -> None:
+    torch.manual_seed(0)
+    for dtype, k, n in itertools.product(DTYPES, WIDTHS, COLUMNS):
+        w = torch.randint(-1, 2, (n, k)).to(dtype).t()
+        x, bias = torch.randint(-1, 2, (MOST, k)).to(dtype), torch.randint(-3, 4, (n,)).float()
+        expected = x.float() @ w.float()
+        for rows, out_dtype, added in itertools.product(ROWS, {dtype, F32}, (None, bias)):
+            got = product(x[:rows], w, out_dtype, added)
+            assert (got is not None) is (unit != "plain"), (dtype, k, n, rows)
+            if got is not None:
+                exact = expected[:rows] if added is None else expected[:rows] + added
+                assert torch.equal(got.float(), exact), (dtype, k, n, rows, out_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_close_to_float64(unit: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for k, n in [(100, 65), (768, 70), (4096, 9)]:
+        x, w = torch.randn(3, k).to(dtype), k_major(k, n, dtype)
+        got = product(x, w, F32)
+        if got is None:
+            assert unit == "plain"
+            continue
+        exact, size = x.double() @ w.double(), x.double().abs() @ w.double().abs()
+        bound = k**0.5 * torch.finfo(F32).eps * size
+        assert ((got.double() - exact).abs() <= bound).all(), (k, n)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_result_does_not_depend_on_the_others(
+    unit: str, dtype: torch.dtype, threads: int
+) -> None:
+    torch.manual_seed(2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, w = torch.randn(4, 1000).to(dtype), k_major(1000, 300, dtype)
+        whole = product(x, w, F32)
+        if whole is None:
+            assert unit == "plain"
+            return
+        for rows, columns in itertools.product([(0, 1), (1, 3)], [(0, 300), (7, 72), (299, 300)]):
+            part = product(x[slice(*rows)], w[:, slice(*columns)], F32)
+            assert part is not None
+            assert torch.equal(part, whole[slice(*rows), slice(*columns)]), (rows, columns)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not UNITS, reason="needs a vector unit")
+def test_what_is_left_to_torch() -> None:
+    x, w = torch.randn(3, 40), k_major(40, 12, F32)
+    assert product(x, w, F32) is not None
+    assert product(torch.randn(6, 48)[::2, 3:43], k_major(60, 12, F32)[9:49], F32) is not None
+    many = torch.randn(MOST + 1, 40)
+    assert product(many, w, F32) is None
+    assert product(x, w.contiguous(), F32) is None
+    assert product(place(x, "transposed"), w, F32) is None
+    assert product(x.bfloat16(), w, F32) is None
+    assert product(x.double(), w.double(), torch.float64) is None
+    assert product(x, w, torch.float64) is None
+    assert product(x[:, :0], w[:0], F32) is None
+    part = torch.empty(3, 12)
+    assert not _C.calls.multiply_few_rows(many[:3], w, part, None, MOST + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_part_is_computed_as_the_whole_is(dtype: torch.dtype) -> None:
+    w = k_major(33, 5, dtype)
+    for rows, expected in [(2, True), (MOST + 1, False)]:
+        with mock.patch.object(matmul, "_multiply_few_rows", return_value=True) as called:
+            local_matmul(
+                torch.ones(2, 33, dtype=dtype), w, torch.empty(2, 5, dtype=dtype), None, rows
+            )
+        assert called.called is expected
+
+
+def parts_and_whole(rows: int) -> None:
+    """One product by every algorithm that a CPU has for it."""
+    import torch.distributed as dist
+
+    import tpkernels
+
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    for dtype in DTYPES:
+        numbers = torch.Generator().manual_seed(rank)
+        x = torch.randn(rows, 200, generator=numbers).to(dtype)
+        w = torch.randn(24, 200, generator=numbers).to(dtype).t()
+        sizes = tpkernels.shard_sizes(rows, world)
+        first = {}
+        for algorithm in ("unfused", "direct", "pipelined", "ring"):
+            results = (
+                tpkernels.matmul_all_reduce(x, w, group, algorithm=algorithm),
+                tpkernels.matmul_reduce_scatter(
+                    x, w, group, shard_sizes=sizes, algorithm=algorithm
+                ),
+                tpkernels.all_gather_matmul(
+                    x[: sizes[rank]], w, group, shard_sizes=sizes, algorithm=algorithm
+                ),
+            )
+            for i, result in enumerate(results):
+                assert torch.equal(first.setdefault(i, result), result), (dtype, algorithm, i)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_all_algorithms_give_the_same_bits(ranks: RanksFixture, rows: int) -> None:
+    """Also in fp32, where torch's products of few rows round as their number has it."""
+    ranks(3).run(parts_and_whole, rows)
