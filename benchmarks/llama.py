@@ -8,8 +8,8 @@
     thread         one process with one thread
     transformers   ranks, split by transformers itself (``tp_plan="auto"``, over gloo)
     ranks          ranks, split by `tpkernels.from_pretrained`
-    packed         the same with packed weights
-    prefill        the same, and rows are split in prompts (``sequence_parallel="prefill"``)
+    packed         the same with packed weights, beside the plain ones
+    prefill        as `ranks`, and rows are split in prompts (``sequence_parallel="prefill"``)
 
 All stay up, and take turns. Random weights, bf16, greedy. Prints medians: the prefill of 512 tokens
 and, at each batch size, decoding by `generate`, its short prompt included; with --compile, forwards
@@ -83,7 +83,7 @@ def make(how: str, folder: str, compiled: bool) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         rows = "prefill" if how == "prefill" else False
         model = tpkernels.from_pretrained(
-            folder, mesh, sequence_parallel=rows, pack=how in ("packed", "prefill")
+            folder, mesh, sequence_parallel=rows, pack=how == "packed"
         )
     _models[how] = torch.compile(model.eval()) if compiled else model.eval()
 

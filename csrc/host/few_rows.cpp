@@ -1,5 +1,7 @@
 #include "host/few_rows.h"
 
+#include <algorithm>
+
 #include "host/vector.h"
 
 #if defined(__x86_64__)
@@ -24,13 +26,15 @@ MultiplyFewRows few_rows_product(DType dtype) {
   return dtype == DType::kF64 ? nullptr : vector_unit().few_rows[static_cast<int>(dtype)];
 }
 
-// Against torch.mm, 1 thread, torch 2.13, AMD EPYC Zen 5, 2026-11-23, K x N from 768 x 576 to 4096
-// x 4096 (benchmarks/results/cpu-2core-few-rows.md). With AMX nothing was measured: by the rate of
-// its dot products alone, 8 rows could take longer than torch's.
+// The units' numbers: against torch.mm, 1 thread, torch 2.13, AMD EPYC Zen 5, 2026-11-23, K x N
+// from 768 x 576 to 4096 x 4096 (benchmarks/results/cpu-2core-few-rows.md). With AMX nothing was
+// measured; by the rate of the dot products alone, 8 rows would take longer than torch's.
 std::size_t most_few_rows(DType dtype) {
+  constexpr std::size_t kMostBesideAmx = 4;
   static const bool amx = has_amx_bf16();
-  if (!few_rows_product(dtype)) return 0;
-  return amx && dtype == DType::kBF16 ? FewRows::kMost / 2 : FewRows::kMost;
+  if (dtype == DType::kF64) return 0;
+  const std::size_t most = vector_unit().most_few_rows[static_cast<int>(dtype)];
+  return amx && dtype == DType::kBF16 ? std::min(most, kMostBesideAmx) : most;
 }
 
 }  // namespace tpkernels::host

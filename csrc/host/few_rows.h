@@ -25,7 +25,7 @@ struct FewRows {
   DType out_dtype{};
   const float* bias = nullptr;  // one per column; added before the result is rounded
 
-  static constexpr std::size_t kMost = 8;
+  static constexpr std::size_t kMost = 16;
   static constexpr std::size_t kBlock = 64;  // columns whose sums are held at a time
 };
 
@@ -35,7 +35,7 @@ using MultiplyFewRows = void (*)(const FewRows& product, std::size_t begin, std:
 // Of x's and w's dtype, with the vector unit in use. Null: none of its functions is fast at it.
 MultiplyFewRows few_rows_product(DType dtype);
 
-// The most rows for which it beats torch's product on this processor; never above kMost.
+// The most rows for which that is the fastest way on this processor; never above kMost. 0: none.
 std::size_t most_few_rows(DType dtype);
 
 }  // namespace tpkernels::host

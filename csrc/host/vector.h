@@ -34,8 +34,10 @@ struct VectorUnit {
   // dst = round(src * factor * weight). The weight has the dtype of the others, or fp32 ([1]).
   void (*scale[3][2])(void* dst, const void* src, const void* weight, float factor,
                       std::size_t count);
-  // Products of few rows. Null where the unit has no fast one.
+  // Products of few rows, and how few they must be to be faster than torch's. Null and 0 where the
+  // unit has none.
   MultiplyFewRows few_rows[3];
+  std::size_t most_few_rows[3];
   // Copies with streaming stores: for results that nobody reads soon.
   void (*stream)(void* dst, const void* src, std::size_t bytes);
 };

@@ -159,7 +159,7 @@ void stream(void* dst, const void* src, std::size_t bytes) {
 constexpr std::array<MultiplyFewRows, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                                      multiply_few_rows<DType::kF16>,
                                                      multiply_few_rows<DType::kBF16>};
-constexpr VectorUnit kUnit = make_unit("avx2", stream, kFewRows);
+constexpr VectorUnit kUnit = make_unit("avx2", stream, kFewRows, 8);
 
 }  // namespace avx2
 

@@ -179,7 +179,7 @@ void stream(void* dst, const void* src, std::size_t bytes) {
 constexpr std::array<MultiplyFewRows, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                                      multiply_few_rows<DType::kF16>,
                                                      multiply_few_rows<DType::kBF16>};
-constexpr VectorUnit kUnit = make_unit("avx512", stream, kFewRows);
+constexpr VectorUnit kUnit = make_unit("avx512", stream, kFewRows, 8);
 
 }  // namespace avx512
 
@@ -232,6 +232,7 @@ constexpr VectorUnit make_bf16_unit() {
   VectorUnit unit = avx512::kUnit;
   unit.name = "avx512_bf16";
   unit.few_rows[static_cast<int>(DType::kBF16)] = multiply_few_rows<DType::kBF16>;
+  unit.most_few_rows[static_cast<int>(DType::kBF16)] = 16;
   return unit;
 }
 

@@ -12,17 +12,18 @@ import torch
 from tests.support.cases import RanksFixture
 from tests.support.ranked import place
 from tpkernels import _C
+from tpkernels.dtypes import CODES
 from tpkernels.local import matmul
 from tpkernels.local.matmul import local_matmul
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (F32, F16, BF16)
 MOST = _C.calls.MOST_FEW_ROWS
-ROWS = tuple(range(1, MOST // 2 + 1))  # on every processor that has a fast product
 WIDTHS = (2, 15, 16, 31, 32, 33, 64, 100)  # K
 COLUMNS = (1, 3, 4, 5, 63, 64, 65, 130)
 UNITS = [name for name in _C.host.vector_units() if name != "plain"]
 CANARY = 77
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, MOST)
 
 
 @pytest.fixture(params=_C.host.vector_units())
@@ -58,9 +59,11 @@ def test_exact_for_integers(unit: str) -> None:
         w = torch.randint(-1, 2, (n, k)).to(dtype).t()
         x, bias = torch.randint(-1, 2, (MOST, k)).to(dtype), torch.randint(-3, 4, (n,)).float()
         expected = x.float() @ w.float()
+        most = _C.calls.most_few_rows(CODES[dtype])
+        assert most <= MOST and (most == 0) is (unit == "plain")
         for rows, out_dtype, added in itertools.product(ROWS, {dtype, F32}, (None, bias)):
             got = product(x[:rows], w, out_dtype, added)
-            assert (got is not None) is (unit != "plain"), (dtype, k, n, rows)
+            assert (got is not None) is (rows <= most), (dtype, k, n, rows)
             if got is not None:
                 exact = expected[:rows] if added is None else expected[:rows] + added
                 assert torch.equal(got.float(), exact), (dtype, k, n, rows, out_dtype)

@@ -110,6 +110,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 MOST_FEW_ROWS: int
 
+def most_few_rows(dtype: int) -> int: ...
 def multiply_few_rows(
     x: torch.Tensor,
     w: torch.Tensor,

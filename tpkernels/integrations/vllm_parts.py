@@ -16,6 +16,7 @@ import tpkernels
 from tpkernels import dtypes, groups
 from tpkernels.integrations.vllm import logger
 from tpkernels.local import packed
+from tpkernels.local.matmul import new_product
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
 TIMEOUT = 1800.0
@@ -69,16 +70,18 @@ def replace_communicator(platform: type, *, in_graphs: bool) -> None:
     platform.get_device_communicator_cls = classmethod(lambda cls: name)  # type: ignore[attr-defined]
 
 
-class PackedMethod(UnquantizedLinearMethod):
-    """Packs the weight of a layer on a CPU, in place of what vLLM packs, and drops the plain one.
-    ``apply`` is for what multiplies without the layer, such as LoRA."""
+class OwnMethod(UnquantizedLinearMethod):
+    """Holds one weight of a layer on a CPU, plain or packed, in place of what vLLM packs. ``apply``
+    is for what multiplies without the layer, such as LoRA."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.tpkernels_weight = tpkernels.pack(layer.weight.t())
+        layer.tpkernels_weight = layer.weight.detach().t()
+        if packed.better_packed(layer.weight.dtype):
+            layer.tpkernels_weight = tpkernels.pack(layer.tpkernels_weight)
         layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return packed.packed_product(x, layer.tpkernels_weight, bias)
+        return new_product(x, layer.tpkernels_weight, bias)
 
 
 class FusedRowParallelLinear(RowParallelLinear):
@@ -96,7 +99,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             return
         report("row-parallel layers are fused with their all-reduce")
         if self.weight.device.type == "cpu":
-            self.quant_method = PackedMethod()
+            self.quant_method = OwnMethod()
 
     def _not_fused(self) -> str | None:
         """Why the layer stays as it is."""
@@ -104,7 +107,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             return "there is nothing to reduce"
         if type(self.quant_method) is not UnquantizedLinearMethod:
             return f"{type(self.quant_method).__name__} multiplies otherwise"
-        if self.weight.device.type == "cpu":
+        if self.weight.device.type == "cpu" and packed.better_packed(self.weight.dtype):
             try:
                 packed.check_packable(self.weight.t(), "the weight")
             except NotImplementedError as error:

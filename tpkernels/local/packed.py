@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import _C, dtypes
 from tpkernels.local.native import native
 from tpkernels.local.product import Weight
 
@@ -52,6 +52,23 @@ def pack(w: torch.Tensor) -> torch.Tensor:
     check_packable(w, "w")
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(w.detach().t(), _ROWS)
     return packed
+
+
+def plain_beats_packed(dtype: torch.dtype) -> int:
+    """Rows up to which the plain weight of a linear layer is multiplied at least as fast.
+
+    AMD EPYC Zen 5, 1 thread, torch 2.13, 2026-11-23, K x N from 768 x 576 to 4096 x 4096, plain
+    against packed: bfloat16, 1 row 0.35 to 0.88 and 4 rows 0.4 to 1.03 times as long; float32, 2
+    rows 0.36 to 1.03 times, 4 rows up to 1.27 times (benchmarks/results/cpu-2core-few-rows.md).
+    """
+    return _C.calls.most_few_rows(dtypes.CODES[dtype]) // 4
+
+
+def better_packed(dtype: torch.dtype) -> bool:
+    """Whether inference with any number of rows is served best by the packed weight, if one of both
+    is to be kept: in float32. In 16 bits the plain one is the faster with up to 16 rows, as fast
+    with hundreds, and takes up to 1.25 times as long in between."""
+    return dtype == torch.float32
 
 
 def check_packable(w: torch.Tensor, what: str) -> None:

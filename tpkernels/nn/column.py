@@ -148,6 +148,8 @@ def column_parallel(
     # Function calls are saved here, since each takes about 1 % of a small layer's time: the ops are
     # called directly, and `_zeros` and `_finish` only where they do something.
     first = layers[0]
+    rows_split = first.sequence_parallel if sequence_parallel is None else sequence_parallel
+    ranks = first.world if rows_split else 1
     weights, biases, biased, finished = [], [], False, True
     for layer in layers:
         if (
@@ -156,19 +158,18 @@ def column_parallel(
             or layer.sequence_dim != first.sequence_dim
         ):
             raise ValueError(f"layers of one input differ: {first!r} and {layer!r}")
-        w = layer._packed
-        weight, bias = layer._zeros() if layer.empty else (layer.weight, layer.bias)
-        if w is None:
+        if layer.empty:
+            weight, bias = layer._zeros()
             w = weight.t()
-        elif torch.is_grad_enabled():
-            layer._refuse_gradient(x)
+        else:
+            w, bias = layer._factor(x, ranks), layer.bias
         weights.append(w)
         biases.append(bias)
         biased = biased or bias is not None
         finished = finished and not (layer.empty or layer.gather_output)
     each_bias = biases if biased else None
     outputs: list[torch.Tensor]
-    if first.sequence_parallel if sequence_parallel is None else sequence_parallel:
+    if rows_split:
         _, outputs = run_all_gather_matmul(
             x,
             weights,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tpkernels.groups import GroupLike
-from tpkernels.local.packed import check_packable, pack
+from tpkernels.local.packed import check_packable, pack, plain_beats_packed
 from tpkernels.nn.sharding import LayerOptions, ShardedModule
 from tpkernels.nn.split import Split
 
@@ -34,6 +34,7 @@ class ParallelLinear(ShardedModule):
     bias: nn.Parameter | None
     _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
     _dropped = False  # `weight` is the packed weight: there is no other
+    _plain_rows = 0  # rows up to which the plain weight is the faster of both
 
     def __init__(
         self,
@@ -79,9 +80,10 @@ class ParallelLinear(ShardedModule):
         features has nothing to pack.
 
         Args:
-            drop: keep no plain weight, which otherwise takes as much memory again. ``weight`` is
-                then an opaque tensor of the same shape; a state dict unpacks it. An embedding that
-                is tied to the layer keeps the weight that they shared.
+            drop: keep no plain weight, which otherwise takes as much memory again, and multiplies
+                the fewest rows faster. ``weight`` is then an opaque tensor of the same shape; a
+                state dict unpacks it. An embedding that is tied to the layer keeps the weight that
+                they shared.
 
         Raises:
             ValueError, NotImplementedError: as `tpkernels.pack`.
@@ -93,6 +95,7 @@ class ParallelLinear(ShardedModule):
         if drop:
             self.weight = nn.Parameter(packed, self.weight.requires_grad)
         self._packed, self._dropped = packed, drop
+        self._plain_rows = 0 if drop else plain_beats_packed(packed.dtype)
         return self
 
     def unpack_(self) -> Self:
@@ -118,6 +121,15 @@ class ParallelLinear(ShardedModule):
                 self.pack_(drop=drop)
             except NotImplementedError as error:
                 raise NotImplementedError(f"{error}; call unpack_() before") from None
+
+    def _factor(self, x: torch.Tensor, ranks: int = 1) -> torch.Tensor:
+        """What the ops get as the weight, where x has the rows of one of ``ranks`` ranks."""
+        if self._packed is None:
+            return self.weight.t()
+        if torch.is_grad_enabled():
+            self._refuse_gradient(x)
+        few = x.numel() * ranks <= self._plain_rows * x.shape[-1]
+        return self.weight.t() if few else self._packed
 
     def _refuse_gradient(self, x: torch.Tensor) -> None:
         """Raises where a packed layer would need a gradient."""

@@ -90,11 +90,8 @@ class RowParallelLinear(ParallelLinear):
             shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
             sequence_parallel: for this call; by default the layer's.
         """
-        w = self._packed
-        if w is None:
-            w = self.weight.t()
-        elif torch.is_grad_enabled():
-            self._refuse_gradient(x)
+        rows_split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        w = self._factor(x)
         if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear._zeros.
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             w = F.pad(self.weight, (0, x.shape[-1])).t()
@@ -102,7 +99,7 @@ class RowParallelLinear(ParallelLinear):
         # reason given in `column_parallel`.
         out_dtype = None if residual is None else residual.dtype
         y: torch.Tensor
-        if not (self.sequence_parallel if sequence_parallel is None else sequence_parallel):
+        if not rows_split:
             y = run_matmul_all_reduce(x, w, self.group, self.bias, residual, out_dtype=out_dtype)
             return y
         y = run_matmul_reduce_scatter(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tpkernels.launch.rank_process import fork_server
+from tpkernels.local.packed import better_packed
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
 
@@ -34,7 +35,7 @@ def load_model(
     """The model at ``path``, split over all ranks for inference. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
-    CPUs the weights of the parallel layers are packed, if the processor has instructions for them.
+    CPUs the weights of the parallel layers are packed where that pays off.
 
     Args:
         path, dtype, ffn_only: as `tpkernels.from_pretrained` takes them.
@@ -51,7 +52,7 @@ def load_model(
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
     )
-    if device == "cpu":
+    if device == "cpu" and better_packed(model.dtype):
         with contextlib.suppress(NotImplementedError):
             pack_(model, drop=True)
     return model

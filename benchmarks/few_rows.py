@@ -1,0 +1,73 @@
+"""The local product of few rows: torch's with a plain weight, with a packed one, and the one that
+the ops take (csrc/host/few_rows.h).
+
+    python -m benchmarks.few_rows
+    python -m benchmarks.few_rows --dtypes bfloat16 --rows 1 8 --weights 4096x4096
+
+One thread. The ways are interleaved, each with its own copies of the weight, as many as empty the
+cache of 32 MiB, as the layers of a model do; --hot takes one copy. Prints medians in us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import tpkernels
+from tpkernels.local.matmul import new_product
+from tpkernels.local.native import native
+
+COLD_BYTES = 64 << 20
+WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "torch.mm": torch.mm,
+    "packed": new_product,
+    "plain": new_product,
+}
+
+
+def medians(k: int, n: int, rows: int, dtype: torch.dtype, repeat: int, hot: bool) -> list[float]:
+    """Microseconds of each way."""
+    copies = 1 if hot else max(1, COLD_BYTES // (k * n * dtype.itemsize))
+    x = torch.randn(rows, k).to(dtype)
+    weights = {
+        way: [(torch.randn(n, k) * k**-0.5).to(dtype).t() for _ in range(copies)] for way in WAYS
+    }
+    if native(dtype):
+        weights["packed"] = [tpkernels.pack(w) for w in weights["packed"]]
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    turns = itertools.islice(itertools.cycle(range(copies)), max(repeat, copies) + copies)
+    for turn, copy in enumerate(turns):
+        for way, multiply in WAYS.items():
+            begin = time.perf_counter()
+            multiply(x, weights[way][copy])
+            if turn >= copies:  # the first round prepares what libraries keep of a weight
+                times[way].append(time.perf_counter() - begin)
+    return [1e6 * statistics.median(taken) for taken in times.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16])
+    parser.add_argument(
+        "--weights", nargs="+", default=["768x576", "1024x2816", "2048x5632", "4096x4096"]
+    )
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--repeat", type=int, default=40)
+    parser.add_argument("--hot", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| dtype | K x N | rows |", *(f"{way} |" for way in WAYS))
+    print("|---|---|---|" + "---|" * len(WAYS))
+    for dtype, weight, rows in itertools.product(given.dtypes, given.weights, given.rows):
+        k, n = map(int, weight.split("x"))
+        times = medians(k, n, rows, getattr(torch, dtype), given.repeat, given.hot)
+        print(f"| {dtype} | {weight} | {rows} |", *(f"{t:.0f} |" for t in times), flush=True)
+
+
+if __name__ == "__main__":
+    main()
