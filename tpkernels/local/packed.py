@@ -26,11 +26,9 @@ _PLAIN = "use the plain weight"
 def pack(w: torch.Tensor) -> torch.Tensor:
     """A copy of a weight that the ops with a matmul take in place of it on CPUs, for inference.
 
-    oneDNN then multiplies few rows in less time. In bfloat16, with K=1024 and N=2816, 1 row takes
-    97 us instead of 221, 8 rows 242 instead of 385, and 512 rows about the same time. In float32,
-    8 rows take 509 us instead of 1129. Each product has some 12 us of overhead more, so small ones
-    are slower, such as one row of 64 x 64 in bfloat16 or of 768 x 576 in float32 (AMD EPYC Zen 4, 1
-    thread, torch 2.13, 2026-11-22).
+    oneDNN has it in a layout of its own. It pays off in float32, and in 16 bits for some 16 to 100
+    rows. The fewest rows are multiplied as fast or faster with the plain weight
+    (csrc/host/few_rows.h), and hundreds of them equally fast.
 
     Torch and oneDNN keep what they prepare for a shape of a weight and a number of rows, about half
     a MiB each in float32. Each keeps the last 1024, or as many as ``LRU_CACHE_CAPACITY`` and
