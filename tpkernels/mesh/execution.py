@@ -26,7 +26,6 @@ from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.ops.reduce_scatter import reduce_scatter
-from tpkernels.planning.machines import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +36,11 @@ class Place:
         mesh: that of the DTensors.
         coordinate: this rank's, one index for each mesh dim.
         algorithm: of the ops.
-        machine: by whose rates the gradients are planned.
     """
 
     mesh: DeviceMesh
     coordinate: tuple[int, ...]
     algorithm: str
-    machine: Profile
 
     def group(self, step: Step) -> str:
         return name_of((self.mesh, step.mesh_dim))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import dtypes
+from tpkernels.errors import TpkernelsError
 from tpkernels.mesh import cost, execution
-from tpkernels.mesh.agreement import agreed_machine, known_machine
+from tpkernels.mesh.agreement import (
+    Known,
+    agree_on,
+    agreed_machine,
+    break_groups,
+    known_machine,
+    known_on,
+    mesh_text,
+)
 from tpkernels.mesh.layout import Placements, checked, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose
 from tpkernels.planning.algorithms import check_algorithm
@@ -57,20 +67,15 @@ def sharded_matmul(
     """
     _check_operands(x, w)
     out = None if out_placements is None else tuple(out_placements)
-    problem, plan = _planned_call(x._spec, w._spec, out, strategy)
+    problem = _checked_call(x._spec, w._spec, out, strategy)
     if algorithm != "auto":
         check_algorithm(algorithm)
-    coordinate = x.device_mesh.get_coordinate()
+    mesh = x.device_mesh
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise ValueError(f"this rank is not in the mesh {x.device_mesh}")
-    machine = agreed_machine(x.device_mesh)
-    if strategy == "auto":
-        plan = cost.choose(problem, strategy, machine)
-    place = execution.Place(
-        mesh=x.device_mesh, coordinate=tuple(coordinate), algorithm=algorithm, machine=machine
-    )
-    result: DTensor = _ShardedMatmul.apply(x, w, plan, problem, place)
-    return result
+        raise ValueError(f"this rank is not in the mesh {mesh}")
+    place = execution.Place(mesh=mesh, coordinate=tuple(coordinate), algorithm=algorithm)
+    return _run(Product(problem=problem, dtype=x.dtype, strategy=strategy), x, w, place)
 
 
 def plans(
@@ -107,13 +112,50 @@ def explain(x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None =
     return "\n".join([header, *lines])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """What a plan is made for, the same on all ranks of a mesh."""
+
+    problem: MatmulProblem
+    dtype: torch.dtype
+    strategy: str
+
+    def text(self, place: execution.Place) -> str:
+        """For errors, and for the comparison of the ranks' products."""
+        one = self.problem
+        out = "any" if one.out is None else text_of(one.out)
+        return (
+            f"sharded_matmul([{one.m}, {one.k}] {text_of(one.x)} @ [{one.k}, {one.n}] "
+            f"{text_of(one.w)} -> {out}, {dtypes.name(self.dtype)}, strategy '{self.strategy}', "
+            f"algorithm '{place.algorithm}', on {mesh_text(place.mesh)})"
+        )
+
+
+def _run(product: Product, x: DTensor, w: DTensor, place: execution.Place) -> DTensor:
+    """The product by the plan of all ranks, which is made in the first call."""
+    known: Known[MatmulPlan] = known_on(place.mesh)
+    key = product, place.algorithm
+    plan = known.get(key)
+    if plan is None:
+        agree_on(product.text(place), place.mesh)
+        machine = agreed_machine(place.mesh)
+        plan = known.add(key, cost.choose(product.problem, product.strategy, machine))
+    try:
+        result: DTensor = _ShardedMatmul.apply(x, w, plan, product, place)
+    except TpkernelsError as error:
+        break_groups(place.mesh, error)
+        raise
+    return result
+
+
 @functools.lru_cache(maxsize=1024)
-def _planned_call(
+def _checked_call(
     x: DTensorSpec, w: DTensorSpec, out: Placements | None, strategy: str
-) -> tuple[MatmulProblem, MatmulPlan]:
+) -> MatmulProblem:
     """Without the mesh: specs are equal for equal meshes, which may have other groups."""
     problem = _checked_problem(x, w, out)
-    return problem, choose(problem, strategy)
+    choose(problem, strategy)  # raises if there is no such strategy
+    return problem
 
 
 def _problem(x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None) -> MatmulProblem:
@@ -185,15 +227,11 @@ def _problem_of(
 class _ShardedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: DTensor,
-        w: DTensor,
-        plan: MatmulPlan,
-        problem: MatmulProblem,
-        place: execution.Place,
+        ctx: Any, x: DTensor, w: DTensor, plan: MatmulPlan, product: Product, place: execution.Place
     ) -> DTensor:
         ctx.save_for_backward(x, w)
         ctx.place = place
+        problem = product.problem
         y = execution.run(plan, problem, x.to_local(), w.to_local(), place)
         # As DTensor's own autograd functions do it. from_local would be one more of them and take
         # 24 us; the whole call takes 32 to 38. AMD EPYC (family 25 model 17), 1 thread, 2026-11-22.
@@ -205,13 +243,13 @@ class _ShardedMatmul(torch.autograd.Function):
         x, w = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = _planned(grad, w.t(), x.placements, ctx.place)
+            grad_x = _gradient(grad, w.t(), x.placements, ctx.place)
         if ctx.needs_input_grad[1]:
-            grad_w = _planned(x.t(), grad, w.placements, ctx.place)
+            grad_w = _gradient(x.t(), grad, w.placements, ctx.place)
         return grad_x, grad_w, None, None, None
 
 
-def _planned(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> DTensor:
+def _gradient(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> DTensor:
     """A product of the backward, with the placements of the gradient of an operand that has those
     ``of``. Each addend of a Partial operand has the gradient of the sum.
 
@@ -220,6 +258,4 @@ def _planned(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> 
     """
     out = tuple(Replicate() if isinstance(one, Partial) else one for one in of)
     problem = _problem_of(a._spec, b._spec, out, a.dtype.itemsize)
-    plan = cost.choose(problem, "auto", place.machine)
-    result: DTensor = _ShardedMatmul.apply(a, b, plan, problem, place)
-    return result
+    return _run(Product(problem=problem, dtype=a.dtype, strategy="auto"), a, b, place)
