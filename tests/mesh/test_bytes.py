@@ -12,11 +12,13 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh, placements_of
 from tests.support.ranked import apart
+from tests.support.tiers import thorough
 from tpkernels import mesh as tpmesh
 from tpkernels.transport import point_to_point as links
 from tpkernels.transport.point_to_point import PeerLinks
@@ -24,9 +26,14 @@ from tpkernels.transport.point_to_point import PeerLinks
 SHAPE = (7, 5, 6)
 
 Operands = tuple[Placements, Placements, Placements]
+Dtypes = tuple[torch.dtype, torch.dtype | None]  # of the operands and of partials that travel
+
+DEFAULT: Dtypes = (torch.float32, None)
 
 
-def sent_job(mesh_shape: tuple[int, ...], operands: list[Operands]) -> list[tuple[str, int, int]]:
+def sent_job(
+    mesh_shape: tuple[int, ...], operands: list[Operands], dtypes: Dtypes = DEFAULT
+) -> list[tuple[str, int, int]]:
     """(what, bytes in the plan, bytes that this rank sends) of every plan of each product."""
     sent = 0
     begin = PeerLinks._start
@@ -37,17 +44,20 @@ def sent_job(mesh_shape: tuple[int, ...], operands: list[Operands]) -> list[tupl
             sent += sum(tensor.nbytes for tensor, _ in sends)
         return begin(link, sends, receives, tag)
 
-    m, k, n = SHAPE
+    (m, k, n), (dtype, wire) = SHAPE, dtypes
     results = []
     with apart():
         mesh = make_mesh(mesh_shape)  # the default group would stay apart for later tests
         PeerLinks._start = count  # type: ignore[method-assign]
         try:
             for x, w, out in operands:
-                a, b = draw("x", (m, k), mesh, x).sharded, draw("w", (k, n), mesh, w).sharded
-                for plan in tpmesh.plans(a, b, out):
+                a = draw("x", (m, k), mesh, x, dtype).sharded
+                b = draw("w", (k, n), mesh, w, dtype).sharded
+                for plan in tpmesh.plans(a, b, out, wire_dtype=wire):
                     sent = 0
-                    tpkernels.sharded_matmul(a, b, out, plan.strategy, algorithm="ring")
+                    tpkernels.sharded_matmul(
+                        a, b, out, plan.strategy, wire_dtype=wire, algorithm="ring"
+                    )
                     results.append((f"{x} {w} {out}: {plan}", plan.nbytes, sent))
         finally:
             PeerLinks._start = begin  # type: ignore[method-assign]
@@ -93,7 +103,26 @@ EACH_ON_TWO: list[Operands] = [
 def test_as_many_bytes_travel_as_planned(
     ranks: RanksFixture, mesh_shape: tuple[int, ...], operands: list[Operands]
 ) -> None:
-    by_rank = ranks(math.prod(mesh_shape)).run(sent_job, mesh_shape, operands, timeout=280)
+    run(ranks, mesh_shape, operands, DEFAULT)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "operands"),
+    [
+        ((2,), [((S1,), (S0,), (R,)), ((P,), (S1,), (S0,))]),
+        *map(thorough, [(3,), (2, 2)], [ONE_DIM[1::3], [*TWO_DIMS, ((S1, S1), (S0, S0), (P, R))]]),
+    ],
+)
+def test_partials_travel_in_fp32(
+    ranks: RanksFixture, mesh_shape: tuple[int, ...], operands: list[Operands]
+) -> None:
+    run(ranks, mesh_shape, operands, (torch.bfloat16, torch.float32))
+
+
+def run(
+    ranks: RanksFixture, mesh_shape: tuple[int, ...], operands: list[Operands], dtypes: Dtypes
+) -> None:
+    by_rank = ranks(math.prod(mesh_shape)).run(sent_job, mesh_shape, operands, dtypes, timeout=280)
     moved = 0
     for plans in zip(*by_rank, strict=True):
         what, planned, _ = plans[0]

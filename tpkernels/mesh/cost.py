@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial
 
 from tpkernels.integers import ceil_div
 from tpkernels.mesh.layout import Placements, local_shape
@@ -124,7 +124,8 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
     """The operands are there throughout, and each step's input until the step ends."""
 
     def nbytes(operand: str, placements: Placements) -> int:
-        return prod(_largest(problem, operand, placements)) * problem.itemsize
+        elements = prod(_largest(problem, operand, placements))
+        return elements * problem.itemsize_of(operand, placements)
 
     held = {"x": nbytes("x", problem.x), "w": nbytes("w", problem.w), "out": 0}
     own, temporary, peak = sum(held.values()), {"x": 0, "w": 0, "out": 0}, 0
@@ -143,7 +144,7 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
     partial = plan.product
     if fused and fused[0].operand == "out":  # the product before its reduction
         rest = list(plan.product)
-        rest[fused[0].mesh_dim] = Replicate()
+        rest[fused[0].mesh_dim] = Partial()
         partial = tuple(rest)
     change("out", nbytes("out", partial))
     temporary["x"] = temporary["w"] = 0

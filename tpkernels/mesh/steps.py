@@ -6,11 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tpkernels.mesh.layout import Placements, held_elements
-
-_MOVES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "slice": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,10 @@ def steps_from(
     placements: Placements,
     mesh_shape: Sequence[int],
     itemsize: int,
+    partial_itemsize: int,
 ) -> list[Step]:
-    """Every step that can be taken.
+    """Every step that can be taken. An element has ``itemsize`` bytes, or ``partial_itemsize`` as
+    long as the tensor is Partial anywhere.
 
     A mesh dim can gather or split a tensor dim only if no later mesh dim splits it: mesh dims
     split from left to right, so the later one's shards are shards of this one's.
@@ -76,13 +76,16 @@ def steps_from(
         rest = list(placements)
         rest[mesh_dim] = Shard(0)  # its ranks hold the whole once, together
         moved = held_elements(shape, tuple(rest), mesh_shape) * (mesh_shape[mesh_dim] - 1)
+        before = partial_itemsize if Partial() in placements else itemsize
+        after = partial_itemsize if Partial() in rest else itemsize
+        each = {"slice": 0, "all_reduce": before + after}
         steps += [
             Step(
                 kind=kind,
                 operand=operand,
                 mesh_dim=mesh_dim,
                 tensor_dim=dim,
-                nbytes=_MOVES[kind] * moved * itemsize,
+                nbytes=moved * each.get(kind, before),
             )
             for kind, dim in options
         ]

@@ -162,15 +162,15 @@ def out_dtype(value: torch.dtype | None, x: torch.Tensor, what: str = "out_dtype
     return value
 
 
-def wire_dtype(value: torch.dtype | None, x: torch.Tensor) -> torch.dtype:
+def wire_dtype(value: torch.dtype | None, x: torch.dtype) -> torch.dtype:
     """The dtype that partials travel in: x's, or float32."""
-    if value not in (None, x.dtype, dtypes.accumulator(x.dtype)):
+    if value not in (None, x, dtypes.accumulator(x)):
         assert value is not None  # None is in the list
         raise ValueError(
-            f"wire_dtype is {dtypes.name(value)}; it must be x's {dtypes.name(x.dtype)} or "
-            f"{dtypes.name(dtypes.accumulator(x.dtype))}"
+            f"wire_dtype is {dtypes.name(value)}; it must be x's {dtypes.name(x)} or "
+            f"{dtypes.name(dtypes.accumulator(x))}"
         )
-    return value or x.dtype
+    return value or x
 
 
 def gather_sizes(sizes: Sequence[int] | None, size: int, rank: int, world: int) -> tuple[int, ...]:
