@@ -161,7 +161,7 @@ def test_explain(ranks: RanksFixture) -> None:
     assert lines[0].startswith("[6, 4] S0 @ [4, 8] S1 on a mesh of 2, ")
     assert lines[1].split() == ["strategy", "result", "ms", "bytes", "flops", "steps"]
     strategy, result, ms, *numbers = lines[2].split(maxsplit=5)[:5]
-    assert (strategy, result, *numbers) == ("K", "P", "224", "384") and float(ms) > 0
+    assert (strategy, result, *numbers) == ("K", "P", "112", "384") and float(ms) > 0
 
 
 @pytest.mark.parametrize("name", ["sharded_matmul", "all_gather"])

@@ -5,7 +5,8 @@ Model:
   result's bytes at the rate of the device's memory; on a machine that overlaps nothing, their sum.
 - A collective takes a fixed time, a time for each step of a ring, and the bytes that a rank
   receives at the rate of the link. A group that spans nodes goes in two levels: the ranks with the
-  same place in their nodes exchange first, then those of each node.
+  same place in their nodes exchange first, then those of each node. In an all-to-all each rank
+  receives from all others: over the slow link from those of other nodes.
 - A step that is one op with the product, cut into one chunk for each rank, overlaps it: all but the
   first chunk of the one and the last of the other, if the machine overlaps at all and unless that
   takes longer than one after the other, because each chunk reads the whole weight.
@@ -28,7 +29,7 @@ from tpkernels.mesh.layout import Placements, local_shape
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, by_name, plans_for
 from tpkernels.mesh.steps import Step
 from tpkernels.planning.machines import Profile
-from tpkernels.planning.rates import collective_seconds, product_seconds
+from tpkernels.planning.rates import all_to_all_seconds, collective_seconds, product_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ def _step_seconds(profile: Profile, step: Step, mesh_shape: Sequence[int]) -> fl
     passes = 2 if step.kind == "all_reduce" else 1
     whole = step.nbytes / prod(mesh_shape) / passes * ranks / (ranks - 1)
     stride = prod(mesh_shape[step.mesh_dim + 1 :])
+    if step.kind == "all_to_all":
+        return all_to_all_seconds(profile, whole, ranks, stride=stride)
     return collective_seconds(profile, whole, ranks, stride=stride, passes=passes)
 
 

@@ -24,9 +24,11 @@ from tpkernels.ops._autograd import algorithm_like, matmul
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.all_reduce import all_reduce
+from tpkernels.ops.all_to_all import all_to_all
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.ops.reduce_scatter import reduce_scatter
+from tpkernels.planning.algorithms import ALGORITHMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +50,16 @@ class Place:
     def group(self, step: Step) -> str:
         return name_of((self.mesh, step.mesh_dim))
 
-    def sizes(self, step: Step, shape: Sequence[int], placements: Placements) -> tuple[int, ...]:
-        """Of the shards that the step gathers or leaves, in its group. ``placements`` may be those
-        before or after the step: only earlier mesh dims matter."""
-        assert step.tensor_dim is not None  # an all-reduce has no shards
-        return split_sizes(
-            shape[step.tensor_dim],
-            placements,
-            self.mesh.shape,
-            self.coordinate,
-            step.mesh_dim,
-            step.tensor_dim,
-        )
+    def sizes(
+        self, step: Step, shape: Sequence[int], placements: Placements, dim: int | None = None
+    ) -> tuple[int, ...]:
+        """Of the shards that the step gathers or leaves, in its group: along ``dim``, by default
+        the step's. ``placements`` may be those before or after the step: only earlier mesh dims
+        matter."""
+        dim = step.tensor_dim if dim is None else dim
+        assert dim is not None  # an all-reduce has no shards
+        mesh_shape = self.mesh.shape
+        return split_sizes(shape[dim], placements, mesh_shape, self.coordinate, step.mesh_dim, dim)
 
 
 def run(
@@ -112,6 +112,18 @@ def _run_step(
     rank = place.coordinate[step.mesh_dim]
     if step.kind == "slice":
         return t.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    if step.scatter_dim is not None:
+        if algorithm != "auto" and t.device.type in ALGORITHMS[algorithm].no_all_to_all:
+            algorithm = "auto"
+        return all_to_all(
+            t,
+            place.group(step),
+            dim,
+            step.scatter_dim,
+            gather_sizes=sizes,
+            scatter_sizes=place.sizes(step, shape, placements, step.scatter_dim),
+            algorithm=algorithm,
+        )
     if step.kind == "all_gather":
         return all_gather(t, place.group(step), dim, shard_sizes=sizes, algorithm=algorithm)
     return reduce_scatter(
