@@ -120,8 +120,7 @@ class Channel {
   void abandon(const std::string& why, FailureKind kind = FailureKind::kPeerLost, int culprit = -1);
   bool broken() const { return broken_; }
   Sharing& sharing() { return sharing_; }
-  // What the collectives have read of the peers' memory: data, not words. Tests compare it with
-  // what was planned.
+  // What the collectives have read of the peers' memory: data, not words. For tests.
   void count_read(std::size_t bytes) { bytes_read_ += bytes; }
   std::uint64_t bytes_read() const { return bytes_read_; }
   // Limit of one wait, in seconds, from the next wait on.

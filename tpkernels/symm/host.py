@@ -6,8 +6,6 @@ protocol and its proof). Symmetric tensors that users make are arenas of their o
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 
 from tpkernels import _C
-from tpkernels._C.host import Phase
 from tpkernels.errors import CaptureError
 from tpkernels.symm import capture
 from tpkernels.symm.channels import make_channel
@@ -50,6 +47,7 @@ class HostWorkspace(Steps):
         self._device: DeviceWorkspace | None = None
         self._cuda: dict[torch.device, CudaWorkspace] = {}
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._bytes_read = 0
         region = _C.host.Channel.region_bytes(participant.world, workspace_bytes)
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
         first = min(workspace_bytes, _FIRST_BUFFER)
@@ -210,6 +208,20 @@ class HostWorkspace(Steps):
             )
         return self._at(rank, dtype, shape, self.channel.buffer_offset(self.epoch & 1) + offset)
 
+    def read(
+        self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
+    ) -> torch.Tensor:
+        """The `view` of what a rank has written, all of which is read, and once."""
+        if rank != self.participant.rank:
+            self._bytes_read += prod(shape) * dtype.itemsize
+        return self.view(rank, dtype, shape, offset)
+
+    @property
+    def bytes_read(self) -> int:
+        """What calls by `direct` and `pipelined` have read of the peers' memory: data, not words.
+        For tests."""
+        return self.channel.bytes_read + self._bytes_read
+
     def _at(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int
     ) -> torch.Tensor:
@@ -226,24 +238,13 @@ class HostWorkspace(Steps):
     def peer_data(self, peer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """What ``peer`` published in this epoch, wherever it lies: its buffer or a segment."""
         if not self.channel.in_segment(peer):
-            return self.view(peer, dtype, shape)
+            return self.read(peer, dtype, shape)
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
+        self._bytes_read += nbytes
         region = self.channel.segment_of(peer, nbytes)
         return torch.frombuffer(region, dtype=dtype).view(shape)
-
-    def numbers_of_all(self, purpose: str, mine: Sequence[int]) -> list[list[int]]:
-        """A few numbers below 2^53 of each rank, in rank order. A separate call."""
-        channel, own = self.channel, self.participant.rank
-        channel.begin(zlib.crc32(purpose.encode()) or 1, purpose)
-        shape = (len(mine),)
-        self.view(own, torch.float64, shape).copy_(torch.tensor(mine, dtype=torch.float64))
-        channel.publish(Phase.DATA)
-        for peer in range(self.participant.world):
-            channel.wait(peer, Phase.DATA)
-        views = (self.view(r, torch.float64, shape) for r in range(self.participant.world))
-        return [[int(number) for number in view.tolist()] for view in views]
 
     def make_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of a new segment, as a tensor. Collective."""
