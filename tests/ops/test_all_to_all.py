@@ -46,16 +46,22 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
 
     x = shard(whole, 0)
     x = x.transpose(0, -1).contiguous().transpose(0, -1) if case.strided else x.contiguous()
-    y = tpkernels.all_to_all(
-        x.requires_grad_(),
-        group,
-        gather,
-        scatter,
-        gather_sizes=case.sizes[0],
-        scatter_sizes=case.sizes[1],
-        algorithm=case.algorithm,
-    )
+
+    def exchanged(x: torch.Tensor) -> torch.Tensor:
+        return tpkernels.all_to_all(
+            x,
+            group,
+            gather,
+            scatter,
+            gather_sizes=case.sizes[0],
+            scatter_sizes=case.sizes[1],
+            algorithm=case.algorithm,
+        )
+
+    y = exchanged(x.requires_grad_())
     (grad_x,) = torch.autograd.grad(y, x, shard(grad, 1))
+    if not torch.equal(exchanged(x.detach()), y):  # a planned call
+        return f"{case} on rank {rank}: another result the second time"
     if not (torch.equal(y, shard(whole, 1)) and y.is_contiguous()):
         return f"{case} on rank {rank}: has {y.tolist()}, not {shard(whole, 1).tolist()}"
     return None if torch.equal(grad_x, shard(grad, 0)) else f"{case} on rank {rank}: gradient"
