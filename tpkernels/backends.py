@@ -41,7 +41,7 @@ SCALED = {
     "scaled_matmul_reduce_scatter": "matmul_reduce_scatter",
     "scaled_matmul_all_reduce": "matmul_all_reduce",
 }
-OPS = (*PLAIN_OPS, *SCALED)
+OPS = (*PLAIN_OPS, "all_to_all", *SCALED)
 
 
 def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]]:

@@ -62,6 +62,13 @@ void bind_collective(py::module_& m) {
           py::arg("x"), py::arg("out"), py::arg("layout"), py::arg("bias") = py::none(),
           py::arg("residual") = py::none())
       .def(
+          "all_to_all",
+          [](const Collective& self, const py::object& x, const py::object& out,
+             const host::ShardLayout& given, const host::ShardLayout& taken, std::size_t largest) {
+            self.all_to_all(contiguous(x), contiguous(out), given, taken, largest);
+          },
+          py::arg("x"), py::arg("out"), py::arg("given"), py::arg("taken"), py::arg("largest"))
+      .def(
           "all_reduce",
           [](const Collective& self, const py::object& x, const py::object& out,
              const py::object& bias, const py::object& residual) {

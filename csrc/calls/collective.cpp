@@ -82,6 +82,13 @@ void Collective::reduce_scatter(const Tensor& x, const Tensor& out, const host::
   host::reduce_scatter(channel_, id(), in, data_of(out), layout, wire, after);
 }
 
+void Collective::all_to_all(const Tensor& x, const Tensor& out, const host::ShardLayout& given,
+                            const host::ShardLayout& taken, std::size_t largest) const {
+  const DType dtype = dtype_of(x);
+  const GilReleased released;
+  host::all_to_all(channel_, id(), data_of(x), data_of(out), given, taken, largest, dtype);
+}
+
 void Collective::all_reduce(const Tensor& x, const Tensor& out, const Addends& addends,
                             const Norm& norm) const {
   const bool in_place = data_of(x) == data_of(out);

@@ -37,6 +37,8 @@ class Collective {
   void all_gather(const Tensor& x, const Tensor& out, const host::ShardLayout& layout) const;
   void reduce_scatter(const Tensor& x, const Tensor& out, const host::ShardLayout& layout,
                       const Addends& addends) const;
+  void all_to_all(const Tensor& x, const Tensor& out, const host::ShardLayout& given,
+                  const host::ShardLayout& taken, std::size_t largest) const;
   // `out` may be `x`. Peers cannot read `x` in place then, as it is being overwritten.
   void all_reduce(const Tensor& x, const Tensor& out, const Addends& addends,
                   const Norm& norm = {}) const;

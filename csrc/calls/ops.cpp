@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -79,6 +80,25 @@ class ReduceScatter final : public OfShards {
     collective_->reduce_scatter(x, tensor(out), *layout_, {});
     return out;
   }
+};
+
+class AllToAll final : public OfShards {
+ public:
+  AllToAll(SharedCollective collective, SharedLayout given, SharedLayout taken, std::size_t largest,
+           py::tuple shape)
+      : OfShards(std::move(collective), std::move(taken), std::move(shape)),
+        given_(std::move(given)),
+        largest_(largest) {}
+
+  py::object run(const Slots& slots, const Tensor& x) const override {
+    py::object out = empty_like(slots[0], shape_);
+    collective_->all_to_all(x, tensor(out), *given_, *layout_, largest_);
+    return out;
+  }
+
+ private:
+  SharedLayout given_;
+  std::size_t largest_;
 };
 
 class MatmulAllReduce final : public Bound {
@@ -171,6 +191,9 @@ void bind_ops(py::module_& m) {
       .def(py::init<SharedCollective, SharedLayout, py::tuple>(), collective, layout, shape);
   py::class_<ReduceScatter, Bound, std::shared_ptr<ReduceScatter>>(m, "ReduceScatter")
       .def(py::init<SharedCollective, SharedLayout, py::tuple>(), collective, layout, shape);
+  py::class_<AllToAll, Bound, std::shared_ptr<AllToAll>>(m, "AllToAll")
+      .def(py::init<SharedCollective, SharedLayout, SharedLayout, std::size_t, py::tuple>(),
+           collective, py::arg("given"), py::arg("taken"), py::arg("largest"), shape);
   py::class_<AllGatherMatmul, Bound, std::shared_ptr<AllGatherMatmul>>(m, "AllGatherMatmul")
       .def(py::init<SharedCollective, SharedLayout, py::tuple, py::list, std::vector<bool>, bool>(),
            collective, layout, shape, py::arg("result_shapes"), packed, py::arg("return_gathered"));

@@ -77,6 +77,7 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData);
       partials[static_cast<std::size_t>(peer)] = channel.data(peer, n * element) + first * element;
+      channel.count_read(length * element);
     });
     partials[rank] = source + first * element;
     Epilogue here = epilogue;
@@ -105,6 +106,7 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
       for_each_peer(channel, [&](int peer) {
         channel.wait(peer, Phase::kResult);
         const auto theirs = static_cast<std::size_t>(peer);
+        channel.count_read(part_count(theirs) * out_element);
         copy(to + part_begin(theirs) * out_element, channel.buffer(peer) + result_at,
              part_count(theirs) * out_element, stream);
       });

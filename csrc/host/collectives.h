@@ -1,10 +1,11 @@
-// Problem: all-gather, reduce-scatter and all-reduce of CPU tensors over a channel.
+// Problem: all-gather, reduce-scatter, all-to-all and all-reduce of CPU tensors over a channel.
 //
 // Algorithm: data moves in chunks. Each chunk is one call of the channel (one epoch). So the
 // channel's proof covers it, and the two data buffers are all the memory needed, however large the
 // tensors.
 //   all_gather       Write own chunk; copy every peer's chunk out.
 //   reduce_scatter   For each peer, write its piece of own partial; sum the pieces for this rank.
+//   all_to_all       For each peer, write its piece of own shard; copy the peers' pieces out.
 //   all_reduce       One-shot (small, or two ranks): write own chunk; every rank sums all of it.
 //                    Two-shot: write own chunk; sum this rank's 1/W of it and write the result;
 //                    copy the peers' results out. Either way every rank normalises all rows by
@@ -61,6 +62,13 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
 // in: [outer, sum(sizes), inner] of `wire`; out: [outer, sizes[rank], inner].
 void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                     const ShardLayout& layout, DType wire, const Epilogue& epilogue);
+
+// in: [.., sum(given.sizes), ..], of which rank r gets its rows; out: [.., sum(taken.sizes), ..],
+// of which rank r has given its rows. The layouts are those of this rank's two tensors. `largest`:
+// elements of the largest piece that a rank gives another, the same on all ranks.
+void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::byte* out,
+                const ShardLayout& given, const ShardLayout& taken, std::size_t largest,
+                DType dtype);
 
 // in, out: `count` elements. They may be the same memory if `in.segment` is 0. `norm.out` gets the
 // rows of the result, normalised: by every rank all of them, while they are in its caches.

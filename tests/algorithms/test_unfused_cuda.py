@@ -30,6 +30,8 @@ DEFAULTS = {
     "out_dtype": None,
     "wire_dtype": None,
     "shard_sizes": None,
+    "gather_sizes": None,
+    "scatter_sizes": None,
     "return_gathered": False,
     "algorithm": "unfused",
     "gather_dim": 0,
@@ -166,6 +168,15 @@ CASES = {
         AG,
         lambda: {"x": fake(UNEVEN[RANK], 16), "shard_sizes": UNEVEN},
         [f"{AG} of a list"],
+    ),
+    "all_to_all": Case(A2A, lambda: {"x": fake(8, 64), "scatter_dim": 1}, ["clone", A2A, "cat"]),
+    "all_to_all, uneven": Case(
+        A2A,
+        lambda: (
+            {"x": fake(5, UNEVEN[RANK], 60), "gather_dim": 1, "scatter_dim": 2}
+            | {"gather_sizes": UNEVEN, "scatter_sizes": UNEVEN}
+        ),
+        [*["copy_"] * WORLD, A2A, "cat"],
     ),
     "gather": Case(
         AGM, lambda: {"x": fake(8, 16), "weights": [fake(16, 32)]}, [AG, "mm"], torch=gather

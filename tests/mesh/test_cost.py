@@ -20,7 +20,7 @@ from tpkernels.mesh.planner import MatmulProblem, plans_for
 from tpkernels.planning import machines
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.machines import Link, Profile, machine_named
-from tpkernels.planning.rates import collective_seconds, product_seconds
+from tpkernels.planning.rates import all_to_all_seconds, collective_seconds, product_seconds
 
 MACHINE = Profile(
     title="round numbers",
@@ -71,6 +71,28 @@ def test_a_collective(ranks: int, stride: int, passes: int, seconds: float) -> N
     assert collective_seconds(MACHINE, 80, ranks, stride=stride, passes=passes) == pytest.approx(
         seconds
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "seconds"),
+    [
+        (1, 1, 0.0),
+        (4, 1, 1 + 3 * 0.5 + 60 / 10),
+        (4, 4, 2 + 3 * 1 + 60 / 5),  # one rank of each node
+        (8, 1, (2 + 4 * 1 + 40 / 5) + (1 + 3 * 0.5 + 30 / 10)),  # four of the other node
+    ],
+)
+def test_an_all_to_all(ranks: int, stride: int, seconds: float) -> None:
+    assert all_to_all_seconds(MACHINE, 80, ranks, stride=stride) == pytest.approx(seconds)
+
+
+def test_an_all_to_all_of_a_plan() -> None:
+    """The rows of x for its columns: 256 bytes on eight ranks, four to a node."""
+    given = problem((S0,), (S0,), (P,), mesh=(8,))
+    (plan,) = [each for each in plans_for(given) if each.strategy == "K"]
+    assert [step.kind for step in plan.steps] == ["all_to_all"]
+    seconds = (2 + 4 * 1 + 16 / 5) + (1 + 3 * 0.5 + 12 / 10)
+    assert estimate(plan, given, MACHINE).communication == pytest.approx(seconds)
 
 
 def test_a_fused_step_hides_all_but_a_chunk() -> None:
@@ -147,7 +169,7 @@ def test_bytes_decide_between_equals() -> None:
 
 
 def test_what_does_not_fit_comes_last() -> None:
-    given = problem((S0, R), (S1, R), (R, R), mesh=(2, 4), size=64)
+    given = problem((R, R), (R, S0), (R, S0), mesh=(2, 4), size=64)
     pairs = cost.ranked(given, MACHINE)
     least = min(each.memory for _, each in pairs)
     assert pairs[0][1].memory > least

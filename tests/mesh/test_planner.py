@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 
 import pytest
+import torch
+from torch.distributed.tensor import Shard
 
 from tests.support.meshes import ANY, S0, S1, P, Placements, R, placements_of
 from tests.support.tiers import sweep
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose, plans_for
+from tpkernels.mesh.steps import steps_from
 
 M, K, N = 8, 16, 4  # of the halves
 BYTES = 4
@@ -94,18 +99,17 @@ def test_two_layers_need_nothing_between_them() -> None:
             (S0,),
             (S1,),
             (S1,),
-            "[all-gather w dim 1 over mesh dim 0 + matmul]; all-gather out dim 0 over mesh dim 0; "
-            "slice out dim 1 over mesh dim 0",
+            "[all-gather w dim 1 over mesh dim 0 + matmul]; "
+            "all-to-all out dim 0 for dim 1 over mesh dim 0",
         ),
         ((S1,), (S0,), (P,), "matmul"),
         ((P,), (R,), (R,), "[matmul + all-reduce out over mesh dim 0]"),
-        (  # K is split over different mesh dims; M too, for half the flops and no more bytes
+        (  # K is split over different mesh dims; N too, for half the flops and fewer bytes
             (S1, R),
             (R, S0),
             (R, R),
-            "slice x dim 0 over mesh dim 1; all-gather w dim 0 over mesh dim 1; "
-            "slice w dim 0 over mesh dim 0; [matmul + all-reduce out over mesh dim 0]; "
-            "all-gather out dim 0 over mesh dim 1",
+            "all-to-all w dim 0 for dim 1 over mesh dim 1; slice w dim 0 over mesh dim 0; "
+            "[matmul + all-reduce out over mesh dim 0]; all-gather out dim 1 over mesh dim 1",
         ),
     ],
 )
@@ -134,6 +138,36 @@ def test_every_placement_can_be_reached(dims: int) -> None:
         assert len({plan.strategy for plan in plans}) == len(plans)
         costs = [(plan.nbytes, plan.flops) for plan in plans]
         assert costs == sorted(costs)
+
+
+def held(
+    shape: tuple[int, int], placements: Placements, mesh: tuple[int, ...], at: Sequence[int]
+) -> set[int]:
+    """The elements that a rank holds, by torch.chunk."""
+    part = torch.arange(math.prod(shape)).view(shape)
+    for placement, size, index in zip(placements, mesh, at, strict=True):
+        if isinstance(placement, Shard):
+            chunks = part.chunk(size, placement.dim)
+            part = chunks[index] if index < len(chunks) else part[:0]
+    return set(part.flatten().tolist())
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (12, 12), (2, 9), (0, 4)])
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2), (3, 2)])
+def test_an_all_to_all_receives_what_was_not_there(
+    shape: tuple[int, int], mesh: tuple[int, ...]
+) -> None:
+    seen = 0
+    for placements in placements_of(len(mesh)):
+        for step in steps_from("x", shape, placements, mesh, 1, 1):
+            if step.kind == "all_to_all":
+                after, ranks = step.after(placements), itertools.product(*map(range, mesh))
+                received = [
+                    held(shape, after, mesh, at) - held(shape, placements, mesh, at) for at in ranks
+                ]
+                assert step.nbytes == sum(map(len, received)), (placements, step)
+                seen += 1
+    assert seen >= 2
 
 
 def test_a_mesh_dim_of_one_rank_costs_nothing() -> None:

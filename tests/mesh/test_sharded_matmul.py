@@ -44,6 +44,7 @@ class Product:
     algorithm: str = "auto"
     dtype: torch.dtype = torch.float32
     integers: bool = True
+    wire_dtype: torch.dtype | None = None
 
 
 def _of_gradient(placements: Sequence[Placement]) -> Placements:
@@ -67,8 +68,15 @@ def check(product: Product, mesh: DeviceMesh) -> list[str]:
 
     x, w = drawn("x", (m, k), product.x), drawn("w", (k, n), product.w)
     y = tpkernels.sharded_matmul(
-        x.sharded, w.sharded, product.out, product.strategy, algorithm=product.algorithm
+        x.sharded,
+        w.sharded,
+        product.out,
+        product.strategy,
+        wire_dtype=product.wire_dtype,
+        algorithm=product.algorithm,
     )
+    if y.dtype != dtype:
+        return [f"{product}: has dtype {y.dtype}"]
     out = product.out or tuple(y.placements)
     wrong = []
     if Partial() in out and product.out is None:
@@ -205,9 +213,17 @@ def test_every_strategy_on_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, 
     run(ranks, mesh_shape, every_strategy(products, mesh_shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *map(thorough, [torch.float32, torch.float64])])
-def test_random_numbers(ranks: RanksFixture, dtype: torch.dtype) -> None:
-    products = every(1, dtype=dtype, integers=False, shape=(33, 70, 20))
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        *map(thorough, [torch.bfloat16, torch.float32, torch.float64], [None] * 3),
+    ],
+)
+def test_random_numbers(
+    ranks: RanksFixture, dtype: torch.dtype, wire_dtype: torch.dtype | None
+) -> None:
+    products = every(1, dtype=dtype, wire_dtype=wire_dtype, integers=False, shape=(33, 70, 20))
     run(ranks, (2,), spread(products))
 
 

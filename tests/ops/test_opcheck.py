@@ -72,6 +72,9 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
     yield "_column_matmul", (blocks, [w, w2.expand(8, 3)], name, [torch.empty(0), w2[0]]), {}
     yield "_column_matmul", (x.to(BF16), [w.t().contiguous().t().to(BF16)], name), {}
     yield from scaled_samples(name, sizes, rank)
+    yield "all_to_all", (x.t(), name, 0, 1), {"algorithm": "unfused"}
+    options = {"gather_sizes": [6] * world, "scatter_sizes": splits}
+    yield "all_to_all", (torch.randn(6, 7).to(BF16), name), options
     yield "all_reduce", (x, name), {}
     yield "all_reduce", (x.t().to(BF16), name), {"out_dtype": F32}
     yield "all_reduce_rms_norm", (x.to(BF16), x[0], name), {"residual": x.to(BF16), "eps": 0.5}

@@ -46,6 +46,7 @@ def small(op: str) -> Problem:
 
 MATMULS = [op for op in PLAIN_OPS if "matmul" in op]
 COLLECTIVES = [op for op in OPS if "matmul" not in op]
+TWO_LEVELS = [op for op in OPS if op != "all_to_all"]
 
 
 @pytest.mark.parametrize("op", MATMULS)
@@ -189,7 +190,7 @@ def test_without_shared_memory_nothing_can_be_read_in_place(op: str) -> None:
             choose(problem(op), Means(shared_memory=False), requested=algorithm)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", TWO_LEVELS)
 def test_two_levels_need_several_hosts_with_several_ranks(op: str) -> None:
     across = Means(shared_memory=False)
     plan = choose(problem(op), across, requested="hierarchical")
@@ -204,7 +205,7 @@ def test_two_levels_need_several_hosts_with_several_ranks(op: str) -> None:
             choose(problem(op, device=device), means, requested="hierarchical")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", TWO_LEVELS)
 def test_two_levels_need_room_for_a_row_of_a_matmul(op: str) -> None:
     wide = problem(op, shape=(LARGE, 1 << 20))
     means = Means(shared_memory=False, workspace_bytes=1 << 16)
@@ -213,6 +214,12 @@ def test_two_levels_need_room_for_a_row_of_a_matmul(op: str) -> None:
             choose(wide, means, requested="hierarchical")
     else:
         assert choose(wide, means, requested="hierarchical").algorithm == "hierarchical"
+
+
+def test_where_there_is_no_all_to_all() -> None:
+    for device, shared, requested in [("cpu", False, "hierarchical"), ("cuda", True, "direct")]:
+        with pytest.raises(NotImplementedError, match=f"has no all-to-all on {device} tensors"):
+            choose(problem("all_to_all", device=device), Means(shared), requested=requested)
 
 
 @pytest.mark.parametrize("requested", ["tree", "Direct", "", "auto "])

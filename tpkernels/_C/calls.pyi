@@ -18,6 +18,14 @@ class Collective:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> None: ...
+    def all_to_all(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        given: ShardLayout,
+        taken: ShardLayout,
+        largest: int,
+    ) -> None: ...
     def all_reduce(
         self,
         x: torch.Tensor,
@@ -52,6 +60,16 @@ class AllGather(Bound):
 class ReduceScatter(Bound):
     def __init__(
         self, collective: Collective, layout: ShardLayout, shape: Sequence[int]
+    ) -> None: ...
+
+class AllToAll(Bound):
+    def __init__(
+        self,
+        collective: Collective,
+        given: ShardLayout,
+        taken: ShardLayout,
+        largest: int,
+        shape: Sequence[int],
     ) -> None: ...
 
 class AllGatherMatmul(Bound):

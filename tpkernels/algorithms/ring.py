@@ -26,6 +26,7 @@ from math import prod
 
 import torch
 
+from tpkernels.algorithms.exchange import Exchange, counts_of, place
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
 from tpkernels.algorithms.shards import (
@@ -106,15 +107,15 @@ def _scatter(
     call: Call,
     link: PeerLinks,
     part_of: Callable[[int], torch.Tensor],
-    count: int,
+    counts: Sequence[int],
     device: torch.device,
 ) -> list[torch.Tensor]:
     """Sends ``part_of(owner)``, flat and contiguous, to each owner while the next one is computed;
-    this rank's own comes last. Returns the ranks' parts for this rank, in rank order, ``count``
-    elements each."""
+    this rank's own comes last. Returns the ranks' parts for this rank, in rank order, of
+    ``counts`` elements."""
     rank, world = call.group.rank, call.group.world
-    buffers = empty([(world - 1) * count], call.problem.dtype, device)
-    parts = list(buffers.split([count] * (world - 1)))
+    theirs = [count for r, count in enumerate(counts) if r != rank]
+    parts = list(empty([sum(theirs)], call.problem.dtype, device).split(theirs))
     sent, started = [], []
     for step in range(1, world):
         to, source = (rank + step) % world, (rank - step) % world
@@ -184,7 +185,7 @@ def _reduce_scatter(
     device: torch.device,
 ) -> torch.Tensor:
     out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, device)
-    parts = _scatter(call, link, part_of, out.numel(), device)
+    parts = _scatter(call, link, part_of, [out.numel()] * call.group.world, device)
     reduce_into(out.view(-1), parts, reduction)
     announce_done(call)
     return out
@@ -195,6 +196,19 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
     return _reduce_scatter(
         call, enter(call), lambda owner: shards[owner].contiguous().view(-1), reduction, x.device
     )
+
+
+def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Each piece goes straight to its owner."""
+    link, out, given = enter(call), exchange.result(call, x), exchange.given(x)
+    places = exchange.taken(call, out)
+
+    def part_of(owner: int) -> torch.Tensor:
+        return given[owner].contiguous().view(-1)
+
+    place(_scatter(call, link, part_of, counts_of(places), x.device), places)
+    announce_done(call)
+    return out
 
 
 def matmul_reduce_scatter(
@@ -222,7 +236,7 @@ def _all_reduce(
     """Rank r sums elements [edges[r], edges[r + 1]); then the sums are gathered."""
     rank, link = call.group.rank, enter(call)
     sums = [out[begin:end] for begin, end in itertools.pairwise(edges)]
-    parts = _scatter(call, link, part_of, sums[rank].numel(), out.device)
+    parts = _scatter(call, link, part_of, [sums[rank].numel()] * len(sums), out.device)
     reduce_into(sums[rank], parts, reduction, edges[rank])
     _gather(call, link, sums)
     announce_done(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Agreements(Endings):
         #: The algorithms that failed when a problem was tuned, and why; empty if none did.
         self.left_out: dict[tuple[Series, int], dict[str, str]] = {}
         self._known: dict[str, str] = {}  # what `from_rank_0` has returned
+        self.on_meshes: dict[Hashable, Any] = {}  #: what a mesh's ranks agreed on; see mesh/
 
     @property
     def shared_memory(self) -> bool:
@@ -148,6 +149,21 @@ class Agreements(Endings):
     def known_from_rank_0(self, purpose: str) -> str | None:
         """What `from_rank_0` has returned for a purpose, if it has been called."""
         return self._known.get(purpose)
+
+    def numbers_of_all(self, purpose: str, mine: Sequence[int], device: str) -> list[list[int]]:
+        """A few numbers below 2^53 of each rank, in rank order. Collective."""
+        seconds = self.timeout_on(device)
+        with self.together():
+            if self.workspace is not None:
+                with self.workspace.waiting(seconds):
+                    return self.workspace.numbers_of_all(purpose, mine)
+            said = self.exchange(purpose, {"numbers": list(mine)}, seconds)
+        return [each["numbers"] for each in said]
+
+    def statements(self, purpose: str, say: dict[str, Any], device: str) -> list[dict[str, Any]]:
+        """The statements of all ranks, in rank order. Collective, in turn with the calls."""
+        with self.together():
+            return self.exchange(purpose, say, self.timeout_on(device))
 
     def exchange(self, purpose: str, say: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
         """The statements of all ranks, in rank order, within ``seconds``. Collective."""

@@ -1,18 +1,136 @@
-"""The machine by whose rates all ranks of a mesh plan: that of the mesh's first rank.
+"""What the ranks of a mesh agree on before a product: the machine by whose rates all plan, and that
+all are in the same product.
 
-Sync: along each mesh dim in turn, a group takes what its first rank has. After the first dim all
-ranks along it have the same, and so the first ranks of the groups of the second dim have that of
-the rank whose coordinates are 0.
+Problem: ranks that disagree about a product may have plans that communicate in different groups,
+where nobody finds out until a wait times out.
+
+Algorithm: a rank that meets a product for the first time compares it with the other ranks', along
+each mesh dim in turn. What travels is the smallest and the largest of the ranks' checksums. After
+the last dim all ranks know those of the whole mesh, and if they differ, all exchange the products
+as text and raise the same error. A product that is known needs none of this: all ranks of a mesh
+make the same products in the same order, so all know the same ones.
+
+Sync: the machine is that of the mesh's first rank. Along each mesh dim in turn, a group takes what
+its first rank has. After the first dim all ranks along it have the same, and so the first ranks of
+the groups of the second dim have that of the rank whose coordinates are 0.
 """
 
 from __future__ import annotations
 
 import functools
+import zlib
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
+from tpkernels.errors import CollectiveMismatchError, TpkernelsError
+from tpkernels.groups.group import Group
 from tpkernels.planning.machines import Profile, own_machine, parse, to_text
+
+_MOST_KNOWN = 1024  # products; the same on all ranks, so that all forget the same ones
+_NEW_PRODUCT, _DIFFERENT = "a new sharded_matmul", "sharded_matmul calls that differ"
+
+T = TypeVar("T")
+
+
+class Known(Generic[T]):
+    """What has been planned on a mesh, for the products that all its ranks are known to make: the
+    latest ones."""
+
+    def __init__(self) -> None:
+        self._planned: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, product: Hashable) -> T | None:
+        found = self._planned.get(product)
+        if found is not None:
+            self._planned.move_to_end(product)
+        return found
+
+    def add(self, product: Hashable, planned: T) -> T:
+        self._planned[product] = planned
+        if len(self._planned) > _MOST_KNOWN:
+            self._planned.popitem(last=False)
+        return planned
+
+
+def known_on(mesh: DeviceMesh) -> Known[T]:
+    """The products that the ranks of a mesh know. They are kept by the group of its last dim, and
+    without the mesh, which may keep that group's process group alive."""
+    by_mesh = _last_group(mesh).on_meshes
+    key = mesh.shape, hash(mesh)
+    known = by_mesh.get(key)
+    return by_mesh.setdefault(key, Known()) if known is None else known
+
+
+def agree_on(product: str, mesh: DeviceMesh) -> None:
+    """Checks that all ranks of a mesh are in the same product, described as text. Collective.
+
+    Raises:
+        CollectiveMismatchError: they are not, on all ranks. Nothing else has been sent, and the
+            groups can go on.
+    """
+    lowest = highest = zlib.crc32(product.encode())
+    products = {str(dist.get_rank()): product}
+    try:
+        ready = [group.ready(mesh.device_type) for group in _groups(mesh)]
+        for group in ready:
+            said = group.numbers_of_all(_NEW_PRODUCT, (lowest, highest), mesh.device_type)
+            lowest, highest = min(low for low, _ in said), max(high for _, high in said)
+        if lowest == highest:
+            return
+        for group in ready:
+            for each in group.statements(_DIFFERENT, products, mesh.device_type):
+                products |= each
+    except TpkernelsError as error:
+        break_groups(mesh, error)
+        raise type(error)(f"{product}: {error}", peer=error.peer) from error
+    raise _mismatch({int(rank): text for rank, text in products.items()}, product)
+
+
+def break_groups(mesh: DeviceMesh, error: TpkernelsError) -> None:
+    """This rank leaves a product with ``error``, which one of the mesh's groups has raised. It will
+    not come to what the product has yet to do in the others: their ranks are told."""
+    for group in _groups(mesh):
+        with group.lock:
+            group.mark_broken(type(error)(str(error)))  # the peer is a rank of the other group
+
+
+def mesh_text(mesh: DeviceMesh) -> str:
+    """The mesh in errors, different for different meshes."""
+    ranks, shape = mesh.mesh.flatten().tolist(), " x ".join(map(str, mesh.shape))
+    if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"a mesh of {shape}, ranks {ranks[0]} to {ranks[-1]}"
+    return f"the mesh {mesh.mesh.tolist()}"
+
+
+def _mismatch(products: dict[int, str], own: str) -> CollectiveMismatchError:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in sorted(products.items()):
+        by_text.setdefault(text, []).append(rank)
+    parts = [
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {text}"
+        for text, ranks in by_text.items()
+    ]
+    return CollectiveMismatchError(
+        f"the ranks are in different products: {'; '.join(parts)}. Nothing has been sent: make the "
+        "same call on all ranks.",
+        peer=next(rank for rank, text in sorted(products.items()) if text != own),
+    )
+
+
+def _groups(mesh: DeviceMesh) -> Iterator[Group]:
+    """Those of this rank, but for those that it is alone in."""
+    for dim, size in enumerate(mesh.shape):
+        if size > 1:
+            yield groups.get(groups.name_of((mesh, dim)))
+
+
+def _last_group(mesh: DeviceMesh) -> Group:
+    return groups.get(groups.name_of((mesh, mesh.ndim - 1)))
 
 
 def agreed_machine(mesh: DeviceMesh) -> Profile:
@@ -38,9 +156,7 @@ def known_machine(mesh: DeviceMesh) -> Profile:
 
 def _known(mesh: DeviceMesh) -> str | None:
     """What the ranks have agreed on: the group of the last dim is the last to know."""
-    last = mesh.ndim - 1
-    group = groups.get(groups.name_of((mesh, last)))
-    return group.known_from_rank_0(_purpose(mesh, last))
+    return _last_group(mesh).known_from_rank_0(_purpose(mesh, mesh.ndim - 1))
 
 
 def _own(mesh: DeviceMesh) -> str:

@@ -5,7 +5,8 @@ Model:
   result's bytes at the rate of the device's memory; on a machine that overlaps nothing, their sum.
 - A collective takes a fixed time, a time for each step of a ring, and the bytes that a rank
   receives at the rate of the link. A group that spans nodes goes in two levels: the ranks with the
-  same place in their nodes exchange first, then those of each node.
+  same place in their nodes exchange first, then those of each node. In an all-to-all each rank
+  receives from all others: over the slow link from those of other nodes.
 - A step that is one op with the product, cut into one chunk for each rank, overlaps it: all but the
   first chunk of the one and the last of the other, if the machine overlaps at all and unless that
   takes longer than one after the other, because each chunk reads the whole weight.
@@ -21,14 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial
 
 from tpkernels.integers import ceil_div
 from tpkernels.mesh.layout import Placements, local_shape
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, by_name, plans_for
 from tpkernels.mesh.steps import Step
 from tpkernels.planning.machines import Profile
-from tpkernels.planning.rates import collective_seconds, product_seconds
+from tpkernels.planning.rates import all_to_all_seconds, collective_seconds, product_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ def _step_seconds(profile: Profile, step: Step, mesh_shape: Sequence[int]) -> fl
     passes = 2 if step.kind == "all_reduce" else 1
     whole = step.nbytes / prod(mesh_shape) / passes * ranks / (ranks - 1)
     stride = prod(mesh_shape[step.mesh_dim + 1 :])
+    if step.kind == "all_to_all":
+        return all_to_all_seconds(profile, whole, ranks, stride=stride)
     return collective_seconds(profile, whole, ranks, stride=stride, passes=passes)
 
 
@@ -124,7 +127,8 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
     """The operands are there throughout, and each step's input until the step ends."""
 
     def nbytes(operand: str, placements: Placements) -> int:
-        return prod(_largest(problem, operand, placements)) * problem.itemsize
+        elements = prod(_largest(problem, operand, placements))
+        return elements * problem.itemsize_of(operand, placements)
 
     held = {"x": nbytes("x", problem.x), "w": nbytes("w", problem.w), "out": 0}
     own, temporary, peak = sum(held.values()), {"x": 0, "w": 0, "out": 0}, 0
@@ -143,7 +147,7 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
     partial = plan.product
     if fused and fused[0].operand == "out":  # the product before its reduction
         rest = list(plan.product)
-        rest[fused[0].mesh_dim] = Replicate()
+        rest[fused[0].mesh_dim] = Partial()
         partial = tuple(rest)
     change("out", nbytes("out", partial))
     temporary["x"] = temporary["w"] = 0

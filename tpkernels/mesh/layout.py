@@ -6,6 +6,8 @@ Shard(0))`` mesh dim 1 splits the chunk that mesh dim 0 has left.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from math import prod
 from typing import TypeAlias
@@ -62,6 +64,31 @@ def held_elements(shape: Sequence[int], placements: Placements, mesh_shape: Sequ
         if not isinstance(placement, Shard)
     ]
     return prod(shape) * prod(copies)
+
+
+@functools.lru_cache(maxsize=4096)
+def exchanged_elements(
+    shape: tuple[int, ...],
+    placements: Placements,
+    mesh_shape: tuple[int, ...],
+    mesh_dim: int,
+    to: int,
+) -> int:
+    """Elements that all ranks of the mesh receive if Shard(i) on a mesh dim becomes Shard(to): what
+    they hold after it and not before."""
+    one = placements[mesh_dim]
+    assert isinstance(one, Shard)
+    after = (*placements[:mesh_dim], Shard(to), *placements[mesh_dim + 1 :])
+    ranks = prod(mesh_shape)
+    if not (shape[one.dim] % ranks or shape[to] % ranks):  # all shards are alike
+        held = held_elements(shape, after, mesh_shape)
+        return held // mesh_shape[mesh_dim] * (mesh_shape[mesh_dim] - 1)
+    received = 0
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        had = local_shape(shape, placements, mesh_shape, coordinate)
+        has = local_shape(shape, after, mesh_shape, coordinate)
+        received += prod(has) - prod(map(min, had, has))
+    return received
 
 
 def text_of(placements: Placements) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,21 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import dtypes
+from tpkernels.errors import TpkernelsError
 from tpkernels.mesh import cost, execution
-from tpkernels.mesh.agreement import agreed_machine, known_machine
-from tpkernels.mesh.layout import Placements, checked, text_of
+from tpkernels.mesh.agreement import (
+    Known,
+    agree_on,
+    agreed_machine,
+    break_groups,
+    known_machine,
+    known_on,
+    mesh_text,
+)
+from tpkernels.mesh.checks import check_operands, checked_problem, given_problem, problem_of
+from tpkernels.mesh.layout import Placements, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose
 from tpkernels.planning.algorithms import check_algorithm
-
-_MOST_MESH_DIMS = 2
 
 
 @torch.compiler.disable(reason="tpkernels plans a sharded product outside of graphs")
@@ -27,6 +36,7 @@ def sharded_matmul(
     out_placements: Sequence[Placement] | None = None,
     strategy: str = "auto",
     *,
+    wire_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> DTensor:
     """``x @ w`` on a mesh of one or two dims, wherever the operands lie and the result is wanted.
@@ -40,6 +50,8 @@ def sharded_matmul(
             plan that takes the least time by the cost model; among these the one that moves the
             fewest bytes. The rates are those of the machine of the mesh's first rank, which the
             ranks of a mesh share in their first product.
+        wire_dtype: dtype in which partial results travel; ``x``'s (default) or float32. With
+            float32 a sum over several mesh dims is rounded once.
         algorithm: of the ops that the plan is made of.
 
     Returns:
@@ -55,38 +67,49 @@ def sharded_matmul(
             algorithm, or a placement.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    _check_operands(x, w)
+    check_operands(x, w)
     out = None if out_placements is None else tuple(out_placements)
-    problem, plan = _planned_call(x._spec, w._spec, out, strategy)
+    problem = _checked_call(x._spec, w._spec, out, strategy, wire_dtype)
     if algorithm != "auto":
         check_algorithm(algorithm)
-    coordinate = x.device_mesh.get_coordinate()
+    mesh = x.device_mesh
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise ValueError(f"this rank is not in the mesh {x.device_mesh}")
-    machine = agreed_machine(x.device_mesh)
-    if strategy == "auto":
-        plan = cost.choose(problem, strategy, machine)
+        raise ValueError(f"this rank is not in the mesh {mesh}")
     place = execution.Place(
-        mesh=x.device_mesh, coordinate=tuple(coordinate), algorithm=algorithm, machine=machine
+        mesh=mesh,
+        coordinate=tuple(coordinate),
+        algorithm=algorithm,
+        wire_dtype=wire_dtype or x.dtype,
     )
-    result: DTensor = _ShardedMatmul.apply(x, w, plan, problem, place)
-    return result
+    return _run(Product(problem=problem, dtype=x.dtype, strategy=strategy), x, w, place)
 
 
 def plans(
-    x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None = None
+    x: DTensor,
+    w: DTensor,
+    out_placements: Sequence[Placement] | None = None,
+    *,
+    wire_dtype: torch.dtype | None = None,
 ) -> tuple[MatmulPlan, ...]:
     """All plans of `sharded_matmul` for these operands, the cheapest first. Local: before the
     first product on a mesh, the rates are those of this rank's machine."""
-    problem = _problem(x, w, out_placements)
+    problem = given_problem(x, w, out_placements, wire_dtype)
     return tuple(plan for plan, _ in cost.ranked(problem, known_machine(x.device_mesh)))
 
 
-def explain(x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None = None) -> str:
+def explain(
+    x: DTensor,
+    w: DTensor,
+    out_placements: Sequence[Placement] | None = None,
+    *,
+    wire_dtype: torch.dtype | None = None,
+) -> str:
     """The plans as a table: strategy, result, predicted ms, bytes received by all ranks together,
     flops of all ranks together, and the steps. Steps in brackets are one op with the product.
     Local, as `plans`."""
-    problem, machine = _problem(x, w, out_placements), known_machine(x.device_mesh)
+    problem = given_problem(x, w, out_placements, wire_dtype)
+    machine = known_machine(x.device_mesh)
     mesh = " x ".join(map(str, problem.mesh_shape))
     header = (
         f"[{problem.m}, {problem.k}] {text_of(problem.x)} @ [{problem.k}, {problem.n}] "
@@ -107,93 +130,65 @@ def explain(x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None =
     return "\n".join([header, *lines])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """What a plan is made for, the same on all ranks of a mesh."""
+
+    problem: MatmulProblem
+    dtype: torch.dtype
+    strategy: str
+
+    def text(self, place: execution.Place) -> str:
+        """For errors, and for the comparison of the ranks' products."""
+        one = self.problem
+        out = "any" if one.out is None else text_of(one.out)
+        return (
+            f"sharded_matmul([{one.m}, {one.k}] {text_of(one.x)} @ [{one.k}, {one.n}] "
+            f"{text_of(one.w)} -> {out}, {dtypes.name(self.dtype)}, partials in "
+            f"{dtypes.name(place.wire_dtype)}, strategy '{self.strategy}', algorithm "
+            f"'{place.algorithm}', on {mesh_text(place.mesh)})"
+        )
+
+
+def _run(product: Product, x: DTensor, w: DTensor, place: execution.Place) -> DTensor:
+    """The product by the plan of all ranks, which is made in the first call."""
+    known: Known[MatmulPlan] = known_on(place.mesh)
+    key = product, place.wire_dtype, place.algorithm
+    plan = known.get(key)
+    if plan is None:
+        agree_on(product.text(place), place.mesh)
+        machine = agreed_machine(place.mesh)
+        plan = known.add(key, cost.choose(product.problem, product.strategy, machine))
+    try:
+        result: DTensor = _ShardedMatmul.apply(x, w, plan, product, place)
+    except TpkernelsError as error:
+        break_groups(place.mesh, error)
+        raise
+    return result
+
+
 @functools.lru_cache(maxsize=1024)
-def _planned_call(
-    x: DTensorSpec, w: DTensorSpec, out: Placements | None, strategy: str
-) -> tuple[MatmulProblem, MatmulPlan]:
+def _checked_call(
+    x: DTensorSpec,
+    w: DTensorSpec,
+    out: Placements | None,
+    strategy: str,
+    wire_dtype: torch.dtype | None,
+) -> MatmulProblem:
     """Without the mesh: specs are equal for equal meshes, which may have other groups."""
-    problem = _checked_problem(x, w, out)
-    return problem, choose(problem, strategy)
-
-
-def _problem(x: DTensor, w: DTensor, out_placements: Sequence[Placement] | None) -> MatmulProblem:
-    """The checks, before anything is sent."""
-    _check_operands(x, w)
-    return _checked_problem(x._spec, w._spec, out_placements)
-
-
-def _check_operands(x: DTensor, w: DTensor) -> None:
-    """What the specs do not tell."""
-    for name, one in (("x", x), ("w", w)):
-        if not isinstance(one, DTensor):
-            raise TypeError(
-                f"{name} is a {type(one).__name__}, not a DTensor; make it one with "
-                "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
-            )
-        if one.device.type != one.device_mesh.device_type:
-            raise ValueError(
-                f"{name} is on {one.device} but its mesh on {one.device_mesh.device_type}; move "
-                "its shards there, and make it a DTensor again"
-            )
-
-
-def _checked_problem(
-    x: DTensorSpec, w: DTensorSpec, out_placements: Sequence[Placement] | None
-) -> MatmulProblem:
-    for name, one in (("x", x), ("w", w)):
-        if one.ndim != 2:
-            raise ValueError(f"{name} has shape {list(one.shape)}; it must be a matrix")
-    mesh = x.mesh
-    if w.mesh != mesh:
-        raise ValueError(f"x is on {mesh} and w on {w.mesh}; both must be on the same mesh")
-    if mesh.ndim > _MOST_MESH_DIMS:
-        raise NotImplementedError(
-            f"the mesh has {mesh.ndim} dims {mesh.shape}; meshes of one and two dims are supported"
-        )
-    assert x.tensor_meta is not None
-    assert w.tensor_meta is not None
-    x_dtype, w_dtype = x.tensor_meta.dtype, w.tensor_meta.dtype
-    for name, dtype in (("x", x_dtype), ("w", w_dtype)):
-        dtypes.check_supported(dtype, name)
-    if x_dtype != w_dtype:
-        raise TypeError(
-            f"x is {dtypes.name(x_dtype)} but w is {dtypes.name(w_dtype)}; they must be equal"
-        )
-    if x.shape[1] != w.shape[0]:
-        raise ValueError(
-            f"x has shape {list(x.shape)} and w {list(w.shape)}: x's columns must be w's rows"
-        )
-    return _problem_of(x, w, out_placements, x_dtype.itemsize)
-
-
-def _problem_of(
-    x: DTensorSpec, w: DTensorSpec, out_placements: Sequence[Placement] | None, itemsize: int
-) -> MatmulProblem:
-    dims = x.mesh.ndim
-    return MatmulProblem(
-        m=x.shape[0],
-        k=x.shape[1],
-        n=w.shape[1],
-        mesh_shape=tuple(x.mesh.shape),
-        x=checked(x.placements, 2, dims, "x"),
-        w=checked(w.placements, 2, dims, "w"),
-        out=None if out_placements is None else checked(out_placements, 2, dims, "out_placements"),
-        itemsize=itemsize,
-    )
+    problem = checked_problem(x, w, out, wire_dtype)
+    choose(problem, strategy)  # raises if there is no such strategy
+    return problem
 
 
 class _ShardedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: DTensor,
-        w: DTensor,
-        plan: MatmulPlan,
-        problem: MatmulProblem,
-        place: execution.Place,
+        ctx: Any, x: DTensor, w: DTensor, plan: MatmulPlan, product: Product, place: execution.Place
     ) -> DTensor:
         ctx.save_for_backward(x, w)
         ctx.place = place
+        problem = product.problem
         y = execution.run(plan, problem, x.to_local(), w.to_local(), place)
         # As DTensor's own autograd functions do it. from_local would be one more of them and take
         # 24 us; the whole call takes 32 to 38. AMD EPYC (family 25 model 17), 1 thread, 2026-11-22.
@@ -205,13 +200,13 @@ class _ShardedMatmul(torch.autograd.Function):
         x, w = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = _planned(grad, w.t(), x.placements, ctx.place)
+            grad_x = _gradient(grad, w.t(), x.placements, ctx.place)
         if ctx.needs_input_grad[1]:
-            grad_w = _planned(x.t(), grad, w.placements, ctx.place)
+            grad_w = _gradient(x.t(), grad, w.placements, ctx.place)
         return grad_x, grad_w, None, None, None
 
 
-def _planned(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> DTensor:
+def _gradient(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> DTensor:
     """A product of the backward, with the placements of the gradient of an operand that has those
     ``of``. Each addend of a Partial operand has the gradient of the sum.
 
@@ -219,7 +214,5 @@ def _planned(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> 
     DTensor may be on an equal mesh whose groups have ended.
     """
     out = tuple(Replicate() if isinstance(one, Partial) else one for one in of)
-    problem = _problem_of(a._spec, b._spec, out, a.dtype.itemsize)
-    plan = cost.choose(problem, "auto", place.machine)
-    result: DTensor = _ShardedMatmul.apply(a, b, plan, problem, place)
-    return result
+    problem = problem_of(a._spec, b._spec, out, a.dtype, place.wire_dtype)
+    return _run(Product(problem=problem, dtype=a.dtype, strategy="auto"), a, b, place)

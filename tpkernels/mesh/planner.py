@@ -48,6 +48,7 @@ class MatmulProblem:
         x, w: placements of the operands, one for each mesh dim.
         out: those of the result; None: any without Partial.
         itemsize: bytes of an element.
+        partial_itemsize: of an element of the result as long as it is Partial; None: the same.
     """
 
     m: int
@@ -58,6 +59,13 @@ class MatmulProblem:
     w: Placements
     out: Placements | None
     itemsize: int
+    partial_itemsize: int | None = None
+
+    def itemsize_of(self, operand: str, placements: Placements) -> int:
+        """Bytes of an element of "x", "w" or "out" on its way from or to the product."""
+        if operand == "out" and self.partial_itemsize is not None and Partial() in placements:
+            return self.partial_itemsize
+        return self.itemsize
 
     def shape(self, operand: str) -> tuple[int, int]:
         """Of the whole "x", "w" or "out"."""
@@ -115,6 +123,7 @@ def _routes(
     start: Placements,
     mesh_shape: tuple[int, ...],
     itemsize: int,
+    partial_itemsize: int,
 ) -> Mapping[Placements, tuple[Step, ...]]:
     """The steps that move the fewest bytes from ``start`` to each placement that can be reached;
     among these the fewest steps."""
@@ -126,7 +135,7 @@ def _routes(
         if placements in found:
             continue
         found[placements] = route
-        for step in steps_from(operand, shape, placements, mesh_shape, itemsize):
+        for step in steps_from(operand, shape, placements, mesh_shape, itemsize, partial_itemsize):
             entry = (nbytes + step.nbytes, count + 1, next(order))
             heapq.heappush(queue, (*entry, step.after(placements), (*route, step)))
     return MappingProxyType(found)
@@ -185,7 +194,8 @@ def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
 
     def routes(operand: str, start: Placements) -> Mapping[Placements, tuple[Step, ...]]:
         shape, mesh = problem.shape(operand), problem.mesh_shape
-        return _routes(operand, shape, start, mesh, problem.itemsize)
+        partial = problem.itemsize_of(operand, (Partial(),))
+        return _routes(operand, shape, start, mesh, problem.itemsize, partial)
 
     from_x, from_w = routes("x", problem.x), routes("w", problem.w)
     plans = []

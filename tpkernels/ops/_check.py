@@ -162,43 +162,47 @@ def out_dtype(value: torch.dtype | None, x: torch.Tensor, what: str = "out_dtype
     return value
 
 
-def wire_dtype(value: torch.dtype | None, x: torch.Tensor) -> torch.dtype:
+def wire_dtype(value: torch.dtype | None, x: torch.dtype) -> torch.dtype:
     """The dtype that partials travel in: x's, or float32."""
-    if value not in (None, x.dtype, dtypes.accumulator(x.dtype)):
+    if value not in (None, x, dtypes.accumulator(x)):
         assert value is not None  # None is in the list
         raise ValueError(
-            f"wire_dtype is {dtypes.name(value)}; it must be x's {dtypes.name(x.dtype)} or "
-            f"{dtypes.name(dtypes.accumulator(x.dtype))}"
+            f"wire_dtype is {dtypes.name(value)}; it must be x's {dtypes.name(x)} or "
+            f"{dtypes.name(dtypes.accumulator(x))}"
         )
-    return value or x.dtype
+    return value or x
 
 
-def gather_sizes(sizes: Sequence[int] | None, size: int, rank: int, world: int) -> tuple[int, ...]:
+def gather_sizes(
+    sizes: Sequence[int] | None, size: int, rank: int, world: int, what: str = "shard_sizes"
+) -> tuple[int, ...]:
     """Rows per rank of a dim of which this rank has ``size`` rows, as all ranks do by default."""
     if sizes is None:
         return (size,) * world
     checked = check_sizes(sizes, world)
     if checked[rank] != size:
         raise ValueError(
-            f"x has {size} rows in the gathered dim, but shard_sizes {list(checked)} gives rank "
+            f"x has {size} rows in the gathered dim, but {what} {list(checked)} gives rank "
             f"{rank} {checked[rank]}"
         )
     return checked
 
 
-def scatter_sizes(sizes: Sequence[int] | None, total: int, world: int) -> tuple[int, ...]:
+def scatter_sizes(
+    sizes: Sequence[int] | None, total: int, world: int, what: str = "shard_sizes"
+) -> tuple[int, ...]:
     """Rows per rank of a scattered dim of ``total`` rows."""
     if sizes is None:
         if total % world:
             raise ValueError(
                 f"{total} rows do not divide by {world} ranks; pass "
-                f"shard_sizes=tpkernels.shard_sizes({total}, {world})"
+                f"{what}=tpkernels.shard_sizes({total}, {world})"
             )
         return (total // world,) * world
     checked = check_sizes(sizes, world)
     if sum(checked) != total:
         raise ValueError(
-            f"shard_sizes {list(checked)} add up to {sum(checked)}, but the scattered dim has "
+            f"{what} {list(checked)} add up to {sum(checked)}, but the scattered dim has "
             f"{total} rows"
         )
     return checked

@@ -33,7 +33,7 @@ def matmul_problem(
     out_dtype = _check.out_dtype(getattr(given, "out_dtype", None), x)
     _check.bias(given.bias, x, columns)
     _check.residual(given.residual, x, kept, (x.dtype, out_dtype))
-    wire_dtype = _check.wire_dtype(getattr(given, "wire_dtype", None), x)
+    wire_dtype = _check.wire_dtype(getattr(given, "wire_dtype", None), x.dtype)
     by_columns = dim == x.dim() - 1
     _check.whole(w, x, wire_dtype, given.algorithm, "w", by_columns=by_columns)
     return Problem(

@@ -28,6 +28,7 @@ class Algorithm:
         needs_shared_memory: every rank reads or writes its peers' memory.
         needs_nodes: is for groups that span hosts, and reads or writes the memory of the ranks of
             the same host; not built for CUDA tensors.
+        no_all_to_all: device types on which it has none.
         kernels: by device type, the kind of our own kernels that it launches, "Triton" or "CUDA".
         optional_kernels: by op, kernels that it also uses on CUDA tensors where they load.
         whole_rows: device types on which it moves whole rows and accumulates in float32.
@@ -44,6 +45,7 @@ class Algorithm:
     overlaps_matmul: bool = False
     needs_shared_memory: bool = False
     needs_nodes: bool = False
+    no_all_to_all: frozenset[str] = frozenset()
     kernels: Mapping[str, str] = field(default_factory=dict)
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
     whole_rows: frozenset[str] = frozenset()
@@ -58,6 +60,7 @@ _RECORDS = (
     Algorithm(
         "direct",
         needs_shared_memory=True,
+        no_all_to_all=frozenset({"cuda"}),
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=steps.direct_bytes,
@@ -86,6 +89,7 @@ _RECORDS = (
         "hierarchical",
         splits_matmul=True,
         needs_nodes=True,
+        no_all_to_all=frozenset({"cpu"}),
         workspace_bytes=steps.hierarchical_bytes,
         step_rows=steps.hierarchical_rows,
     ),

@@ -55,6 +55,11 @@ class Problem:
         return self.op.startswith("all_gather")
 
     @property
+    def exchanges(self) -> bool:
+        """Whether the op exchanges shards along one dim for shards along another."""
+        return self.op == "all_to_all"
+
+    @property
     def scaled(self) -> bool:
         """Whether the op multiplies operands with scales."""
         return "scaled" in self.op
@@ -100,14 +105,14 @@ class Problem:
     def tuning_key(self) -> tuple[Series, int] | None:
         """The series of measurements that this problem belongs to, and its extent in it. None where
         it belongs to none: it is not split evenly along its rows (along its elements, without a
-        matmul).
+        matmul), or along two dims.
 
         A bias and a residual do not count: every algorithm adds them while it sums. Nor does how
         rows are normalised. The numerics do: `unfused` takes longer where it sums in order.
         """
         matmul = self.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
-        if not total:
+        if not total or self.exchanges:
             return None
         extent = total // width
         if self.dim is not None:

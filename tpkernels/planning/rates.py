@@ -33,6 +33,19 @@ def collective_seconds(
     return seconds + _ring_seconds(profile.within, inner, (inner - 1) / inner * nbytes, passes)
 
 
+def all_to_all_seconds(profile: Profile, nbytes: float, ranks: int, *, stride: int = 1) -> float:
+    """An all-to-all, in which ranks of other nodes send each rank its pieces themselves.
+
+    Args:
+        nbytes: of what a rank has after it.
+        ranks, stride: as for `collective_seconds`.
+    """
+    inner = _ranks_in_a_node(profile, ranks, stride)
+    far, near = ranks - inner, inner - 1
+    seconds = _ring_seconds(profile.between, far + 1, far / ranks * nbytes, 1)
+    return seconds + _ring_seconds(profile.within, near + 1, near / ranks * nbytes, 1)
+
+
 def _ranks_in_a_node(profile: Profile, ranks: int, stride: int) -> int:
     """Neighbours of a group that share a node: the largest number that divides the group."""
     most = max(1, min(ranks, profile.node // stride))

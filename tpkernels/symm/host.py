@@ -47,6 +47,7 @@ class HostWorkspace(Steps):
         self._device: DeviceWorkspace | None = None
         self._cuda: dict[torch.device, CudaWorkspace] = {}
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._bytes_read = 0
         region = _C.host.Channel.region_bytes(participant.world, workspace_bytes)
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
         first = min(workspace_bytes, _FIRST_BUFFER)
@@ -207,6 +208,20 @@ class HostWorkspace(Steps):
             )
         return self._at(rank, dtype, shape, self.channel.buffer_offset(self.epoch & 1) + offset)
 
+    def read(
+        self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
+    ) -> torch.Tensor:
+        """The `view` of what a rank has written, all of which is read, and once."""
+        if rank != self.participant.rank:
+            self._bytes_read += prod(shape) * dtype.itemsize
+        return self.view(rank, dtype, shape, offset)
+
+    @property
+    def bytes_read(self) -> int:
+        """What calls by `direct` and `pipelined` have read of the peers' memory: data, not words.
+        For tests."""
+        return self.channel.bytes_read + self._bytes_read
+
     def _at(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int
     ) -> torch.Tensor:
@@ -223,10 +238,11 @@ class HostWorkspace(Steps):
     def peer_data(self, peer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """What ``peer`` published in this epoch, wherever it lies: its buffer or a segment."""
         if not self.channel.in_segment(peer):
-            return self.view(peer, dtype, shape)
+            return self.read(peer, dtype, shape)
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
+        self._bytes_read += nbytes
         region = self.channel.segment_of(peer, nbytes)
         return torch.frombuffer(region, dtype=dtype).view(shape)
 

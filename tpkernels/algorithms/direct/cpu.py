@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tpkernels import _C
+from tpkernels.algorithms.exchange import Exchange
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.rms_norm import RmsNorm, Rows
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
@@ -51,6 +52,10 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
             return calls.AllGather(call.collective, call.layout, problem.shape)
         case "reduce_scatter":
             return calls.ReduceScatter(call.collective, call.layout, shape)
+        case "all_to_all":
+            exchange = Exchange.of(given, problem.world)
+            layouts = _exchange_layouts(call, exchange)
+            return calls.AllToAll(call.collective, *layouts, tuple(exchange.result_shape(call)))
         case "all_gather_matmul":
             if given.biases:
                 return None
@@ -114,6 +119,28 @@ def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     return reduce_scatter(call, matmul_partial(call, x, w), reduction)
+
+
+def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    out = exchange.result(call, x)
+    with recorded(COPY):
+        call.collective.all_to_all(x.contiguous(), out, *_exchange_layouts(call, exchange))
+    return out
+
+
+def _exchange_layouts(
+    call: Call, exchange: Exchange
+) -> tuple[_C.host.ShardLayout, _C.host.ShardLayout, int]:
+    """What this rank gives, what it takes, and the elements of the largest piece."""
+    problem, dim = call.problem, call.problem.dim
+    assert dim is not None  # an all-to-all has one
+    x, out = shard_shape(problem, call.group.rank), exchange.result_shape(call)
+
+    def layout(shape: list[int], dim: int, sizes: tuple[int, ...]) -> _C.host.ShardLayout:
+        return _C.host.ShardLayout(prod(shape[:dim]), prod(shape[dim + 1 :]), sizes)
+
+    given = layout(x, exchange.dim, exchange.sizes)
+    return given, layout(out, dim, problem.sizes), exchange.largest(call)
 
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:

@@ -119,7 +119,7 @@ def matmul_reduce_scatter(
         for peer in call.peers_in_ring_order:
             channel.wait(peer, Phase.DATA, rank)
         mine = (counts[rank], columns[rank])
-        partials = [workspace.view(r, wire, mine, rank * slot) for r in world]
+        partials = [workspace.read(r, wire, mine, rank * slot) for r in world]
         to = result[begin : begin + counts[rank]]
         reduce_into(to, partials, reduction, begin * columns[rank])
     return out
@@ -140,11 +140,11 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
 
         def partial(of: int, owner: int, edges: list[int] = edges) -> torch.Tensor:
             shape = (edges[owner + 1] - edges[owner], columns)
-            return workspace.view(of, wire, shape, edges[owner] * columns * wire.itemsize)
+            return workspace.read(of, wire, shape, edges[owner] * columns * wire.itemsize)
 
         def total(owner: int, edges: list[int] = edges) -> torch.Tensor:
             shape = (edges[owner + 1] - edges[owner], columns)
-            return workspace.view(owner, reduction.out_dtype, shape, results_at)
+            return workspace.read(owner, reduction.out_dtype, shape, results_at)
 
         for owner in [*call.peers_in_ring_order, rank]:
             part = flat[begin + edges[owner] : begin + edges[owner + 1]]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from tpkernels.algorithms.exchange import Exchange, counts_of, place
 from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
 from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
@@ -69,20 +70,22 @@ def _all_gather(call: Call, own: torch.Tensor) -> torch.Tensor:
     return received.to(own.device)
 
 
-def _scatter(call: Call, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Sends piece r to rank r. Returns what the ranks sent to this one, in rank order."""
+def _scatter(
+    call: Call, pieces: Sequence[torch.Tensor], counts: Sequence[int] | None = None
+) -> Sequence[torch.Tensor]:
+    """Sends piece r to rank r. Returns what the ranks sent to this one, flat and in rank order:
+    ``counts`` elements; by default as many as it keeps of its own."""
     group = call.group
-    count = pieces[group.rank].numel()
+    received_splits = list(counts or [pieces[group.rank].numel()] * group.world)
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     device = sent.device
     if call.problem.device == "cuda" and group.by_gloo("cuda"):
         sent = sent.cpu()
-    received = sent.new_empty(count * group.world)
+    received = sent.new_empty(sum(received_splits))
     options = _options(AllToAllOptions, call)
     splits = [piece.numel() for piece in pieces]
-    work = group.pg.alltoall_base(received, sent, [count] * group.world, splits, options)
-    finish(call, work)
-    return received.to(device).view(group.world, -1).unbind(0)
+    finish(call, group.pg.alltoall_base(received, sent, received_splits, splits, options))
+    return received.to(device).split(received_splits)
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +123,17 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
     for begin in range(0, max(shard.numel() for shard in shards), step):
         received = _scatter(call, [shard[begin : begin + step] for shard in shards])
         reduce_into(flat[begin : begin + step], received, reduction, begin)
+    announce_done(call)
+    return out
+
+
+def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    enter(call).wait()
+    out = exchange.result(call, x)
+    if call.group.world == 1:
+        return out.copy_(x)
+    places = exchange.taken(call, out)
+    place(_scatter(call, exchange.given(x), counts_of(places)), places)
     announce_done(call)
     return out
 

@@ -6,6 +6,8 @@ Reductions     with numerics "vendor" one reduce-scatter or all-reduce of the pr
                launch behind it for bias, residual and another dtype. With "ordered" an all-to-all,
                or for an all-reduce that and an all-gather, and one launch that sums.
 
+All-to-alls    one all-to-all, between copies of the pieces and to their places.
+
 The shards of a dim with others before it do not lie together: they are copied, in one launch if
 they are even. Gloo cannot do all this with CUDA tensors; it takes the way through the host.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from tpkernels.algorithms.exchange import Exchange, counts_of
 from tpkernels.algorithms.reduction import Reduction, reduce_into, reduced
 from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_counts, shard_shape
@@ -35,7 +39,7 @@ from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
-from tpkernels.planning.problem import VENDOR, Problem
+from tpkernels.planning.problem import VENDOR
 
 _PART_UNIT = 8  # elements of a rank's part of an all-reduce: the kernel loads 8 at a time
 
@@ -61,6 +65,18 @@ def all_gather_matmul(
         _gather_into(call, x, whole)
     for w, bias, out in zip(weights, biases, outs, strict=True):
         local_matmul(as_rows(whole), w, as_rows(out), bias)
+
+
+def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    if call.group.world == 1 or call.group.by_gloo("cuda"):
+        return through_host.all_to_all(call, x, exchange)
+    out = exchange.result(call, x)
+    given, places = counts_of(exchange.given(x)), exchange.taken(call, out)
+    sent = _by_owner(x, exchange.dim, exchange.sizes)
+    received = _exchanged(call, sent, given, counts_of(places))
+    pieces = [piece.view(to.shape) for piece, to in zip(received, places, strict=True)]
+    assert call.problem.dim is not None  # an all-to-all has one
+    return torch.cat(pieces, call.problem.dim, out=out)
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -119,7 +135,8 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
         return through_host.reduce_scatter(call, partial, reduction)
     out = empty(shard_shape(problem, group.rank), reduction.out_dtype, partial.device)
     own, counts = out.view(-1), shard_counts(problem)
-    by_owner = _by_owner(problem, partial)
+    assert problem.dim is not None  # a reduce-scatter has one
+    by_owner = _by_owner(partial, problem.dim, problem.sizes)
     if call.plan.numerics != VENDOR:
         reduce_into(own, _exchanged(call, by_owner, counts), reduction)
         return out
@@ -168,17 +185,14 @@ def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
         torch.cat(shards, problem.dim, out=out)
 
 
-def _by_owner(problem: Problem, partial: torch.Tensor) -> torch.Tensor:
-    """The elements of the ranks' shards, one shard after the other."""
-    if problem.outer == 1:
-        return partial.reshape(-1)
-    assert problem.dim is not None  # a reduce-scatter has one
-    if _even(problem.sizes):
-        split = partial.unflatten(problem.dim, (problem.world, -1))
-        return split.movedim(problem.dim, 0).reshape(-1)
-    whole = partial.new_empty(partial.numel())
-    shards = partial.split(list(problem.sizes), problem.dim)
-    for to, shard in zip(whole.split(shard_counts(problem)), shards, strict=True):
+def _by_owner(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """The elements of the ranks' shards along a dim, one shard after the other."""
+    if prod(x.shape[:dim]) == 1:
+        return x.reshape(-1)
+    if _even(sizes):
+        return x.unflatten(dim, (len(sizes), -1)).movedim(dim, 0).reshape(-1)
+    whole, shards = x.new_empty(x.numel()), x.split(list(sizes), dim)
+    for to, shard in zip(whole.split(counts_of(shards)), shards, strict=True):
         to.view(shard.shape).copy_(shard)
     return whole
 
@@ -195,13 +209,17 @@ def _all_gather(call: Call, own: torch.Tensor, whole: torch.Tensor, counts: Sequ
         _finish(pg.allgather([list(whole.split(list(counts)))], [own], options))
 
 
-def _exchanged(call: Call, x: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Sends each rank its part of x. Returns what this rank got, in rank order."""
-    group, own = call.group, counts[call.group.rank]
-    received = x.new_empty(group.world * own)
-    splits = ([], []) if _even(counts) else ([own] * group.world, list(counts))
+def _exchanged(
+    call: Call, x: torch.Tensor, counts: Sequence[int], received_counts: Sequence[int] | None = None
+) -> Sequence[torch.Tensor]:
+    """Sends each rank its part of x. Returns what this rank got, in rank order: by default as many
+    elements from each as it keeps."""
+    received_counts = received_counts or [counts[call.group.rank]] * call.group.world
+    received = x.new_empty(sum(received_counts))
+    even = _even([*counts, *received_counts])
+    splits = ([], []) if even else (list(received_counts), list(counts))
     _finish(_pg(call).alltoall_base(received, x, *splits, _options(AllToAllOptions, call)))
-    return received.view(group.world, own).unbind(0)
+    return received.split(list(received_counts))
 
 
 def _pg(call: Call) -> ProcessGroup:

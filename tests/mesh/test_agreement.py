@@ -1,0 +1,189 @@
+"""Ranks that are in different products: each learns both, before anything is sent."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.meshes import S0, S1, Placements, R, draw, error_of, make_mesh
+from tests.support.ranked import TIMEOUT, apart, messages_of
+from tpkernels.groups.agreements import Agreements
+from tpkernels.mesh import agreement
+
+AT_ONCE = TIMEOUT / 2  # s: nobody waits until the timeout
+
+
+def multiply(
+    mesh: DeviceMesh,
+    x: Placements,
+    w: Placements,
+    strategy: str = "auto",
+    shape: tuple[int, int, int] = (6, 4, 8),
+    dtype: torch.dtype = torch.float32,
+    algorithm: str = "auto",
+    out: Placements | None = None,
+) -> str | None:
+    """What is wrong with a product, whose result is replicated if nothing else is asked for."""
+    m, k, n = shape
+    a, b = draw("x", (m, k), mesh, x, dtype), draw("w", (k, n), mesh, w, dtype)
+    out = out or (R,) * mesh.ndim
+    y = tpkernels.sharded_matmul(a.sharded, b.sharded, out, strategy, algorithm=algorithm)
+    return error_of(y, a.value @ b.value, torch.zeros(m, n), out)
+
+
+# On two dims: one product that communicates along one of them only, and one along the other.
+ALONG_0: dict[str, Any] = {"x": (R, R), "w": (S1, R), "strategy": "N,none"}
+ALONG_1: dict[str, Any] = {"x": (R, R), "w": (R, S1), "strategy": "none,N"}
+
+
+def apart_job(together: bool) -> tuple[list[str], float, list[str | None]]:
+    """The errors of ranks that communicate along different mesh dims, the seconds that they took,
+    and what is wrong with a product after them."""
+    with nullcontext() if together else apart():
+        mesh = make_mesh((2, 2))
+        begin, given = time.monotonic(), (ALONG_0, ALONG_1)[dist.get_rank() % 2]
+        messages = messages_of([lambda: multiply(mesh, **given)])
+        seconds = time.monotonic() - begin
+        return messages, seconds, [multiply(mesh, **each) for each in (ALONG_0, ALONG_1)]
+
+
+@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_plans_without_a_common_group(ranks: RanksFixture, together: bool) -> None:
+    rest = r"float32, partials in float32, strategy '\w+,\w+', algorithm 'auto', on a mesh of 2 x 2"
+    rest += r", ranks 0 to 3\)"
+    pattern = (
+        r"CollectiveMismatchError: the ranks are in different products: ranks 0, 2 in "
+        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] S1,R -> R,R, {rest}; ranks 1, 3 in "
+        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] R,S1 -> R,R, {rest}\. Nothing has been sent"
+    )
+    for (message,), seconds, afterwards in ranks(4).run(apart_job, together):
+        assert re.match(pattern, message), message
+        assert seconds < AT_ONCE
+        assert afterwards == [None, None]
+
+
+# One rank's product and the other's; the error has what differs.
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    r"strategy 'none'.*strategy 'N'": ({"strategy": "none"}, {"strategy": "N"}),
+    r"S0 @ .*S1 @ ": ({"x": (S0,)}, {"x": (S1,)}),
+    r"-> R, .*-> S0, ": ({"out": (R,)}, {"out": (S0,)}),
+    r"\[6, 4\].*\[7, 4\]": ({"shape": (6, 4, 8)}, {"shape": (7, 4, 8)}),
+    r"float32.*bfloat16": ({"dtype": torch.float32}, {"dtype": torch.bfloat16}),
+    r"algorithm 'auto'.*algorithm 'ring'": ({"algorithm": "auto"}, {"algorithm": "ring"}),
+    # The first communicates nothing: it would return.
+    r"\] R @ .*\] S1 @ ": ({"x": (R,), "w": (R,)}, {"x": (S1,), "w": (S0,)}),
+}
+
+
+def different_job() -> list[str]:
+    mesh = make_mesh((2,))
+    own = (dict({"x": (R,), "w": (S1,)}, **each[dist.get_rank()]) for each in DIFFERENT.values())
+    return messages_of([lambda given=given: multiply(mesh, **given) for given in own])
+
+
+def test_what_differs_is_named(ranks: RanksFixture) -> None:
+    for messages in ranks(2).run(different_job):
+        for message, pattern in zip(messages, DIFFERENT, strict=True):
+            assert re.match(rf"CollectiveMismatchError: .*rank 0 in .*{pattern}", message), message
+
+
+def gradients_job() -> list[str]:
+    """Rank 0 needs the gradient of w, rank 1 that of x."""
+    mesh = make_mesh((2,))
+    x, w = draw("x", (6, 4), mesh, (S0,)).sharded, draw("w", (4, 8), mesh, (S1,)).sharded
+    x, w = (x.detach(), w) if dist.get_rank() == 0 else (x, w.detach())
+    y = tpkernels.sharded_matmul(x, w, [S0])
+    return messages_of([lambda: y.backward(y.detach())])
+
+
+def test_gradients_of_different_operands(ranks: RanksFixture) -> None:
+    for (message,) in ranks(2).run(gradients_job):
+        pattern = r"CollectiveMismatchError: .* rank 0 in .*\[4, 6\].*; rank 1 in .*\[6, 8\]"
+        assert re.match(pattern, message), message
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The exchanges of this rank."""
+    found: list[str] = []
+    usual = Agreements.numbers_of_all
+
+    def count(group: Any, purpose: str, *args: Any) -> Any:
+        found.append(purpose)
+        return usual(group, purpose, *args)
+
+    with mock.patch.object(Agreements, "numbers_of_all", count):
+        yield found
+
+
+def warm_job() -> list[int]:
+    mesh, exchanges = make_mesh((2, 2)), []
+    with counted() as found:
+        for given in (ALONG_0, ALONG_0, ALONG_1, ALONG_0, ALONG_1):
+            assert multiply(mesh, **given) is None
+            exchanges.append(len(found))
+    return exchanges
+
+
+def test_a_known_product_is_not_compared_again(ranks: RanksFixture) -> None:
+    assert ranks(4).run(warm_job) == [[2, 2, 4, 4, 4]] * 4
+
+
+def forgetting_job() -> list[int]:
+    """With room for two products."""
+    mesh, exchanges = make_mesh((2,)), []
+    with mock.patch.object(agreement, "_MOST_KNOWN", 2), counted() as found:
+        for m in (1, 2, 1, 3, 1, 2):
+            assert multiply(mesh, (R,), (S1,), shape=(m, 4, 8)) is None
+            exchanges.append(len(found))
+    return exchanges
+
+
+def test_all_ranks_forget_the_same_products(ranks: RanksFixture) -> None:
+    assert ranks(2).run(forgetting_job) == [[1, 2, 2, 3, 3, 4]] * 2
+
+
+def known_and_new_job() -> tuple[list[str], float]:
+    """Rank 0 makes a product that both know, rank 1 another one."""
+    mesh = make_mesh((2,))
+    multiply(mesh, (R,), (S1,), "N")
+    begin, strategy = time.monotonic(), ("N", "none")[dist.get_rank()]
+    messages = messages_of([lambda: multiply(mesh, (R,), (S1,), strategy)])
+    return messages, time.monotonic() - begin
+
+
+def test_a_known_product_and_a_new_one(ranks: RanksFixture) -> None:
+    (known, _), (new, seconds) = ranks(2).run(known_and_new_job)
+    assert re.match(r"CollectiveMismatchError: rank 0 is in all_gather\(", known[0]), known
+    assert "is in a new sharded_matmul" in known[0]
+    pattern = r"CollectiveMismatchError: sharded_matmul\(.*'none'.*rank 0 .*is in all_gather\("
+    assert re.match(pattern, new[0]), new
+    assert seconds < AT_ONCE
+
+
+def left_job() -> tuple[list[str], float]:
+    """Rank 3 makes another product than the others; all know both. Those of the others have a step
+    along mesh dim 1, where rank 2 finds out, and then one along mesh dim 0."""
+    mesh, both = make_mesh((2, 2)), {"x": (R, R), "w": (S1, S1), "strategy": "N,N"}
+    for given in (ALONG_1, both):
+        assert multiply(mesh, **given) is None
+    begin, given = time.monotonic(), (both, both, both, ALONG_1)[dist.get_rank()]
+    return messages_of([lambda: multiply(mesh, **given)]), time.monotonic() - begin
+
+
+def test_a_failure_in_one_group_is_told_in_the_others(ranks: RanksFixture) -> None:
+    for rank, ((message,), seconds) in enumerate(ranks(4).run(left_job)):
+        kind = "CollectiveMismatchError" if rank in (2, 3) else "PeerLostError"
+        assert message.startswith(kind), (rank, message)
+        assert seconds < AT_ONCE

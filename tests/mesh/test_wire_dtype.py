@@ -1,0 +1,144 @@
+"""Sharded products of bf16 whose partial results travel in fp32."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import tpkernels
+from tests.support.cases import RanksFixture
+from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh, take
+from tests.support.ranked import messages_of, report
+from tests.support.tiers import thorough
+from tpkernels import mesh as tpmesh
+from tpkernels.mesh.cost import estimate
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, plans_for
+from tpkernels.planning.machines import machine_named
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+# x, w and the result. The result is partial on one mesh dim or on both.
+SUMS: dict[tuple[int, ...], list[tuple[Placements, Placements, Placements]]] = {
+    (2,): [((S1,), (S0,), (out,)) for out in (R, S0, S1)] + [((P,), (R,), (R,))],
+    (4,): [((S1,), (S0,), (R,)), ((S1,), (S0,), (S1,))],
+    (2, 2): [((S1, S1), (S0, S0), out) for out in [(R, R), (S0, S0), (S1, S0), (R, S0), (S0, R)]],
+}
+M, K, N = 6, 8, 4
+
+
+def operand(whole: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    """In bf16. Of a Partial one, the first rank has the first half of the columns."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    mine = whole.clone()
+    for at, one in zip(coordinate, placements, strict=True):
+        if one == P:
+            mine[:, K // 2 :] *= at > 0
+            mine[:, : K // 2] *= at == 0
+    local = take(mine, placements, mesh).to(BF16)
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def summed_job(mesh_shape: tuple[int, ...]) -> tuple[list[str], int]:
+    """What is wrong with sums of 257, -256 and zeros, and how many are if partials travel in bf16,
+    in which 257 is 256."""
+    mesh, wrong, narrow = make_mesh(mesh_shape), [], 0
+    rows = torch.zeros(M, K)
+    rows[:, 0], rows[:, 1], rows[:, K // 2] = 256, 1, -256
+    for x, w, out in SUMS[mesh_shape]:
+        a, b = operand(rows, mesh, x), operand(torch.ones(K, N), mesh, w)
+        for plan in tpmesh.plans(a, b, out, wire_dtype=F32):
+            y = tpkernels.sharded_matmul(a, b, out, plan.strategy, wire_dtype=F32)
+            if y.dtype != BF16 or not (y.to_local() == 1).all():
+                wrong.append(f"{x} {w} {out}: {plan} gives {y.to_local()}")
+            z = tpkernels.sharded_matmul(a, b, out, plan.strategy)
+            narrow += not (z.to_local() == 1).all()
+    return wrong, narrow
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), *map(thorough, [(4,), (2, 2)])], ids=str)
+def test_sums_that_are_exact_in_fp32_only(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
+    wrong, narrow = zip(*ranks(math.prod(mesh_shape)).run(summed_job, mesh_shape), strict=True)
+    report(failure for rank in wrong for failure in rank)
+    assert max(narrow) > 0
+
+
+def left_partial_job() -> tuple[torch.dtype, float]:
+    """A result that stays Partial along one of two mesh dims, and is summed along the other."""
+    mesh = make_mesh((2, 2))
+    rows = torch.zeros(M, K)
+    rows[:, 0], rows[:, 1], rows[:, 2] = 256, 1, -256
+    a, b = operand(rows, mesh, (S1, S1)), operand(torch.ones(K, N), mesh, (S0, S0))
+    y = tpkernels.sharded_matmul(a, b, [P, R], "K,K", wire_dtype=F32)
+    total = y.to_local().clone()
+    dist.all_reduce(total, group=mesh.get_group(0))
+    return y.dtype, total.mean().item()
+
+
+@pytest.mark.thorough
+def test_a_result_that_stays_partial(ranks: RanksFixture) -> None:
+    assert ranks(4).run(left_partial_job) == [(BF16, 1.0)] * 4
+
+
+def refused_job() -> list[str]:
+    mesh = make_mesh((2,))
+    x, w = draw("x", (6, 4), mesh, (S1,)).sharded, draw("w", (4, 8), mesh, (S0,)).sharded
+    a, b = operand(torch.ones(6, 4), mesh, (S1,)), operand(torch.ones(4, 8), mesh, (S0,))
+    matmul, plans = tpkernels.sharded_matmul, tpmesh.plans
+    return messages_of(
+        [
+            lambda: matmul(x, w, wire_dtype=BF16),
+            lambda: matmul(a, b, wire_dtype=torch.float16),
+            lambda: plans(a, b, wire_dtype=torch.float64),
+            lambda: tpmesh.explain(x, w, wire_dtype=BF16),
+            lambda: matmul(a, b, [R], "K", wire_dtype=(F32, BF16)[dist.get_rank()]),
+        ]
+    )
+
+
+def test_refusals(ranks: RanksFixture) -> None:
+    for messages in ranks(2).run(refused_job):
+        for message, pattern in zip(
+            messages,
+            [
+                "ValueError: wire_dtype is bfloat16; it must be x's float32 or float32",
+                "ValueError: wire_dtype is float16; it must be x's bfloat16 or float32",
+                "ValueError: wire_dtype is float64; it must be x's bfloat16 or float32",
+                "ValueError: wire_dtype is bfloat16; it must be",
+                "CollectiveMismatchError: .*partials in float32.*partials in bfloat16",
+            ],
+            strict=True,
+        ):
+            assert re.match(pattern, message), message
+
+
+def plan(strategy: str, out: Placements, partial_itemsize: int | None) -> tuple[MatmulPlan, int]:
+    """A plan, and its peak memory."""
+    x, w = ((S1, R), (S0, S1)) if len(out) == 2 else ((S1,), (S0,))
+    mesh = (2,) * len(out)
+    given: dict[str, Any] = {"m": 8, "k": 16, "n": 4, "mesh_shape": mesh, "x": x, "w": w}
+    problem = MatmulProblem(**given, out=out, itemsize=2, partial_itemsize=partial_itemsize)
+    found = next(plan for plan in plans_for(problem) if plan.strategy == strategy)
+    return found, estimate(found, problem, machine_named("h100")).memory
+
+
+@pytest.mark.parametrize(
+    ("out", "narrow", "wide"),
+    [
+        # One addend of the 8 x 4 elements travels in all; the sum's halves are gathered in bf16.
+        ((S0,), 2 * 32, 4 * 32),
+        ((R,), 2 * 32 + 2 * 32, 4 * 32 + 2 * 32),
+    ],
+)
+def test_planned_bytes_and_memory(out: Placements, narrow: int, wide: int) -> None:
+    plans = [plan("K", out, itemsize) for itemsize in (None, 2, 4)]
+    assert [each.nbytes for each, _ in plans] == [narrow, narrow, wide]
+    memory = [nbytes for _, nbytes in plans]
+    assert memory[2] - memory[0] == 2 * 32 and memory[0] == memory[1]  # the partial product

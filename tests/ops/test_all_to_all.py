@@ -1,0 +1,177 @@
+"""``all_to_all`` on real ranks: the very bits, between any two dims."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
+from tests.support.ranked import SMALLEST_WORKSPACE, apart, fresh_group, messages_of, report
+from tests.support.tiers import thorough
+from tpkernels import shard_sizes
+
+ALGORITHMS = ("auto", "unfused", "ring", "direct")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An all-to-all of a whole tensor of this shape. Sizes that are None are even."""
+
+    shape: tuple[int, ...]
+    dims: tuple[int, int] = (0, 1)  # gathered, scattered
+    sizes: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None)
+    dtype: torch.dtype = torch.float32
+    algorithm: str = "auto"
+    strided: bool = False
+
+
+def failure(case: Case, group: dist.ProcessGroup) -> str | None:
+    """What is wrong with the result or with the gradient, which is that of a sum over the ranks."""
+    rank, world, (gather, scatter) = group.rank(), group.size(), case.dims
+    generator = torch.Generator().manual_seed(sum(case.shape))
+    whole, grad = (torch.randn(case.shape, generator=generator).to(case.dtype) for _ in range(2))
+
+    def shard(of: torch.Tensor, which: int) -> torch.Tensor:
+        dim, sizes = case.dims[which], case.sizes[which]
+        return of.split(list(sizes or shard_sizes(of.shape[dim], world)), dim)[rank]
+
+    x = shard(whole, 0)
+    x = x.transpose(0, -1).contiguous().transpose(0, -1) if case.strided else x.contiguous()
+
+    def exchanged(x: torch.Tensor) -> torch.Tensor:
+        return tpkernels.all_to_all(
+            x,
+            group,
+            gather,
+            scatter,
+            gather_sizes=case.sizes[0],
+            scatter_sizes=case.sizes[1],
+            algorithm=case.algorithm,
+        )
+
+    y = exchanged(x.requires_grad_())
+    (grad_x,) = torch.autograd.grad(y, x, shard(grad, 1))
+    if not torch.equal(exchanged(x.detach()), y):  # a planned call
+        return f"{case} on rank {rank}: another result the second time"
+    if not (torch.equal(y, shard(whole, 1)) and y.is_contiguous()):
+        return f"{case} on rank {rank}: has {y.tolist()}, not {shard(whole, 1).tolist()}"
+    return None if torch.equal(grad_x, shard(grad, 0)) else f"{case} on rank {rank}: gradient"
+
+
+def cases_job(cases: Sequence[Case], hosts: bool = False, **options: Any) -> list[str | None]:
+    with apart() if hosts else contextlib.nullcontext(), fresh_group(**options) as group:
+        return [failure(case, group) for case in cases]
+
+
+def run(ranks: RanksFixture, world: int, cases: Sequence[Case], **options: Any) -> None:
+    results = ranks(world).run(cases_job, list(cases), timeout=120, **options)
+    report(failure for rank in results for failure in rank if failure)
+
+
+def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
+    pairs = itertools.product((*DTYPES, torch.float64), ALGORITHMS)
+    run(ranks, world, [Case(shape=(12, 24), dtype=dtype, algorithm=name) for dtype, name in pairs])
+
+
+def of_any_dims() -> Iterator[Case]:
+    for shape in [(12, 24), (12, 3, 24), (12, 24, 5), (2, 12, 24), (2, 12, 3, 24, 5), (12, 24, 1)]:
+        split = [dim for dim, size in enumerate(shape) if size % 12 == 0]
+        yield from (Case(shape=shape, dims=(a, b)) for a, b in itertools.permutations(split, 2))
+
+
+@pytest.mark.parametrize("algorithm", ["direct", *map(thorough, ["ring", "unfused"])])
+def test_any_two_dims(ranks: RanksFixture, world: int, algorithm: str) -> None:
+    cases = [replace(case, algorithm=algorithm) for case in of_any_dims()]
+    run(ranks, world, [replace(case, strided=each) for case in cases for each in (False, True)])
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "unfused"])
+def test_uneven_shards(ranks: RanksFixture, world: int, algorithm: str) -> None:
+    cases = [
+        Case(shape=shape, dims=dims, sizes=sizes, algorithm=algorithm)
+        for sizes in itertools.product(uneven_splits(7, world), uneven_splits(7, world))
+        for shape, dims in [((7, 7), (0, 1)), ((2, 7, 3, 7), (3, 1))]
+    ]
+    run(ranks, world, cases)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nothing_to_exchange(ranks: RanksFixture, world: int, algorithm: str) -> None:
+    shapes = [(0, world), (world, 0), (world, 0, world), (0, 0)]
+    run(ranks, world, [Case(shape=s, dims=(0, len(s) - 1), algorithm=algorithm) for s in shapes])
+
+
+@pytest.mark.thorough
+def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
+    """Pieces of several chunks (csrc/host/collectives.cpp), and a result that is streamed."""
+    for rows, columns in itertools.product(uneven_splits(301, world), uneven_splits(700, world)):
+        there = Case(shape=(301, 700), sizes=(rows, columns))
+        back = replace(there, dims=(1, 0), sizes=(columns, rows))
+        run(ranks, world, [there, back], workspace_bytes=SMALLEST_WORKSPACE)
+    run(ranks, world, [Case(shape=(1200, 3600))])
+
+
+@pytest.mark.thorough
+def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
+    uneven = [list(uneven_splits(size, world))[-1] for size in (24, 36)]
+    sizes = [(None, None), (shard_sizes(24, world), uneven[1]), (uneven[0], None)]
+    cases = [
+        Case(shape=(24, 5, 36), dims=(0, 2), sizes=each, algorithm=name)
+        for each in sizes
+        for name in ("auto", "unfused", "ring")
+    ]
+    run(ranks, world, cases, hosts=True)
+
+
+def refusals_job() -> list[str]:
+    op, x = tpkernels.all_to_all, torch.ones(2, 6)
+    with fresh_group() as group:
+        refused = messages_of(
+            [
+                lambda: op(x, group, 1, 1),
+                lambda: op(x, group, 0, 2),
+                lambda: op(x, group, -1, 0),
+                lambda: op(torch.ones(2, 5), group),
+                lambda: op(x, group, gather_sizes=[1, 1]),
+                lambda: op(x, group, scatter_sizes=[2, 2]),
+                lambda: op(x.int(), group),
+                lambda: op(x, group, algorithm="pipelined"),
+                lambda: op(x, group, algorithm="hierarchical"),
+            ]
+        )
+        sizes = [(2, 4), (4, 2)][dist.get_rank()]
+        return [*refused, *messages_of([lambda: op(x, group, scatter_sizes=sizes)])]
+
+
+REFUSED = [
+    "ValueError: gather_dim and scatter_dim are both 1; they must differ",
+    "ValueError: scatter_dim is 2; a tensor of 2 dims allows 0 to 1",
+    "ValueError: gather_dim is -1",
+    r"ValueError: 5 rows do not divide by 2 ranks; pass scatter_sizes=tpkernels.shard_sizes\(5, 2",
+    r"ValueError: x has 2 rows in the gathered dim, but gather_sizes \[1, 1\] gives rank \d 1",
+    r"ValueError: scatter_sizes \[2, 2\] add up to 4, but the scattered dim has 6 rows",
+    "NotImplementedError: x has dtype int32",
+    "NotImplementedError: algorithm 'pipelined' of all_to_all overlaps a matmul",
+    "NotImplementedError: algorithm 'hierarchical' of all_to_all has no all-to-all on cpu",
+    r"CollectiveMismatchError: .*scattered dim 1 by \[.*, but rank \d .*scattered dim 1 by \[",
+]
+
+
+def test_refusals_and_ranks_that_differ(ranks: RanksFixture) -> None:
+    for messages in ranks(2).run(refusals_job):
+        for message, pattern in zip(messages, REFUSED, strict=True):
+            assert re.match(pattern, message), message
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" in metafunc.fixturenames:
+        metafunc.parametrize("world", QUICK_WORLDS)
