@@ -165,6 +165,17 @@ def test_both_ways_to_reduce_everywhere(interpreting: RanksFixture, world: int, 
         assert not found, found
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_shards_of_one_size(interpreting: RanksFixture, world: int) -> None:
+    """Kernels compute where they begin; others they look up. The last is two-shot."""
+    cases = [replace(make(42 * world, 40, 33, world), sizes=None) for make in (gather, scatter)]
+    cases.append(reduce(64 * world, 40, 33, world))
+    for found in interpreting(world).run(
+        shots_job, each(*cases, dtypes=(F16,), algorithms=FUSED), 0
+    ):
+        assert not found, found
+
+
 # The protocol.
 
 

@@ -110,7 +110,7 @@ def _gather_by_copies(
     from tpkernels.kernels import all_gather_matmul as kernel
 
     launch = kernel.prepare_arriving(config, weights[0], biases[0], outs[0], whole, sizes)
-    with queued(call, rows.device, launch.words, launch.buffer_bytes, sizes) as memory:
+    with queued(call, rows.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
         space, signature = memory.current, call.plan.signature
         with cuda.CopyCall(space, signature, [whole, *outs]) as copies:
             step = launch.chunk_rows

@@ -31,6 +31,7 @@ from tpkernels.kernels.matmul import (
     rounded,
     segment,
     segments_of,
+    table_of,
     tile_at,
     tiles_before,
 )
@@ -215,10 +216,11 @@ def prepare(
     slot = slot_bytes(max(sizes), n, wire)
 
     def run(space: DeviceWorkspace, signature: int) -> None:
+        a, b, tiling = config.operands(x, w, wire)
         matmul_reduce_scatter_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
-            x, w, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
+            a, b, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
             slot, **launch_arguments(space, signature), WIRE=TRITON_DTYPES[wire],
-            tiling=config.tiling(x, w), **config.launch(),
+            tiling=tiling, **config.launch(),
         )  # fmt: skip
 
-    return Launch(1 + config.tiles([max(sizes)], n), len(sizes) * slot, sizes, run)
+    return Launch(1 + config.tiles([max(sizes)], n), len(sizes) * slot, table_of(sizes), run)

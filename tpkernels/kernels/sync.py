@@ -209,11 +209,9 @@ def publish(peers, to, index):
 def publish_to_all(peers, index):
     """`publish` to all ranks, this one too: one barrier, and the releases at the same time."""
     delay(peers, index)
-    broken = failed(peers.space.state)
-    tl.debug_barrier()  # as in `publish_from`
-    if not broken:
-        offset = tl.cast(place_of(peers, peers.rank, index), tl.int64) * 8
-        store_release_at_all(peers.space.regions, peers.space.world, offset, peers.word)
+    working = not failed(peers.space.state)
+    offset = tl.cast(place_of(peers, peers.rank, index), tl.int64) * 8
+    store_release_at_all(peers.space.regions, peers.space.world, offset, peers.word, working)
 
 
 @triton.jit
@@ -221,10 +219,8 @@ def publish_from(peers, to, source, index):
     """The same for data that came from ``source``. Publishes nothing after a wait has failed: what
     was written since is not the data."""
     delay(peers, index)
-    broken = failed(peers.space.state)
-    tl.debug_barrier()  # one thread stores the word, all threads have stored data
-    if not broken:
-        store_release(word_of(peers, to, source, index), peers.word)
+    working = not failed(peers.space.state)
+    store_release(word_of(peers, to, source, index), peers.word, working)
 
 
 @triton.jit
@@ -286,8 +282,7 @@ def _fail(peers, kind: tl.constexpr, source, seen):
         tl.store(state + STATE_PEER, tl.cast(source, tl.int64))
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
-        tl.debug_barrier()
-        store_release(peers.space.control + FAILED, none + 1)
+        store_release(peers.space.control + FAILED, none + 1, tl.full((), True, tl.int1))
 
 
 @triton.jit
