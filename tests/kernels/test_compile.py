@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tests.support import kernel_builds
 from tests.support.kernel_builds import KERNELS, build
-from tests.support.tiers import sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels.kernels import all_gather_matmul
 from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
 from tpkernels.symm.device import DeviceWorkspace
@@ -46,7 +46,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a block ma
 TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
 RELEASE = r"st\.release\.sys\.global\.u64"
-POLL = r"ld\.acquire\.sys\.global\.u64"
+POLL = r"(?m)^\s*ld\.acquire\.sys\.global\.u64"
 GATHERS = ("all_gather_matmul", "multiply_arriving")
 PROXY_FENCE = r"fence\.proxy\.async\.global"
 
@@ -112,7 +112,7 @@ def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_one_thread_polls_and_tells(name: str, arch: int) -> None:
-    """Words are stored and polled, and the host's memory is read, by one thread; nothing at system
+    """A word is stored and polled, and the host's memory is read, by one thread; nothing at system
     scope that stores into a peer's memory is an atomic, which PCIe may not have."""
     found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False])
     lines = found.ptx.splitlines()
@@ -160,6 +160,27 @@ def test_loads_of_the_next_tile_wait_for_a_hook_only(arch: int) -> None:
         pushes = name in ("matmul_reduce_scatter", "two_shot")
         found = build(name, tl.bfloat16, arch, config)
         assert depth(found, instructions) == (1 if pushes else 2), name
+
+
+@pytest.mark.parametrize("world", [8, thorough(2), thorough(16)])
+def test_partials_of_all_ranks_are_loaded_before_they_are_added(world: int) -> None:
+    """16 elements in a thread, 8 in a load; of 16 ranks in two batches."""
+    config = TABLE[90, 2, False]
+    found = build("matmul_reduce_scatter", tl.bfloat16, 90, config, world=world, residual=None)
+    events = re.findall(r"(ld\.global\.v4\.b32)|(add\.f32)", found.ptx)
+    runs = [len(list(run)) for load, run in itertools.groupby(events, lambda e: bool(e[0])) if load]
+    assert max(runs) == 2 * min(world, 8) and found.stack == 0
+
+
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "one_shot"])
+def test_words_of_all_ranks_are_looked_at_together(name: str) -> None:
+    """Once for a tile that is summed, once for ENTERED; before data are read there is a barrier."""
+    lines = build(name, tl.bfloat16, 90, TABLE[90, 2, False], world=8).ptx.splitlines()
+    looks = [at for at, line in enumerate(lines) if re.search(r"@p ld\.acquire\.sys", line)]
+    assert len(looks) == 2
+    for at in looks:
+        after = (line for line in lines[at:] if re.search(r"bar\.sync|ld\.global", line))
+        assert "bar.sync" in next(after), "\n".join(lines[at : at + 20])
 
 
 @pytest.mark.parametrize("name", ["matmul_reduce_scatter", "two_shot"])

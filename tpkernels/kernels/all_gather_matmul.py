@@ -43,7 +43,6 @@ from tpkernels.kernels.sync import (
     buffer_of,
     enter,
     failed,
-    fence_async_proxy,
     finish,
     join,
     next_buffer,
@@ -52,6 +51,7 @@ from tpkernels.kernels.sync import (
     publish_from,
     wait_for,
 )
+from tpkernels.kernels.words import fence_async_proxy
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 FIRST_CHUNK = TILES.value  # the word of the first chunk from a rank

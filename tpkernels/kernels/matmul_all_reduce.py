@@ -158,7 +158,7 @@ def matmul_all_reduce_kernel(
     sum_tiles(
         Slots(peers, N, slot_bytes, WIRE), segments, own, out,
         begin, bias, residual, lane, lanes, None if ONE_SHOT else _publish_result, passed_on,
-        tiling,
+        workspace.world, tiling,
     )  # fmt: skip
     _copy_results(passed_on, segments, N, lane, lanes, tiling)
     if finish(peers):

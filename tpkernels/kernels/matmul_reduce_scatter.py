@@ -44,9 +44,12 @@ from tpkernels.kernels.sync import (
     pointer,
     poison,
     publish,
-    wait_for,
+    wait_for_all,
 )
 from tpkernels.symm.device import DeviceWorkspace, Launch
+
+# Ranks whose partials are loaded before any is added: 8 of bf16 take 64 registers of a thread.
+LOADS = tl.constexpr(8)
 
 
 class Slots(NamedTuple):
@@ -84,19 +87,19 @@ def slot_of(slots, rank, source):
 
 
 @triton.jit
-def await_partials(peers, tile):
-    """Returns when all ranks have pushed a tile to this one."""
-    for source in range(peers.space.world):
-        wait_for(peers, source, TILES + tile)
-
-
-@triton.jit
-def sum_partials(slots, at, inside):
-    """The sum of the slots' elements ``at``, in rank order."""
+def sum_partials(slots, buffer, at, inside, WORLD: tl.constexpr):
+    """The sum of the elements ``at`` of the slots in this rank's ``buffer``, in rank order. The
+    loads of LOADS ranks are in flight before the first addition."""
     acc = tl.zeros(inside.shape, dtype=tl.float32)
-    for source in range(slots.peers.space.world):
-        slot = slot_of(slots, slots.peers.rank, source)
-        acc += tl.load(slot + at, mask=inside, other=0.0).to(tl.float32)
+    for first in tl.static_range(0, WORLD, LOADS):
+        partials = ()
+        for source in tl.static_range(first, first + LOADS):
+            if source < WORLD:
+                slot = pointer(buffer + tl.cast(slots.nbytes, tl.int64) * source, slots.wire)
+                loaded = tl.load(slot + at, mask=inside, other=0.0)
+                partials += (loaded,)  # type: ignore[assignment]
+        for i in tl.static_range(len(partials)):
+            acc += partials[i].to(tl.float32)
     return acc
 
 
@@ -119,6 +122,7 @@ def sum_tiles(
     lanes,
     on_stored: tl.constexpr,
     on_stored_context,
+    WORLD: tl.constexpr,
     tiling: tl.constexpr,
 ):
     """Sums the program's tiles of the segment ``own`` into ``out``, whose row ``out_row`` is the
@@ -128,16 +132,17 @@ def sum_tiles(
     BLOCK_N: tl.constexpr = tiling.block_n
     SUM_M: tl.constexpr = tiling.sum_m
     N = slots.N
+    buffer = buffer_of(slots.peers, slots.peers.rank)
     begin, end = segment(segments, own)
     before = tiles_before(segments, N, own, tiling)
     count = tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in range(first_tile(before, lane, lanes), count, lanes):
         tile_m, tile_n = position(tile, end - begin, N, tiling)
-        await_partials(slots.peers, tile)
+        wait_for_all(slots.peers, TILES + tile)
         for top in range(0, BLOCK_M, SUM_M):
             row, column = tile_m * BLOCK_M + top, tile_n * BLOCK_N
             corner, offsets, inside = tile_at(row, column, end - begin, N, N, SUM_M, BLOCK_N)
-            acc = sum_partials(slots, corner + offsets, inside)
+            acc = sum_partials(slots, buffer, corner + offsets, inside, WORLD)
             at = tl.cast(out_row, tl.int64) * N + corner + offsets
             more = None if residual is None else residual + at
             acc = epilogue(acc, bias, more, column, N, inside)
@@ -180,7 +185,7 @@ def matmul_reduce_scatter_kernel(
     )  # fmt: skip
     sum_tiles(
         Slots(peers, N, slot_bytes, WIRE), segments, rank, out, 0, bias, residual,
-        lane, lanes, None, None, tiling,
+        lane, lanes, None, None, workspace.world, tiling,
     )  # fmt: skip
     if finish(peers):
         begin, end = segment(segments, rank)

@@ -14,6 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+THREADS = tl.constexpr(128)  # of a program, at least (kernels/configs.py); a group has <= 72 ranks
 POLLS = tl.constexpr(64)  # polls of a word between two looks for failure
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -72,8 +73,7 @@ def store_release(word, value, allowed):
 @triton.jit
 def store_release_at_all(regions, world, offset, value, allowed):
     """The same in all ranks' regions, ``offset`` bytes from their start: a thread for each rank, so
-    the releases wait for the stores before them at the same time. A program has at least 128
-    threads (kernels/configs.py), and a group has at most 72 ranks."""
+    the releases wait for the stores before them at the same time."""
     if INTERPRETED:
         if allowed:
             for rank in range(world):
@@ -133,6 +133,23 @@ def poll(word, value):
 
 
 @triton.jit
+def load_acquire(words, wanted):
+    """The words that are ``wanted``, each read by a thread of its own, at system scope; else 0."""
+    if INTERPRETED:
+        return tl.atomic_add(words, 0, mask=wanted, sem="acquire", scope="sys")
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $2, 0;
+            mov.u64 $0, 0;
+            @p ld.acquire.sys.global.u64 $0, [$1];
+            }""",
+            "=&l,l,r", [words.to(tl.int64), wanted.to(tl.int32)], tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def load_by_one(word):
     """A word of the host's memory in the thread that does atomics, 0 in the others."""
     if INTERPRETED:
@@ -149,3 +166,12 @@ def load_by_one(word):
             }""",
             "=l,l", [word.to(tl.int64)], tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def fence_async_proxy():
+    """Needed between a wait and TMA reads of the data it guards: TMA uses another proxy."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        )
