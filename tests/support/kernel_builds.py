@@ -128,7 +128,7 @@ def build(
     signature = {arg: type_of(arg, at) for at, arg in enumerate(kernel.arg_names)}
     source = triton.compiler.ASTSource(kernel, signature, used, attributes)
     target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source, target=target, options=config.launch())
+    compiled = triton.compile(source, target=target, options=config.launch)
     return Build(compiled.asm["ptx"], *_resources(compiled.asm["cubin"]), compiled.metadata.shared)
 
 

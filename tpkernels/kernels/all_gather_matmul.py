@@ -17,7 +17,6 @@ rows, their stream publishes these words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -190,7 +189,7 @@ def prepare(
         all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
             gathered, a, b, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
             **arguments, chunk_tiles=1, PART=False, FETCHERS=fetchers, COPY=COPY_BLOCK,
-            tiling=tiling, **config.launch(),
+            tiling=tiling, **config.launch,
         )  # fmt: skip
         multiply_gathered(config, gathered, weights[1:], biases[1:], outs[1:])
 
@@ -210,11 +209,11 @@ def multiply_gathered(
         matmul(gathered, w, bias, out=out, config=config)
 
 
-@dataclass(frozen=True)
-class ArrivingLaunch(Launch):
+class ArrivingLaunch(NamedTuple):
     """The product of a call in which copy engines bring the rows, chunk by chunk. Word FIRST_CHUNK
     + i from a rank says that chunk i of its rows is there."""
 
+    launch: Launch
     chunk_rows: int
 
 
@@ -239,9 +238,9 @@ def prepare_arriving(
         all_gather_matmul_kernel[(max(lanes, 1),)](
             gathered, a, b, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
             **launch_arguments(space, signature), chunk_tiles=chunk_tiles, PART=True, FETCHERS=0,
-            COPY=COPY_BLOCK, tiling=tiling, **config.launch(),
+            COPY=COPY_BLOCK, tiling=tiling, **config.launch,
         )  # fmt: skip
 
     words = FIRST_CHUNK + ceil_div(max(sizes), chunk_rows) + 2
     nbytes = ceil_div(max(sizes) * row_bytes, 2)
-    return ArrivingLaunch(words, nbytes, table_of(sizes), run, chunk_rows)
+    return ArrivingLaunch(Launch(words, nbytes, table_of(sizes), run), chunk_rows)

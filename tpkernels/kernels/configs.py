@@ -54,7 +54,7 @@ class MatmulConfig:
     fetchers: int = 16
     tma: bool = False
 
-    @property
+    @functools.cached_property
     def sum_m(self) -> int:
         """Rows of a tile that are summed at a time: as many as fit the registers."""
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
@@ -80,6 +80,7 @@ class MatmulConfig:
                 b_tma, b = "n", Descriptor(b, (k, n), (k_stride, 1), [block_k, block_n])
         return a, b, Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, ahead)
 
+    @functools.cached_property
     def launch(self) -> dict[str, int]:
         """Launch options. A persistent grid has one program per multiprocessor, so a program may
         use all registers. Without maxnreg, ptxas spills some to fit more programs."""

@@ -14,6 +14,7 @@ Hooks: `before(context, owner, tile_m)` runs before the loads of a tile and may 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -248,6 +249,7 @@ def matmul_kernel(
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=4096)
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes whose table of `starts` a kernel reads: none if all are equal."""
     return () if sizes.count(sizes[0]) == len(sizes) else sizes
@@ -255,8 +257,12 @@ def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
     """The launch argument for segments of ``sizes`` rows."""
-    starts = space.starts(sizes) if table_of(sizes) else None
-    return Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
+    found = space.segments.get(sizes)
+    if found is None:
+        starts = space.starts(sizes) if table_of(sizes) else None
+        found = Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
+        space.segments[sizes] = found
+    return found
 
 
 def matmul(
@@ -279,7 +285,7 @@ def matmul(
     a_tiles, b_tiles, tiling = config.operands(a, b, out.dtype)
     matmul_kernel[(min(config.tiles([m], n), config.programs),)](
         a_tiles, b_tiles, bias, out, m, n, a.shape[1], a.stride(0), *b.stride(), before=None,
-        tiling=tiling, **config.launch(),
+        tiling=tiling, **config.launch,
     )  # fmt: skip
     return out
 

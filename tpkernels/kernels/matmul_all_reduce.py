@@ -195,7 +195,7 @@ def prepare(
         matmul_all_reduce_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
             a, b, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
             slot, world * slot, results, **launch_arguments(space, signature),
-            ONE_SHOT=len(sizes) == 1, WIRE=TRITON_DTYPES[wire], tiling=tiling, **config.launch(),
+            ONE_SHOT=len(sizes) == 1, WIRE=TRITON_DTYPES[wire], tiling=tiling, **config.launch,
         )  # fmt: skip
 
     copied = m * n * out.itemsize if len(sizes) > 1 else 0

@@ -13,6 +13,7 @@ the program of the same number, so a program waits only for programs of its own 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -200,6 +201,7 @@ TRITON_DTYPES = {
 _ALIGNMENT = 256  # bytes, of a slot
 
 
+@functools.lru_cache(maxsize=4096)
 def slot_bytes(rows: int, n: int, wire: torch.dtype) -> int:
     """Bytes of one rank's slot for ``rows`` rows."""
     return round_up(rows * n * wire.itemsize, _ALIGNMENT)
@@ -225,7 +227,7 @@ def prepare(
         matmul_reduce_scatter_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
             a, b, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
             slot, **launch_arguments(space, signature), WIRE=TRITON_DTYPES[wire],
-            tiling=tiling, **config.launch(),
+            tiling=tiling, **config.launch,
         )  # fmt: skip
 
     return Launch(1 + config.tiles([max(sizes)], n), len(sizes) * slot, table_of(sizes), run)
