@@ -5,14 +5,18 @@
 CPU tensors take the code path of CUDA tensors, and the launches of Triton kernels are replaced by
 functions that do nothing. What is timed is this package's Python and C++ code: from the call of an
 op to the last launch. Triton's launcher, torch.cuda's streams and events and the driver are not
-included. Two ranks, x [32, 512], w [512, 512], bf16; medians.
+included. Two ranks, x [32, 512], w [512, 512], bf16; medians, and the functions of Python that a
+call calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,12 +39,29 @@ class _NoLaunch:
         return lambda *args, **options: None
 
 
-def run(repeat: int) -> dict[str, float]:
-    """Median microseconds of a call, by op."""
+def functions_called(call: Callable[[], object]) -> int:
+    """How many functions of Python are called, the call itself included; a generator counts each
+    time that it goes on."""
+    count = 0
+
+    def on_event(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(on_event)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def run(repeat: int) -> dict[str, tuple[float, int]]:
+    """Median microseconds of a call, and Python functions called in it, by op."""
     from tpkernels import kernels
     from tpkernels.kernels import configs
 
-    times = {}
+    found = {}
     with pretending() as patch:
         patch.setattr(configs, "_properties", lambda device: HOPPER)
         patch.setattr(configs, "INTERPRETED", False)
@@ -50,21 +71,23 @@ def run(repeat: int) -> dict[str, float]:
         for op in FUSED_OPS:
             for kernel in KERNELS[op]:
                 patch.setattr(f"{kernels.__name__}.{op}.{kernel}", _NoLaunch())
+            call = functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
             samples = []
             for _ in range(repeat):
                 begin = time.perf_counter()
-                getattr(tpkernels, op)(x, w, group, algorithm="fused")
+                call()
                 samples.append(time.perf_counter() - begin)
-            times[op] = statistics.median(samples) * 1e6
-    return times
+            found[op] = statistics.median(samples) * 1e6, functions_called(call)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=1000)
     with Ranks(2, threads=1) as ranks:
-        for op, microseconds in ranks.run(run, parser.parse_args().repeat, timeout=300)[0].items():
-            print(f"{op}: {microseconds:.1f} us")
+        found = ranks.run(run, parser.parse_args().repeat, timeout=300)[0]
+    for op, (microseconds, functions) in found.items():
+        print(f"{op}: {microseconds:.1f} us, {functions} functions of Python")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ class Call:
     function: Callable[..., Any]
     generation: int  #: of the group's plans when it was planned
 
+    @functools.cached_property
+    def kept(self) -> dict[str, Any]:
+        """What an algorithm derives from the call once."""
+        return {}
+
     @property
     def workspace(self) -> HostWorkspace:
         assert self.group.workspace is not None  # else `choose` takes another algorithm

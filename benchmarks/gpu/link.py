@@ -149,11 +149,13 @@ class Gather:
         config = choose(self.rows.device, self.rows.dtype, self.whole.shape[0])
         # A paced copy must be resident beside the kernel, whose programs fill the others.
         config = replace(config, programs=max(config.programs - COPY_SMS, config.fetchers + 1))
-        launch = kernel.prepare_arriving(config, self.w, None, self.out, self.whole, self.sizes)
+        launch, step = kernel.prepare_arriving(
+            config, self.w, None, self.out, self.whole, self.sizes
+        )
         with PacedCall(self.ranks, 2, rate, space.words - 2) as copies, ExitStack() as after:
             fused.bring_rows(
                 copies, side, self.ranks.peers, self.rows, self.whole, self.sizes,
-                launch.chunk_rows,
+                step,
             )  # fmt: skip
             after.callback(side.join)
             launch.run(space, 2)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tests.support import kernel_builds
 from tests.support.kernel_builds import KERNELS, build
-from tests.support.tiers import sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels.kernels import all_gather_matmul
 from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
 from tpkernels.symm.device import DeviceWorkspace
@@ -46,7 +46,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a block ma
 TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
 RELEASE = r"st\.release\.sys\.global\.u64"
-POLL = r"ld\.acquire\.sys\.global\.u64"
+POLL = r"(?m)^\s*ld\.acquire\.sys\.global\.u64"
 GATHERS = ("all_gather_matmul", "multiply_arriving")
 PROXY_FENCE = r"fence\.proxy\.async\.global"
 
@@ -84,6 +84,7 @@ def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
         config = replace(TABLE[90, 2, few], **dict(candidate))
         found = build(name, tl.bfloat16, 90, config)
         assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0, candidate
+        assert found.shared <= SHARED_BYTES[90], candidate
 
 
 @pytest.mark.thorough
@@ -111,7 +112,7 @@ def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_one_thread_polls_and_tells(name: str, arch: int) -> None:
-    """Words are stored and polled, and the host's memory is read, by one thread; nothing at system
+    """A word is stored and polled, and the host's memory is read, by one thread; nothing at system
     scope that stores into a peer's memory is an atomic, which PCIe may not have."""
     found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False])
     lines = found.ptx.splitlines()
@@ -131,7 +132,7 @@ def test_one_thread_polls_and_tells(name: str, arch: int) -> None:
 def test_what_goes_to_all_ranks_is_told_at_once(name: str, at_once: int) -> None:
     """A thread for each rank stores the word: ENTERED, a tile that all ranks sum, a result."""
     found = build(name, tl.bfloat16, 90, TABLE[90, 2, False])
-    assert found.count(rf"setp\.lt\.u32 first, t(?:(?!first, t)[\s\S])*?{RELEASE}") == at_once
+    assert found.count(rf"setp\.lt\.and\.u32 first, t(?:(?!first, t)[\s\S])*?{RELEASE}") == at_once
 
 
 @pytest.mark.parametrize("b_major", sweep(["k", "n"]))
@@ -144,7 +145,9 @@ def test_other_layouts_of_the_weight(b_major: str, tma: bool) -> None:
 
 
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
-def test_a_hook_that_does_nothing_costs_nothing(arch: int) -> None:
+def test_loads_of_the_next_tile_wait_for_a_hook_only(arch: int) -> None:
+    """One loop over all tiles and K, in which loads run ahead of the epilogue. Loads that ran ahead
+    of a hook would overtake its wait: then there is a loop over K within the loop over tiles."""
     config = TABLE[arch, 2, False]
     plain, hooked = (
         build("matmul", tl.bfloat16, arch, config, before=before)
@@ -152,7 +155,57 @@ def test_a_hook_that_does_nothing_costs_nothing(arch: int) -> None:
     )
     instructions = TENSOR_CORES[arch]
     assert plain.count(instructions) == hooked.count(instructions) > 0
-    assert plain.registers == hooked.registers
+    assert (depth(plain, instructions), depth(hooked, instructions)) == (1, 2)
+    for name in set(KERNELS) - {"matmul", "shard"}:
+        pushes = name in ("matmul_reduce_scatter", "two_shot")
+        found = build(name, tl.bfloat16, arch, config)
+        assert depth(found, instructions) == (1 if pushes else 2), name
+
+
+@pytest.mark.parametrize("world", [8, thorough(2), thorough(16)])
+def test_partials_of_all_ranks_are_loaded_before_they_are_added(world: int) -> None:
+    """16 elements in a thread, 8 in a load; of 16 ranks in two batches."""
+    config = TABLE[90, 2, False]
+    found = build("matmul_reduce_scatter", tl.bfloat16, 90, config, world=world, residual=None)
+    events = re.findall(r"(ld\.global\.v4\.b32)|(add\.f32)", found.ptx)
+    runs = [len(list(run)) for load, run in itertools.groupby(events, lambda e: bool(e[0])) if load]
+    assert max(runs) == 2 * min(world, 8) and found.stack == 0
+
+
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "one_shot"])
+def test_words_of_all_ranks_are_looked_at_together(name: str) -> None:
+    """Once for a tile that is summed, once for ENTERED; before data are read there is a barrier."""
+    lines = build(name, tl.bfloat16, 90, TABLE[90, 2, False], world=8).ptx.splitlines()
+    looks = [at for at, line in enumerate(lines) if re.search(r"@p ld\.acquire\.sys", line)]
+    assert len(looks) == 2
+    for at in looks:
+        after = (line for line in lines[at:] if re.search(r"bar\.sync|ld\.global", line))
+        assert "bar.sync" in next(after), "\n".join(lines[at : at + 20])
+
+
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "two_shot"])
+def test_wide_partials_leave_no_room_for_loads_of_the_next_tile(name: str) -> None:
+    found = build(name, tl.bfloat16, 90, TABLE[90, 2, False], WIRE=tl.float32)
+    assert found.shared <= SHARED_BYTES[90] and found.stack == 0
+    assert depth(found, TENSOR_CORES[90]) == 2
+
+
+def depth(found: kernel_builds.Build, instructions: str) -> int:
+    """How many loops the tensor core instructions are in."""
+    *before, _ = re.split(instructions, found.ptx)
+    return int(re.findall(r"Depth=(\d)", "".join(before))[-1])
+
+
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
+def test_even_segments_and_descriptors_are_not_read_by_kernels(name: str, arch: int) -> None:
+    """The table of rows is what all threads read as 32-bit numbers."""
+    even, uneven = (
+        build(name, tl.bfloat16, arch, TABLE[arch, 2, False], even=even) for even in (True, False)
+    )
+    number = r"(?m)^\s+ld\.global\.b32 "
+    assert even.count(number) == 0 and even.count("tensormap") == 0
+    assert uneven.count(number) > 0 and uneven.stack == 0
 
 
 @pytest.mark.thorough
@@ -204,5 +257,6 @@ def test_a_product_leaves_room_for_the_kernels_that_bring_its_rows(
     config = replace(TABLE[90, 2, False], programs=132, tma=False)
     sizes = (1 << 15, 8), (8, 256), (1 << 15, 256)
     gathered, w, out = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
-    all_gather_matmul.prepare_arriving(config, w, None, out, gathered, (1 << 14,) * 2).run(space, 1)
+    arriving = all_gather_matmul.prepare_arriving(config, w, None, out, gathered, (1 << 14,) * 2)
+    arriving.launch.run(space, 1)
     assert grids == [(132 - all_gather_matmul._ROOM,)] and all_gather_matmul._ROOM >= 1

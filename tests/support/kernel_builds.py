@@ -80,10 +80,13 @@ def build(
     b_major: str = "k",
     delays: bool = False,
     divisible: bool = True,
+    even: bool = True,
     **changed: Any,
 ) -> Build:
-    """Compiles one kernel; addresses are multiples of 16, and so are sizes if ``divisible``."""
+    """Compiles one kernel; addresses are multiples of 16, and so are sizes if ``divisible``.
+    ``even``: all segments have as many rows."""
     kernel, own = KERNELS[name]
+    ahead = changed.get("WIRE", dtype).primitive_bitwidth <= dtype.primitive_bitwidth
     constants: dict[str, Any] = {
         "WIRE": dtype,
         "world": WORLD,
@@ -91,11 +94,14 @@ def build(
         "stride_bk" if b_major == "k" else "stride_bn": 1,
         "tiling": Tiling(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
-            *(config.tma, b_major if config.tma else "no"),
+            *(config.tma, b_major if config.tma else "no", ahead),
         ),
         **own,
     } | changed
     constants["number"] = 1 if constants.get("ONE_SHOT") else constants["world"]
+    if even:
+        constants["starts"] = None
+    tiles = _descriptors(config, NAMES[dtype], b_major)
     used: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
@@ -104,6 +110,8 @@ def build(
         if arg in _TUPLES:
             fields = enumerate(_TUPLES[arg]._fields)
             return _TUPLES[arg](*(type_of(field, *path, at) for at, field in fields))
+        if arg in tiles:
+            return tiles[arg]
         if arg in constants:
             used[path] = constants[arg]
             return "constexpr"
@@ -120,8 +128,19 @@ def build(
     signature = {arg: type_of(arg, at) for at, arg in enumerate(kernel.arg_names)}
     source = triton.compiler.ASTSource(kernel, signature, used, attributes)
     target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source, target=target, options=config.launch())
+    compiled = triton.compile(source, target=target, options=config.launch)
     return Build(compiled.asm["ptx"], *_resources(compiled.asm["cubin"]), compiled.metadata.shared)
+
+
+def _descriptors(config: MatmulConfig, dtype: str, b_major: str) -> dict[str, str]:
+    """The types of the operands that TMA loads."""
+    m, n, k = config.block_m, config.block_n, config.block_k
+    b = (n, k) if b_major == "k" else (k, n)
+    return (
+        {"a": f"tensordesc<{dtype}[{m}, {k}]>", "b": f"tensordesc<{dtype}[{b[0]}, {b[1]}]>"}
+        if config.tma
+        else {}
+    )
 
 
 def _resources(cubin: bytes) -> tuple[int, int, int]:

@@ -62,9 +62,13 @@ def _run(call: Call, device: torch.device, launch: Launch) -> None:
 
 def _config(call: Call, x: torch.Tensor) -> MatmulConfig:
     """The block sizes. They follow from the rows of all ranks, so all ranks choose the same."""
-    from tpkernels.kernels.configs import choose
+    config: MatmulConfig | None = call.kept.get("config")
+    if config is None:
+        from tpkernels.kernels.configs import choose
 
-    return choose(x.device, x.dtype, call.problem.rows, call.plan.config)
+        config = choose(x.device, x.dtype, call.problem.rows, call.plan.config)
+        call.kept["config"] = config
+    return config
 
 
 def all_gather_matmul(
@@ -109,11 +113,10 @@ def _gather_by_copies(
 ) -> None:
     from tpkernels.kernels import all_gather_matmul as kernel
 
-    launch = kernel.prepare_arriving(config, weights[0], biases[0], outs[0], whole, sizes)
-    with queued(call, rows.device, launch.words, launch.buffer_bytes, sizes) as memory:
+    launch, step = kernel.prepare_arriving(config, weights[0], biases[0], outs[0], whole, sizes)
+    with queued(call, rows.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
         space, signature = memory.current, call.plan.signature
         with cuda.CopyCall(space, signature, [whole, *outs]) as copies:
-            step = launch.chunk_rows
             bring_rows(copies, memory.side, call.peers_in_ring_order, rows, whole, sizes, step)
             try:
                 launch.run(space, signature)

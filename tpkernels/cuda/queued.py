@@ -6,8 +6,7 @@ waits when one is lost. After a failure the results are NaN, and the group's nex
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -16,10 +15,9 @@ from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import Launch
 
 
-@contextlib.contextmanager
 def queued(
     call: Call, on: torch.device, words: int, buffer_bytes: int, sizes: tuple[int, ...] = ()
-) -> Iterator[CudaWorkspace]:
+) -> AbstractContextManager[CudaWorkspace]:
     """A call whose work is only queued, in a workspace (``current``) with that many words from each
     source and such buffers. ``sizes``: those whose `starts` the kernels read.
 
@@ -29,8 +27,7 @@ def queued(
     memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
     if sizes:  # here, because in a capture this raises, which it must before anything is queued
         memory.current.starts(sizes)
-    with memory.in_order():
-        yield memory
+    return memory.in_order()
 
 
 def queue(call: Call, on: torch.device, launch: Launch) -> None:

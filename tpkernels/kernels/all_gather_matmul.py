@@ -17,7 +17,6 @@ rows, their stream publishes these words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ from tpkernels.kernels.matmul import (
     segment,
     segments_of,
     store_result,
+    table_of,
 )
 from tpkernels.kernels.sync import (
     ENTERED,
@@ -42,7 +42,6 @@ from tpkernels.kernels.sync import (
     buffer_of,
     enter,
     failed,
-    fence_async_proxy,
     finish,
     join,
     next_buffer,
@@ -51,6 +50,7 @@ from tpkernels.kernels.sync import (
     publish_from,
     wait_for,
 )
+from tpkernels.kernels.words import fence_async_proxy
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 FIRST_CHUNK = TILES.value  # the word of the first chunk from a rank
@@ -120,6 +120,7 @@ def _await_rows(arrivals, owner, tile_m):
 @triton.jit(do_not_specialize=SCALARS)
 def all_gather_matmul_kernel(
     gathered,
+    a,
     b,
     bias,
     out,
@@ -139,8 +140,9 @@ def all_gather_matmul_kernel(
     COPY: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``. PART: other
-    launches begin and end the call and gather the rows."""
+    """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``. ``a`` is
+    ``gathered`` as the tile loop takes it. PART: other launches begin and end the call and gather
+    the rows."""
     peers = join(workspace, rank, signature, timeout_ns, seed)
     if not PART:
         enter(peers)
@@ -149,7 +151,7 @@ def all_gather_matmul_kernel(
         _fetch(peers, gathered, segments, K, lane, FETCHERS, tiling.block_m, COPY)
     else:
         matmul_tiles(
-            Product(gathered, b, N, K, K, stride_bk, stride_bn), segments, rank,
+            Product(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
             lane - FETCHERS, tl.num_programs(0) - FETCHERS,
             _await_rows, _Arrivals(peers, chunk_tiles, tiling.a_tma),
             store_result, Result(out, bias, N), tiling,
@@ -183,15 +185,16 @@ def prepare(
             )
         fetchers = config.fetchers if space.world > 1 else 0
         lanes = min(config.programs - fetchers, config.tiles(sizes, out.shape[1]))
+        a, b, tiling = config.operands(gathered, w, out.dtype)
         all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
-            gathered, w, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
+            gathered, a, b, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
             **arguments, chunk_tiles=1, PART=False, FETCHERS=fetchers, COPY=COPY_BLOCK,
-            tiling=config.tiling(gathered, w), **config.launch(),
+            tiling=tiling, **config.launch,
         )  # fmt: skip
         multiply_gathered(config, gathered, weights[1:], biases[1:], outs[1:])
 
     words = 1 + ceil_div(max(sizes), config.block_m)
-    return Launch(words, max(sizes) * k * x.itemsize, sizes, run)
+    return Launch(words, max(sizes) * k * x.itemsize, table_of(sizes), run)
 
 
 def multiply_gathered(
@@ -206,11 +209,11 @@ def multiply_gathered(
         matmul(gathered, w, bias, out=out, config=config)
 
 
-@dataclass(frozen=True)
-class ArrivingLaunch(Launch):
+class ArrivingLaunch(NamedTuple):
     """The product of a call in which copy engines bring the rows, chunk by chunk. Word FIRST_CHUNK
     + i from a rank says that chunk i of its rows is there."""
 
+    launch: Launch
     chunk_rows: int
 
 
@@ -231,12 +234,13 @@ def prepare_arriving(
 
     def run(space: DeviceWorkspace, signature: int) -> None:
         lanes = min(config.programs - _ROOM, config.tiles(sizes, out.shape[1]))
+        a, b, tiling = config.operands(gathered, w, out.dtype)
         all_gather_matmul_kernel[(max(lanes, 1),)](
-            gathered, w, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
+            gathered, a, b, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
             **launch_arguments(space, signature), chunk_tiles=chunk_tiles, PART=True, FETCHERS=0,
-            COPY=COPY_BLOCK, tiling=config.tiling(gathered, w), **config.launch(),
+            COPY=COPY_BLOCK, tiling=tiling, **config.launch,
         )  # fmt: skip
 
     words = FIRST_CHUNK + ceil_div(max(sizes), chunk_rows) + 2
     nbytes = ceil_div(max(sizes) * row_bytes, 2)
-    return ArrivingLaunch(words, nbytes, sizes, run, chunk_rows)
+    return ArrivingLaunch(Launch(words, nbytes, table_of(sizes), run), chunk_rows)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.integers import ceil_div
 from tpkernels.kernels.words import INTERPRETED
@@ -33,6 +33,7 @@ class Tiling(NamedTuple):
     sum_m: int  # rows of a tile that are summed at a time
     a_tma: bool
     b_tma: str  # "no", "k" or "n": the contiguous dim of b, if TMA loads it
+    ahead: bool  # whether loads of the next tile may be in flight in the epilogue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,31 +54,33 @@ class MatmulConfig:
     fetchers: int = 16
     tma: bool = False
 
-    @property
+    @functools.cached_property
     def sum_m(self) -> int:
         """Rows of a tile that are summed at a time: as many as fit the registers."""
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
-    def tiling(self, a: torch.Tensor, b: torch.Tensor) -> Tiling:
-        """The compile-time argument of the tile loop for a [M, K] and b [K, N]."""
-        a_tma = self.tma and a.stride(1) == 1 and _aligned(a, a.stride(0))
-        return Tiling(
-            self.block_m,
-            self.block_n,
-            self.block_k,
-            self.group_m,
-            self.sum_m,
-            a_tma,
-            self._major(b),
-        )
+    def operands(
+        self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype
+    ) -> tuple[Any, Any, Tiling]:
+        """a [M, K] and b [K, N] as launch arguments, descriptors where TMA can load them, and the
+        compile-time argument of the tile loop, whose epilogue stores tiles of the dtype ``stored``.
+        Shared memory has room for the epilogue beside loads if these are as wide as what is stored.
+        """
+        block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
+        a_tma, b_tma, ahead = False, "no", stored.itemsize <= a.element_size()
+        if self.tma:
+            (rows, k), (k_stride, n_stride), n = a.shape, b.stride(), b.shape[1]
+            stride, unit = a.stride()
+            a_tma = unit == 1 and rows > 0 and _aligned(a, stride)
+            if a_tma:
+                a = Descriptor(a, (rows, k), (stride, 1), [block_m, block_k])
+            if k_stride == 1 and _aligned(b, n_stride):
+                b_tma, b = "k", Descriptor(b, (n, k), (n_stride, 1), [block_n, block_k])
+            elif n_stride == 1 and _aligned(b, k_stride):
+                b_tma, b = "n", Descriptor(b, (k, n), (k_stride, 1), [block_k, block_n])
+        return a, b, Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, ahead)
 
-    def _major(self, b: torch.Tensor) -> str:
-        if self.tma and b.stride(0) == 1 and _aligned(b, b.stride(1)):
-            return "k"
-        if self.tma and b.stride(1) == 1 and _aligned(b, b.stride(0)):
-            return "n"
-        return "no"
-
+    @functools.cached_property
     def launch(self) -> dict[str, int]:
         """Launch options. A persistent grid has one program per multiprocessor, so a program may
         use all registers. Without maxnreg, ptxas spills some to fit more programs."""
@@ -94,8 +97,20 @@ def _tiles(sizes: tuple[int, ...], n: int, block_m: int, block_n: int) -> int:
 
 
 def _aligned(x: torch.Tensor, stride: int) -> bool:
-    size = x.element_size()
-    return x.data_ptr() % _TMA_ALIGNMENT == 0 and stride * size % _TMA_ALIGNMENT == 0
+    """Whether TMA can read rows (or columns) of ``x`` that are ``stride`` elements apart."""
+    nbytes = stride * x.element_size()
+    return nbytes > 0 and nbytes % _TMA_ALIGNMENT == 0 and x.data_ptr() % _TMA_ALIGNMENT == 0
+
+
+class Descriptor(TensorDescriptor):
+    """The matrix at ``base`` as TMA loads it, in tiles of ``block``. A kernel that makes its own
+    descriptors begins with 16 instructions for each, a fence included, and its launch allocates
+    their memory. `MatmulConfig.operands` has checked what `TensorDescriptor` would."""
+
+    def __init__(
+        self, base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int], block: list[int]
+    ) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block
 
 
 # (architecture, bytes of an element, few rows) -> config.
@@ -145,8 +160,6 @@ def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = 
     Raises:
         NotImplementedError: the device is older than sm_80.
     """
-    if not INTERPRETED:
-        triton.set_allocator(_allocate)  # kernels make descriptors; the setting is per thread
     return _chosen(device, dtype, rows <= _SMALL_M, tuned)
 
 
@@ -173,10 +186,6 @@ def candidates(dtype: torch.dtype, rows: int) -> tuple[Config, ...]:
 
 def _candidates(dtype: torch.dtype, few: bool) -> tuple[Config, ...]:
     return CANDIDATES[few] if dtype.itemsize == 2 else ()
-
-
-def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.int8, device=torch.cuda.current_device())
 
 
 def _properties(device: torch.device) -> tuple[int, int]:

@@ -14,6 +14,7 @@ Hooks: `before(context, owner, tile_m)` runs before the loads of a tile and may 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ from tpkernels.symm.device import DeviceWorkspace
 
 
 class Product(NamedTuple):
-    """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides."""
+    """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides. What TMA
+    loads is a descriptor (`MatmulConfig.operands`)."""
 
     a: Any
     b: Any
@@ -42,9 +44,10 @@ class Segments(NamedTuple):
     known at compile time: Triton makes a runtime value of such a field when a kernel assigns the
     tuple to a variable."""
 
-    starts: Any  # a table: the first row of each segment, and the end of the last
+    starts: Any  # a table: the first row of each segment, and the end of the last; None: all equal
+    rows: Any  # of each segment, if all are equal
     M: Any
-    number: Any  # known at compile time; with one segment the table is not read
+    number: Any  # known at compile time
 
 
 class Tile(NamedTuple):
@@ -61,8 +64,8 @@ class Tile(NamedTuple):
 @triton.jit
 def segment(segments, owner):
     """The first row of a segment, and the row after its last."""
-    if segments.number == 1:
-        return 0, segments.M
+    if segments.starts is None:
+        return owner * segments.rows, (owner + 1) * segments.rows
     else:
         return tl.load(segments.starts + owner), tl.load(segments.starts + owner + 1)
 
@@ -71,24 +74,32 @@ def segment(segments, owner):
 def tiles_before(segments, N, owner, tiling: tl.constexpr):
     """Tiles of all segments before that of ``owner``; all tiles if that is the count."""
     tiles_n = tl.cdiv(N, tiling.block_n)
-    count = 0
-    for r in tl.static_range(segments.number):
-        begin, end = segment(segments, r)
-        count += tl.where(r < owner, tl.cdiv(end - begin, tiling.block_m) * tiles_n, 0)
-    return count
+    if segments.starts is None:
+        return owner * (tl.cdiv(segments.rows, tiling.block_m) * tiles_n)
+    else:
+        count = 0
+        for r in tl.static_range(segments.number):
+            begin, end = segment(segments, r)
+            count += tl.where(r < owner, tl.cdiv(end - begin, tiling.block_m) * tiles_n, 0)
+        return count
 
 
 @triton.jit
 def owner_of(segments, N, tile, tiling: tl.constexpr):
     """The segment that a tile is in."""
-    tiles_n = tl.cdiv(N, tiling.block_n)
-    owner = 0
-    count = 0
-    for r in tl.static_range(segments.number):
-        begin, end = segment(segments, r)
-        count += tl.cdiv(end - begin, tiling.block_m) * tiles_n
-        owner += tl.where(tile >= count, 1, 0)
-    return owner
+    if segments.number == 1:
+        return 0
+    elif segments.starts is None:
+        return tile // tiles_before(segments, N, 1, tiling)
+    else:
+        tiles_n = tl.cdiv(N, tiling.block_n)
+        owner = 0
+        count = 0
+        for r in tl.static_range(segments.number):
+            begin, end = segment(segments, r)
+            count += tl.cdiv(end - begin, tiling.block_m) * tiles_n
+            owner += tl.where(tile >= count, 1, 0)
+        return owner
 
 
 @triton.jit
@@ -125,21 +136,17 @@ def matmul_tiles(
 ):
     """The tile loop."""
     a, b, N, K, stride_am, stride_bk, stride_bn = product
-    M = segments.M
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     BLOCK_K: tl.constexpr = tiling.block_k
-    if tiling.a_tma:
-        a_tiles = tl.make_tensor_descriptor(a, [M, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
-    if tiling.b_tma == "k":
-        b_tiles = tl.make_tensor_descriptor(b, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
-    if tiling.b_tma == "n":
-        b_tiles = tl.make_tensor_descriptor(b, [K, N], [stride_bk, 1], [BLOCK_K, BLOCK_N])
     total = tiles_before(segments, N, segments.number, tiling)
     count = tl.cdiv(tl.maximum(total - lane, 0), lanes)
     first = tiles_before(segments, N, lead, tiling)
     skipped = tl.cdiv(tl.maximum(first - lane, 0), lanes)
-    for i in range(count):
+    tl.assume(K > 0)
+    # Invariant: no load of a tile overtakes its `before`. Only where there is none, loads of the
+    # next tile are in flight during `after`.
+    for i in tl.range(0, count, flatten=tiling.ahead and before is None):
         tile = lane + (skipped + i) % count * lanes
         owner = owner_of(segments, N, tile, tiling)
         local = tile - tiles_before(segments, N, owner, tiling)
@@ -154,7 +161,7 @@ def matmul_tiles(
         for k in range(0, K, BLOCK_K):
             depth = k + tl.arange(0, BLOCK_K)
             if tiling.a_tma:
-                x = a_tiles.load([row, k])
+                x = a.load([row, k])
             else:
                 x = tl.load(
                     a + corner + x_offsets + depth[None, :],
@@ -162,9 +169,9 @@ def matmul_tiles(
                     other=0.0,
                 )
             if tiling.b_tma == "k":
-                y = b_tiles.load([column, k]).T
+                y = b.load([column, k]).T
             elif tiling.b_tma == "n":
-                y = b_tiles.load([k, column])
+                y = b.load([k, column])
             else:
                 y = tl.load(
                     b
@@ -236,15 +243,26 @@ def matmul_kernel(
 ):
     """``out = round(a @ b + bias)``."""
     matmul_tiles(
-        Product(a, b, N, K, stride_am, stride_bk, stride_bn), Segments(None, M, 1), 0,
+        Product(a, b, N, K, stride_am, stride_bk, stride_bn), Segments(None, M, M, 1), 0,
         tl.program_id(0), tl.num_programs(0), before, None, store_result, Result(out, bias, N),
         tiling,
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=4096)
+def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes whose table of `starts` a kernel reads: none if all are equal."""
+    return () if sizes.count(sizes[0]) == len(sizes) else sizes
+
+
 def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
     """The launch argument for segments of ``sizes`` rows."""
-    return Segments(space.starts(sizes), sum(sizes), tl.constexpr(len(sizes)))
+    found = space.segments.get(sizes)
+    if found is None:
+        starts = space.starts(sizes) if table_of(sizes) else None
+        found = Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
+        space.segments[sizes] = found
+    return found
 
 
 def matmul(
@@ -264,9 +282,10 @@ def matmul(
     if m == 0:
         return out
     config = config or choose(a.device, a.dtype, m)
+    a_tiles, b_tiles, tiling = config.operands(a, b, out.dtype)
     matmul_kernel[(min(config.tiles([m], n), config.programs),)](
-        a, b, bias, out, m, n, a.shape[1], a.stride(0), *b.stride(), before=None,
-        tiling=config.tiling(a, b), **config.launch(),
+        a_tiles, b_tiles, bias, out, m, n, a.shape[1], a.stride(0), *b.stride(), before=None,
+        tiling=tiling, **config.launch,
     )  # fmt: skip
     return out
 

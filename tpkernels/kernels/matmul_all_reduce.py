@@ -29,6 +29,7 @@ from tpkernels.kernels.matmul import (
     position,
     segment,
     segments_of,
+    table_of,
     tile_at,
     tiles_before,
 )
@@ -148,6 +149,7 @@ def matmul_all_reduce_kernel(
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     passed_on = _Results(peers, out, results_at, results)
     own = 0 if ONE_SHOT else rank
+    begin, _ = segment(segments, own)
     matmul_tiles(
         Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (own + 1) % segments.number, lane, lanes, None, None,
@@ -155,8 +157,8 @@ def matmul_all_reduce_kernel(
     )  # fmt: skip
     sum_tiles(
         Slots(peers, N, slot_bytes, WIRE), segments, own, out,
-        0 if ONE_SHOT else tl.load(segments.starts + rank), bias, residual, lane, lanes,
-        None if ONE_SHOT else _publish_result, passed_on, tiling,
+        begin, bias, residual, lane, lanes, None if ONE_SHOT else _publish_result, passed_on,
+        workspace.world, tiling,
     )  # fmt: skip
     _copy_results(passed_on, segments, N, lane, lanes, tiling)
     if finish(peers):
@@ -189,12 +191,12 @@ def prepare(
     slot, results = slot_bytes(max(sizes), n, wire), 1 + config.tiles([max(sizes)], n)
 
     def run(space: DeviceWorkspace, signature: int) -> None:
+        a, b, tiling = config.operands(x, w, wire)
         matmul_all_reduce_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
-            x, w, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
+            a, b, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
             slot, world * slot, results, **launch_arguments(space, signature),
-            ONE_SHOT=len(sizes) == 1, WIRE=TRITON_DTYPES[wire], tiling=config.tiling(x, w),
-            **config.launch(),
+            ONE_SHOT=len(sizes) == 1, WIRE=TRITON_DTYPES[wire], tiling=tiling, **config.launch,
         )  # fmt: skip
 
     copied = m * n * out.itemsize if len(sizes) > 1 else 0
-    return Launch(2 * results, world * slot + copied, sizes, run)
+    return Launch(2 * results, world * slot + copied, table_of(sizes), run)

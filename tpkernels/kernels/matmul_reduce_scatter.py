@@ -13,6 +13,7 @@ the program of the same number, so a program waits only for programs of its own 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from tpkernels.kernels.matmul import (
     rounded,
     segment,
     segments_of,
+    table_of,
     tile_at,
     tiles_before,
 )
@@ -43,9 +45,12 @@ from tpkernels.kernels.sync import (
     pointer,
     poison,
     publish,
-    wait_for,
+    wait_for_all,
 )
 from tpkernels.symm.device import DeviceWorkspace, Launch
+
+# Ranks whose partials are loaded before any is added: 8 of bf16 take 64 registers of a thread.
+LOADS = tl.constexpr(8)
 
 
 class Slots(NamedTuple):
@@ -83,19 +88,19 @@ def slot_of(slots, rank, source):
 
 
 @triton.jit
-def await_partials(peers, tile):
-    """Returns when all ranks have pushed a tile to this one."""
-    for source in range(peers.space.world):
-        wait_for(peers, source, TILES + tile)
-
-
-@triton.jit
-def sum_partials(slots, at, inside):
-    """The sum of the slots' elements ``at``, in rank order."""
+def sum_partials(slots, buffer, at, inside, WORLD: tl.constexpr):
+    """The sum of the elements ``at`` of the slots in this rank's ``buffer``, in rank order. The
+    loads of LOADS ranks are in flight before the first addition."""
     acc = tl.zeros(inside.shape, dtype=tl.float32)
-    for source in range(slots.peers.space.world):
-        slot = slot_of(slots, slots.peers.rank, source)
-        acc += tl.load(slot + at, mask=inside, other=0.0).to(tl.float32)
+    for first in tl.static_range(0, WORLD, LOADS):
+        partials = ()
+        for source in tl.static_range(first, first + LOADS):
+            if source < WORLD:
+                slot = pointer(buffer + tl.cast(slots.nbytes, tl.int64) * source, slots.wire)
+                loaded = tl.load(slot + at, mask=inside, other=0.0)
+                partials += (loaded,)  # type: ignore[assignment]
+        for i in tl.static_range(len(partials)):
+            acc += partials[i].to(tl.float32)
     return acc
 
 
@@ -118,6 +123,7 @@ def sum_tiles(
     lanes,
     on_stored: tl.constexpr,
     on_stored_context,
+    WORLD: tl.constexpr,
     tiling: tl.constexpr,
 ):
     """Sums the program's tiles of the segment ``own`` into ``out``, whose row ``out_row`` is the
@@ -127,16 +133,17 @@ def sum_tiles(
     BLOCK_N: tl.constexpr = tiling.block_n
     SUM_M: tl.constexpr = tiling.sum_m
     N = slots.N
+    buffer = buffer_of(slots.peers, slots.peers.rank)
     begin, end = segment(segments, own)
     before = tiles_before(segments, N, own, tiling)
     count = tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in range(first_tile(before, lane, lanes), count, lanes):
         tile_m, tile_n = position(tile, end - begin, N, tiling)
-        await_partials(slots.peers, tile)
+        wait_for_all(slots.peers, TILES + tile)
         for top in range(0, BLOCK_M, SUM_M):
             row, column = tile_m * BLOCK_M + top, tile_n * BLOCK_N
             corner, offsets, inside = tile_at(row, column, end - begin, N, N, SUM_M, BLOCK_N)
-            acc = sum_partials(slots, corner + offsets, inside)
+            acc = sum_partials(slots, buffer, corner + offsets, inside, WORLD)
             at = tl.cast(out_row, tl.int64) * N + corner + offsets
             more = None if residual is None else residual + at
             acc = epilogue(acc, bias, more, column, N, inside)
@@ -179,7 +186,7 @@ def matmul_reduce_scatter_kernel(
     )  # fmt: skip
     sum_tiles(
         Slots(peers, N, slot_bytes, WIRE), segments, rank, out, 0, bias, residual,
-        lane, lanes, None, None, tiling,
+        lane, lanes, None, None, workspace.world, tiling,
     )  # fmt: skip
     if finish(peers):
         begin, end = segment(segments, rank)
@@ -194,6 +201,7 @@ TRITON_DTYPES = {
 _ALIGNMENT = 256  # bytes, of a slot
 
 
+@functools.lru_cache(maxsize=4096)
 def slot_bytes(rows: int, n: int, wire: torch.dtype) -> int:
     """Bytes of one rank's slot for ``rows`` rows."""
     return round_up(rows * n * wire.itemsize, _ALIGNMENT)
@@ -215,10 +223,11 @@ def prepare(
     slot = slot_bytes(max(sizes), n, wire)
 
     def run(space: DeviceWorkspace, signature: int) -> None:
+        a, b, tiling = config.operands(x, w, wire)
         matmul_reduce_scatter_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
-            x, w, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
+            a, b, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
             slot, **launch_arguments(space, signature), WIRE=TRITON_DTYPES[wire],
-            tiling=config.tiling(x, w), **config.launch(),
+            tiling=tiling, **config.launch,
         )  # fmt: skip
 
-    return Launch(1 + config.tiles([max(sizes)], n), len(sizes) * slot, sizes, run)
+    return Launch(1 + config.tiles([max(sizes)], n), len(sizes) * slot, table_of(sizes), run)

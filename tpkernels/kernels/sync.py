@@ -12,7 +12,7 @@ Sync: a producer writes its data, then pushes a word (`publish`: release, system
 waits for the word (`wait_for`: acquire, system scope), then reads. One thread of a program stores
 or polls the word, and a barrier of the program orders that after, or before, what the others do.
 After data for all ranks, a thread for each rank stores the word (`publish_to_all`): a release waits
-until the stores before it have arrived.
+until the stores before it have arrived. `wait_for_all` looks at the words of all ranks likewise.
 The first program of every rank pushes an ENTERED word to every peer when it starts, and waits for
 their ENTERED words before it ends.
 
@@ -46,8 +46,9 @@ import triton
 import triton.language as tl
 
 from tpkernels.kernels.words import (
-    INTERPRETED,
+    THREADS,
     clock,
+    load_acquire,
     load_by_one,
     pause_for,
     poll,
@@ -145,8 +146,7 @@ def finish(peers):
     """Ends a call: the first program waits for every peer, the last one advances the epoch. Returns
     true in the last program of a grid in which a wait has failed: it must `poison` the results."""
     if tl.program_id(0) == 0:
-        for i in range(1, peers.space.world):
-            wait_for(peers, (peers.rank + i) % peers.space.world, ENTERED)
+        wait_for_all(peers, ENTERED)
     tl.debug_barrier()  # one thread counts, all threads have stored results
     ended = tl.atomic_add(peers.space.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
     broken = failed(peers.space.state)
@@ -209,11 +209,9 @@ def publish(peers, to, index):
 def publish_to_all(peers, index):
     """`publish` to all ranks, this one too: one barrier, and the releases at the same time."""
     delay(peers, index)
-    broken = failed(peers.space.state)
-    tl.debug_barrier()  # as in `publish_from`
-    if not broken:
-        offset = tl.cast(place_of(peers, peers.rank, index), tl.int64) * 8
-        store_release_at_all(peers.space.regions, peers.space.world, offset, peers.word)
+    working = not failed(peers.space.state)
+    offset = tl.cast(place_of(peers, peers.rank, index), tl.int64) * 8
+    store_release_at_all(peers.space.regions, peers.space.world, offset, peers.word, working)
 
 
 @triton.jit
@@ -221,10 +219,8 @@ def publish_from(peers, to, source, index):
     """The same for data that came from ``source``. Publishes nothing after a wait has failed: what
     was written since is not the data."""
     delay(peers, index)
-    broken = failed(peers.space.state)
-    tl.debug_barrier()  # one thread stores the word, all threads have stored data
-    if not broken:
-        store_release(word_of(peers, to, source, index), peers.word)
+    word = word_of(peers, to, source, index)
+    store_release(word, peers.word, not failed(peers.space.state))
 
 
 @triton.jit
@@ -236,6 +232,19 @@ def wait_for(peers, source, index):
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
         if seen != peers.word:
             _poll(peers, source, word)
+
+
+@triton.jit
+def wait_for_all(peers, index):
+    """`wait_for` the word ``index`` from all ranks, this one too; at once if all are there."""
+    world = peers.space.world
+    source = tl.arange(0, THREADS)
+    seen = load_acquire(word_of(peers, peers.rank, source, index), source < world)
+    missing = tl.max(tl.where((source < world) & (seen != peers.word), 1, 0), 0)
+    tl.debug_barrier()  # some threads have acquired, all threads read
+    if (missing != 0) | (peers.space.chaos != 0):
+        for rank in range(world):
+            wait_for(peers, rank, index)
 
 
 # Threads read a clock or memory at different times, but all threads of a program must take the same
@@ -286,14 +295,4 @@ def _fail(peers, kind: tl.constexpr, source, seen):
         tl.store(state + STATE_PEER, tl.cast(source, tl.int64))
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
-        tl.debug_barrier()
-        store_release(peers.space.control + FAILED, none + 1)
-
-
-@triton.jit
-def fence_async_proxy():
-    """Needed between a wait and TMA reads of the data it guards: TMA uses another proxy."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
-        )
+        store_release(peers.space.control + FAILED, none + 1, tl.full((), True, tl.int1))

@@ -1,8 +1,9 @@
 """Words, clocks and pauses: what depends on whether a GPU or Triton's interpreter runs a kernel.
 
 Words are stored and polled by one thread of a program, or one for each receiver, in PTX: every
-thread would do a load of Triton's own, and its stores take no memory order. The caller puts a
-barrier of the program before a store, and after a poll.
+thread would do a load of Triton's own, and its stores take no memory order. Before a store there is
+a barrier of the program. It is part of the PTX: Triton keeps no loads in flight from one tile to
+the next in a loop with a barrier of its own. After a poll the caller puts a barrier.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+THREADS = tl.constexpr(128)  # of a program, at least (kernels/configs.py); a group has <= 72 ranks
 POLLS = tl.constexpr(64)  # polls of a word between two looks for failure
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -46,46 +48,56 @@ else:
 
 
 @triton.jit
-def store_release(word, value):
-    """One thread stores a word, at system scope. Not an atomic: between GPUs that are connected by
-    PCIe only, the link may not have them."""
+def store_release(word, value, allowed):
+    """One thread stores a word, if it is ``allowed`` to, at system scope. Not an atomic: between
+    GPUs that are connected by PCIe only, the link may not have them."""
     if INTERPRETED:
-        tl.atomic_xchg(word, value, sem="release", scope="sys")
+        if allowed:
+            tl.atomic_xchg(word, value, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
             """{
             .reg .pred first; .reg .b32 t;
             mov.u32 t, %tid.x;
-            setp.eq.u32 first, t, 0;
+            setp.ne.u32 first, $3, 0;
+            setp.eq.and.u32 first, t, 0, first;
+            bar.sync 0;
             @first st.release.sys.global.u64 [$1], $2;
             mov.u32 $0, 0;
             }""",
-            "=r,l,l", [word.to(tl.int64), value], tl.int32, is_pure=False, pack=1,
+            "=r,l,l,r", [word.to(tl.int64), value, allowed.to(tl.int32)], tl.int32, is_pure=False,
+            pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def store_release_at_all(regions, world, offset, value):
+def store_release_at_all(regions, world, offset, value, allowed):
     """The same in all ranks' regions, ``offset`` bytes from their start: a thread for each rank, so
-    the releases wait for the stores before them at the same time. A program has at least 128
-    threads (kernels/configs.py), and a group has at most 72 ranks."""
+    the releases wait for the stores before them at the same time."""
     if INTERPRETED:
-        for rank in range(world):
-            word = (tl.load(regions + rank) + offset).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(word, value, sem="release", scope="sys")
+        if allowed:
+            for rank in range(world):
+                word = (tl.load(regions + rank) + offset).to(tl.pointer_type(tl.int64))
+                tl.atomic_xchg(word, value, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
             """{
             .reg .pred first; .reg .b32 t; .reg .b64 at;
             mov.u32 t, %tid.x;
-            setp.lt.u32 first, t, $4;
+            setp.ne.u32 first, $5, 0;
+            setp.lt.and.u32 first, t, $4, first;
             mad.wide.u32 at, t, 8, $1;
             @first ld.global.u64 at, [at];
             add.s64 at, at, $2;
+            bar.sync 0;
             @first st.release.sys.global.u64 [at], $3;
             mov.u32 $0, 0;
             }""",
-            "=r,l,l,l,r", [regions.to(tl.int64), offset, value, tl.full((), world, tl.int32)],
+            "=r,l,l,l,r,r",
+            [
+                regions.to(tl.int64), offset, value, tl.full((), world, tl.int32),
+                allowed.to(tl.int32),
+            ],
             tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -121,6 +133,23 @@ def poll(word, value):
 
 
 @triton.jit
+def load_acquire(words, wanted):
+    """The words that are ``wanted``, each read by a thread of its own, at system scope; else 0."""
+    if INTERPRETED:
+        return tl.atomic_add(words, 0, mask=wanted, sem="acquire", scope="sys")
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $2, 0;
+            mov.u64 $0, 0;
+            @p ld.acquire.sys.global.u64 $0, [$1];
+            }""",
+            "=&l,l,r", [words.to(tl.int64), wanted.to(tl.int32)], tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def load_by_one(word):
     """A word of the host's memory in the thread that does atomics, 0 in the others."""
     if INTERPRETED:
@@ -137,3 +166,12 @@ def load_by_one(word):
             }""",
             "=l,l", [word.to(tl.int64)], tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def fence_async_proxy():
+    """Needed between a wait and TMA reads of the data it guards: TMA uses another proxy."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        )

@@ -29,6 +29,7 @@ from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
 _logger = logging.getLogger("tpkernels")
+_NOWHERE = nullcontext()
 
 _QUERY_S = 1e-4  # seconds between two looks at an event
 _SLICE_S = 1.0
@@ -88,8 +89,10 @@ class CudaWorkspace:
     def check(self, text: str) -> None:
         """Raises the first failure of a kernel so far, or that a peer is lost. ``text``: what has
         found it."""
-        space = next((space for space in self.spaces if space.has_failed), None)
-        if space is None:
+        for space in self.spaces:
+            if space.has_failed:
+                break
+        else:
             if self._watch.error is not None:
                 raise self._watch.error
             return
@@ -116,22 +119,22 @@ class CudaWorkspace:
             pass
 
     @contextmanager
-    def in_order(self) -> Iterator[None]:
-        """A call. Runs the calls of all groups on the device one after the other, even if they come
-        from several streams; in a capture, the streams order them (symm/order.py)."""
+    def in_order(self) -> Iterator[CudaWorkspace]:
+        """A call, in this workspace. The calls of all groups on the device run one after the other,
+        even if they come from several streams; in a capture, the streams order them (order.py)."""
         device = self.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with torch.cuda.device(device) if device.type == "cuda" else _NOWHERE:
             if capture.is_captured(device):
                 self._recorded = True
-                yield
+                yield self
                 return
             stream = order.current_stream(device)
             if stream is None or self._event is None:  # a rehearsal
-                yield
+                yield self
                 return
             with order.order_of(device).turn(self._member.group, stream, self._event):
                 try:
-                    yield
+                    yield self
                 except BaseException:
                     self.side.join()  # the event is to cover what is queued there
                     raise

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -96,6 +95,7 @@ class DeviceWorkspace:
         self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
         self.argument: Any = None  #: the workspace as kernels take it (kernels/arguments.py)
+        self.segments: dict[tuple[int, ...], Any] = {}  #: the same of sizes (kernels/matmul.py)
 
     @property
     def nbytes(self) -> int:
@@ -179,8 +179,7 @@ class DeviceWorkspace:
         self.argument = None
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """A call prepared for its tensors: what it needs of a workspace, and its kernels' launch."""
 
     words: int  # of each source
