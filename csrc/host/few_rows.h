@@ -26,7 +26,7 @@ struct FewRows {
   const float* bias = nullptr;  // one per column; added before the result is rounded
 
   static constexpr std::size_t kMost = 16;
-  static constexpr std::size_t kBlock = 64;  // columns whose sums are held at a time
+  static constexpr std::size_t kBlock = 32;  // columns whose sums are held at a time
 };
 
 // Computes columns [begin, end); `begin` is a multiple of kBlock.
