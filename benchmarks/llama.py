@@ -10,6 +10,7 @@
     ranks          ranks, split by `tpkernels.from_pretrained`
     packed         the same with packed weights, beside the plain ones
     prefill        as `ranks`, and rows are split in prompts (``sequence_parallel="prefill"``)
+    both           packed weights, beside the plain ones, and rows split in prompts
 
 All stay up, and take turns. Random weights, bf16, greedy. Prints medians: the prefill of 512 tokens
 and, at each batch size, decoding by `generate`, its short prompt included; with --compile, forwards
@@ -33,7 +34,7 @@ import tpkernels
 from tpkernels.launch import Ranks
 
 PREFILL, PROMPT, BATCHES, FORWARDS = 512, 32, (1, 8), (1, 8, 512)
-SETUPS = ("threads", "thread", "transformers", "ranks", "packed", "prefill")
+SETUPS = ("threads", "thread", "transformers", "ranks", "packed", "prefill", "both")
 SIZES: dict[str, dict[str, int]] = {
     "100m": {
         "hidden_size": 1024,
@@ -81,9 +82,9 @@ def make(how: str, folder: str, compiled: bool) -> None:
         model = load(folder, dtype=torch.bfloat16, tp_plan="auto")
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        rows = "prefill" if how == "prefill" else False
+        rows = "prefill" if how in ("prefill", "both") else False
         model = tpkernels.from_pretrained(
-            folder, mesh, sequence_parallel=rows, pack=how == "packed"
+            folder, mesh, sequence_parallel=rows, pack=how in ("packed", "both")
         )
     _models[how] = torch.compile(model.eval()) if compiled else model.eval()
 

@@ -50,7 +50,7 @@ def choose(requested: str, version: str, platform: str) -> Choice:
         return Choice("off", f"vLLM {version} has not been tested, only {tested}", warn=True)
     if platform == "cpu":
         if requested == "auto":
-            return Choice("all_reduce", "outside of compiled graphs, and with vLLM's own products")
+            return Choice("all_reduce", "with vLLM's own products")
         return Choice(requested, f"{VARIABLE}={requested}")
     if platform == "cuda" and requested == "fused":
         return Choice("fused", f"{VARIABLE}=fused; not measured on GPUs")
@@ -79,6 +79,6 @@ def register() -> None:
         return
     parts = importlib.import_module("tpkernels.integrations.vllm_parts")
     if platform == "cpu":
-        parts.replace_communicator(type(current_platform), in_graphs=requested != "auto")
+        parts.replace_communicator(type(current_platform))
     if choice.mode == "fused":
         parts.replace_row_parallel()

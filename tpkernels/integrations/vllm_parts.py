@@ -47,8 +47,6 @@ def is_reducible(x: torch.Tensor) -> bool:
 class Communicator(CpuCommunicator):
     """vLLM's communicator of CPU tensors, with another all-reduce for tensor parallelism."""
 
-    in_graphs = True  #: also in compiled graphs, where it has not measured faster than vLLM's
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         own = self.unique_name.startswith("tp") and self.world_size > 1
@@ -57,15 +55,13 @@ class Communicator(CpuCommunicator):
             report(f"all-reduces of {self.world_size} ranks")
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        left = torch.compiler.is_compiling() and not self.in_graphs
-        if self._group is None or left or not is_reducible(input_):
+        if self._group is None or not is_reducible(input_):
             return super().all_reduce(input_)
         tpkernels.all_reduce_(input_, self._group)
         return input_
 
 
-def replace_communicator(platform: type, *, in_graphs: bool) -> None:
-    Communicator.in_graphs = in_graphs
+def replace_communicator(platform: type) -> None:
     name = f"{Communicator.__module__}.{Communicator.__qualname__}"
     platform.get_device_communicator_cls = classmethod(lambda cls: name)  # type: ignore[attr-defined]
 
