@@ -110,8 +110,7 @@ void bind_memory(py::module_& m) {
 void bind_few_rows(py::module_& m) {
   m.attr("MOST_FEW_ROWS") = host::FewRows::kMost;
   m.def(
-      "most_few_rows",
-      [](int dtype) { return host::most_few_rows(static_cast<host::DType>(dtype)); },
+      "most_few_rows", [](int dtype) { return most_rows(static_cast<host::DType>(dtype)); },
       py::arg("dtype"));
   m.def(
       "multiply_few_rows",

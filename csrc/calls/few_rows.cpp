@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 
 #include "binding_errors.h"
 #include "calls/collective.h"
@@ -58,12 +59,15 @@ std::size_t pitch(const Tensor& x, int dim) {
 
 }  // namespace
 
+std::size_t most_rows(DType dtype) { return parallel_for() ? host::most_few_rows(dtype) : 0; }
+
 bool takes_few_rows(const Tensor& x, const Tensor& w, std::size_t whole_rows) {
   DType of_x{}, of_w{};
   if (whole_rows > FewRows::kMost || !supported(x, &of_x) || !supported(w, &of_w)) return false;
-  if (of_x != of_w || whole_rows > host::most_few_rows(of_x)) return false;
+  if (of_x != of_w || whole_rows > most_rows(of_x)) return false;
   return x.strides[1] == 1 && w.strides[0] == 1 && x.shape[0] > 0 && x.shape[1] > 1 &&
-         w.shape[1] > 0 && parallel_for() != nullptr;
+         w.shape[1] > 0 && w.shape[0] == x.shape[1] &&
+         static_cast<std::size_t>(x.shape[0]) <= whole_rows;
 }
 
 bool multiply_few_rows(const Tensor& x, const Tensor& w, const Tensor& out, const Tensor& bias,
@@ -72,6 +76,12 @@ bool multiply_few_rows(const Tensor& x, const Tensor& w, const Tensor& out, cons
   if (!takes_few_rows(x, w, whole_rows) || !supported(out, &work.product.out_dtype) ||
       out.strides[1] != 1) {
     return false;
+  }
+  const bool biased = bias.data != nullptr;
+  if (out.shape[0] != x.shape[0] || out.shape[1] != w.shape[1] ||
+      (biased && (dtype_of(bias) != DType::kF32 || bias.ndim != 1 || !is_contiguous(bias) ||
+                  bias.shape[0] != w.shape[1]))) {
+    throw std::invalid_argument("the result or the bias of a product has another shape or dtype");
   }
   FewRows& product = work.product;
   product.rows = static_cast<std::size_t>(x.shape[0]);
@@ -82,15 +92,19 @@ bool multiply_few_rows(const Tensor& x, const Tensor& w, const Tensor& out, cons
   product.w_pitch = pitch(w, 1);
   product.out = data_of(out);
   product.out_pitch = pitch(out, 0);
-  product.bias = bias.data ? reinterpret_cast<const float*>(data_of(bias)) : nullptr;
+  product.bias = biased ? reinterpret_cast<const float*>(data_of(bias)) : nullptr;
   work.multiply = host::few_rows_product(dtype_of(x));
   work.columns = static_cast<std::size_t>(w.shape[1]);
   const std::size_t blocks = (work.columns + FewRows::kBlock - 1) / FewRows::kBlock;
   const std::size_t block_bytes = FewRows::kBlock * product.k * x.dtype.bits / 8;
   const std::size_t grain = std::max<std::size_t>(kGrainBytes / block_bytes, 1);
-  const GilReleased released;
-  parallel_for()(0, static_cast<std::int64_t>(blocks), static_cast<std::int64_t>(grain),
-                 multiply_blocks, &work);
+  std::int32_t failed = 0;
+  {
+    const GilReleased released;
+    failed = parallel_for()(0, static_cast<std::int64_t>(blocks), static_cast<std::int64_t>(grain),
+                            multiply_blocks, &work);
+  }
+  if (failed) throw std::runtime_error("torch_parallel_for failed");
   return true;
 }
 

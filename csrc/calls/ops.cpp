@@ -48,7 +48,7 @@ class AllReduce final : public Bound {
   py::tuple shape_;
 };
 
-// Both all_gather and reduce_scatter: a collective of shards with a result of another shape.
+// Collectives of shards, whose result has another shape.
 class OfShards : public Bound {
  public:
   OfShards(SharedCollective collective, SharedLayout layout, py::tuple shape)

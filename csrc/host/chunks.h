@@ -16,13 +16,14 @@ namespace tpkernels::host {
 inline constexpr ChunkLimits kLimits{/*one_shot_bytes=*/16 << 10, /*chunk_bytes=*/512 << 10};
 // Larger results leave the caches before anyone reads them: use streaming stores.
 inline constexpr std::size_t kStreamBytes = 8 << 20;
+inline constexpr std::size_t kStreamRun = 1024;  // bytes in a row; lines stored in part are slow
 
 inline std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 inline std::size_t align_down(std::size_t bytes) { return bytes / 64 * 64; }
 
 inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool stream) {
   if (bytes == 0 || to == from) return;
-  if (stream) {
+  if (stream && bytes >= kStreamRun) {
     vector_unit().stream(to, from, bytes);
   } else {
     std::memcpy(to, from, bytes);

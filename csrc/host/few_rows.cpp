@@ -26,9 +26,11 @@ MultiplyFewRows few_rows_product(DType dtype) {
   return dtype == DType::kF64 ? nullptr : vector_unit().few_rows[static_cast<int>(dtype)];
 }
 
-// The units' numbers: against torch.mm, 1 thread, torch 2.13, AMD EPYC Zen 5, 2026-11-23, K x N
-// from 768 x 576 to 4096 x 4096 (benchmarks/results/cpu-2core-few-rows.md). With AMX nothing was
-// measured; by the rate of the dot products alone, 8 rows would take longer than torch's.
+// The units' numbers, against torch.mm with 1 thread and torch 2.13, AMD EPYC Zen 5, 2026-11-23, K
+// x N from 768 x 576 to 4096 x 4096: bf16 with its dot products and fp32 with AVX-512 were measured
+// (benchmarks/results/cpu-2core-few-rows.md). Not measured: fp16, AVX2 alone, bf16 without dot
+// products, and AMX, with which 8 rows would take longer than torch's by the rate of the dot
+// products alone.
 std::size_t most_few_rows(DType dtype) {
   constexpr std::size_t kMostBesideAmx = 4;
   static const bool amx = has_amx_bf16();

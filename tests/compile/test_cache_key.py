@@ -1,13 +1,16 @@
-"""Torch's compile caches tell graphs apart by the sizes of the groups that their ops use."""
+"""Torch's compile caches tell graphs apart by the rank's place in the groups of their ops."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
 
 import tpkernels
 from tests.support.cases import RanksFixture
@@ -36,6 +39,32 @@ def test_a_graph_is_not_taken_for_that_of_another_number_of_ranks(tmp_path: Path
     assert [hits for _, hits in found] == [0, 0, 1]
 
 
+def uneven_job() -> tuple[list[int], int]:
+    """The shape of a shard, and the hits of the cache, in which rank 1 looks after rank 0."""
+    assert dist.group.WORLD is not None
+    name, rank = dist.group.WORLD.group_name, dist.get_rank()
+
+    def late(graph: Any, inputs: Any) -> Any:
+        if rank == 1:
+            time.sleep(20)  # rank 0 has compiled, and waits in its first call
+        return compile_fx(graph, inputs)
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        shard: torch.Tensor = torch.ops.tpkernels.reduce_scatter(x, name, 0, shard_sizes=[3, 1])
+        return shard * 2
+
+    out = torch.compile(scattered, fullgraph=True, backend=late)(torch.ones(4, 4))
+    assert torch.equal(out, torch.full_like(out, 4))
+    return list(out.shape), counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.thorough
+def test_a_graph_is_not_taken_for_that_of_another_rank(tmp_path: Path) -> None:
+    with Ranks(2, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as pool:
+        found = pool.run(uneven_job, timeout=280)
+    assert found == [([3, 4], 0), ([1, 4], 0)]
+
+
 def tag_job() -> list[str]:
     tags = []
     with fresh_group() as group, torch.compiler.config.patch(cache_key_tag="theirs"):
@@ -47,5 +76,6 @@ def tag_job() -> list[str]:
 
 
 def test_what_the_user_has_set_stays(ranks: RanksFixture) -> None:
-    for first, second in ranks(2).run(tag_job):
-        assert first == second and first.startswith("theirs tpkernels{") and "group: 2" in first
+    for rank, (first, second) in enumerate(ranks(2).run(tag_job)):
+        assert first == second and first.startswith("theirs tpkernels{")
+        assert f"group: {rank} of 2" in first

@@ -55,10 +55,10 @@ def _disturb_product(then: Callable[[], object]) -> None:
     """Makes ``then()`` run once, within the next local matmul."""
     whole, left = shards.local_matmul, [then]
 
-    def local_matmul(*args: Any) -> Any:
+    def local_matmul(*args: Any, **options: Any) -> Any:
         if left:
             left.pop()()
-        return whole(*args)
+        return whole(*args, **options)
 
     for module in (shards, ring, unfused, hierarchical):
         module.local_matmul = local_matmul  # type: ignore[assignment]

@@ -23,7 +23,9 @@ def nothing_remembered() -> None:
 def summing_in_halves(rows_from: int) -> Any:
     """A product that sums K in two halves from so many rows on, and in one otherwise."""
 
-    def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def product(
+        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, whole_rows: int = 0
+    ) -> torch.Tensor:
         terms = (x.float().unsqueeze(2) * w.float()).transpose(0, 1)  # [K, M, N]
         parts = 2 if x.shape[0] >= rows_from else 1
         totals = torch.zeros(parts, *terms.shape[1:])
@@ -47,7 +49,9 @@ def test_another_order_is_seen(dtype: torch.dtype, layout: Layout) -> None:
 def test_the_operands_have_the_asked_shape_and_layout() -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def product(
+        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, whole_rows: int = 0
+    ) -> torch.Tensor:
         seen.append((tuple(x.shape), tuple(w.shape), w.stride(), x.dtype, out.dtype))
         return out.zero_()
 
@@ -69,14 +73,31 @@ def test_it_agrees_with_products_of_random_numbers(k: int) -> None:
             x = torch.randn(rows, k, generator=numbers).to(dtype)
             w = torch.randn(96, k, generator=numbers).to(dtype).t()
             whole = exactness.local_matmul(x, w, torch.empty(rows, 96, dtype=dtype))
-            some = exactness.local_matmul(x[:part], w, torch.empty(part, 96, dtype=dtype))
+            out = torch.empty(part, 96, dtype=dtype)
+            some = exactness.local_matmul(x[:part], w, out, whole_rows=rows)
             assert torch.equal(some, whole[:part]), (rows, part, dtype)
+
+
+def test_a_part_is_tried_as_the_algorithms_compute_it() -> None:
+    told: list[int | None] = []
+
+    def product(
+        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, whole_rows: int | None = None
+    ) -> torch.Tensor:
+        told.append(whole_rows)
+        return out.zero_()
+
+    with mock.patch.object(exactness, "local_matmul", product):
+        rows_are_exact((16, 8), (32, 5, 3), "columns", BF16, BF16)
+    assert told == [None, 32, 32]
 
 
 def test_packed_weights_are_tried_packed() -> None:
     seen: list[bool] = []
 
-    def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def product(
+        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, whole_rows: int = 0
+    ) -> torch.Tensor:
         seen.append(is_packed(w))
         return out.zero_()
 

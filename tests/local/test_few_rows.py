@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -92,15 +93,19 @@ def test_a_result_does_not_depend_on_the_others(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        x, w = torch.randn(4, 1000).to(dtype), k_major(1000, 300, dtype)
-        whole = product(x, w, F32)
-        if whole is None:
+        most = _C.calls.most_few_rows(CODES[dtype])
+        if not most:
             assert unit == "plain"
             return
-        for rows, columns in itertools.product([(0, 1), (1, 3)], [(0, 300), (7, 72), (299, 300)]):
-            part = product(x[slice(*rows)], w[:, slice(*columns)], F32)
-            assert part is not None
-            assert torch.equal(part, whole[slice(*rows), slice(*columns)]), (rows, columns)
+        # The last one is read in chunks by all rows, and not by one.
+        for k, n in [(1000, 300), (4099, 70)]:
+            x, w = torch.randn(most, k).to(dtype), k_major(k, n, dtype)
+            whole = product(x, w, F32)
+            assert whole is not None
+            for rows, columns in itertools.product([(0, 1), (1, 3)], [(0, n), (7, 68), (n - 1, n)]):
+                part = product(x[slice(*rows)], w[:, slice(*columns)], F32)
+                assert part is not None
+                assert torch.equal(part, whole[slice(*rows), slice(*columns)]), (k, rows, columns)
     finally:
         torch.set_num_threads(before)
 
@@ -118,6 +123,9 @@ def test_what_is_left_to_torch() -> None:
     assert product(x.double(), w.double(), torch.float64) is None
     assert product(x, w, torch.float64) is None
     assert product(x[:, :0], w[:0], F32) is None
+    with pytest.raises(ValueError, match="another shape"):
+        product(x, w, F32, torch.ones(11))
+    assert product(x[:, :30], w, F32) is None
     part = torch.empty(3, 12)
     assert not _C.calls.multiply_few_rows(many[:3], w, part, None, MOST + 1)
 
@@ -134,13 +142,21 @@ def test_a_part_is_computed_as_the_whole_is(dtype: torch.dtype) -> None:
 
 
 def parts_and_whole(rows: int) -> None:
-    """One product by every algorithm that a CPU has for it."""
+    """One product by each algorithm of the ranks of a host. Those that multiply parts of the rows
+    say how many there are."""
     import torch.distributed as dist
 
     import tpkernels
 
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
+    told = set()
+    multiply = matmul._multiply_few_rows
+
+    def told_rows(*args: Any) -> bool:
+        told.add(args[-1])
+        return multiply(*args)
+
     for dtype in DTYPES:
         numbers = torch.Generator().manual_seed(rank)
         x = torch.randn(rows, 200, generator=numbers).to(dtype)
@@ -148,17 +164,19 @@ def parts_and_whole(rows: int) -> None:
         sizes = tpkernels.shard_sizes(rows, world)
         first = {}
         for algorithm in ("unfused", "direct", "pipelined", "ring"):
-            results = (
-                tpkernels.matmul_all_reduce(x, w, group, algorithm=algorithm),
-                tpkernels.matmul_reduce_scatter(
-                    x, w, group, shard_sizes=sizes, algorithm=algorithm
-                ),
-                tpkernels.all_gather_matmul(
-                    x[: sizes[rank]], w, group, shard_sizes=sizes, algorithm=algorithm
-                ),
-            )
+            with mock.patch.object(matmul, "_multiply_few_rows", told_rows):
+                results = (
+                    tpkernels.matmul_all_reduce(x, w, group, algorithm=algorithm),
+                    tpkernels.matmul_reduce_scatter(
+                        x, w, group, shard_sizes=sizes, algorithm=algorithm
+                    ),
+                    tpkernels.all_gather_matmul(
+                        x[: sizes[rank]], w, group, shard_sizes=sizes, algorithm=algorithm
+                    ),
+                )
             for i, result in enumerate(results):
                 assert torch.equal(first.setdefault(i, result), result), (dtype, algorithm, i)
+    assert told == {rows}
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])

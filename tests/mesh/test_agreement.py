@@ -151,7 +151,7 @@ def forgetting_job() -> list[int]:
 
 
 def test_all_ranks_forget_the_same_products(ranks: RanksFixture) -> None:
-    assert ranks(2).run(forgetting_job) == [[1, 2, 2, 3, 3, 4]] * 2
+    assert ranks(2).run(forgetting_job) == [[1, 2, 2, 3, 4, 5]] * 2
 
 
 def known_and_new_job() -> tuple[list[str], float]:

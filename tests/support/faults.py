@@ -92,7 +92,8 @@ def run_op(op: str, group: dist.ProcessGroup, algorithm: str = "auto", rows: int
     if op in SCALED:
         fp8 = torch.float8_e4m3fn
         factors = [x.to(fp8), w.to(fp8), torch.ones(rows, 1), torch.ones(1, n)]
-    expected = (k if "matmul" in op else 1) * (1 if "gather" in op else world)
+    summed = "reduce" in op
+    expected = (k if "matmul" in op else 1) * (world if summed else 1)
     if op.endswith("_rms_norm"):
         columns = n if "matmul" in op else k
         normed, got = function(*factors, torch.ones(columns), group, eps=0.0, algorithm=algorithm)

@@ -10,7 +10,7 @@ from tpkernels.groups.registry import (
     init,
     known_times,
     name_of,
-    sizes,
+    positions,
     told_of_errors,
     tuned_on_the_spot,
 )
@@ -25,7 +25,7 @@ __all__ = [
     "init",
     "known_times",
     "name_of",
-    "sizes",
+    "positions",
     "told_of_errors",
     "tuned_on_the_spot",
 ]

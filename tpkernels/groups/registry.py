@@ -125,9 +125,9 @@ def known_times(device: str) -> dict[str, Table]:
     }
 
 
-def sizes() -> list[tuple[str, int]]:
-    """The groups that the ops have used, each with its number of ranks."""
-    return sorted((name, group.world) for name, group in list(_groups.items()))
+def positions() -> list[tuple[str, int, int]]:
+    """The groups that the ops have used, each with this rank and the number of ranks."""
+    return sorted((name, group.rank, group.world) for name, group in list(_groups.items()))
 
 
 def tuned_on_the_spot() -> list[str]:

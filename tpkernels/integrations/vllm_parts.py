@@ -16,7 +16,7 @@ import tpkernels
 from tpkernels import dtypes, groups
 from tpkernels.integrations.vllm import logger
 from tpkernels.local import packed
-from tpkernels.local.matmul import new_product
+from tpkernels.ops._column_matmul import column_matmul
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
 TIMEOUT = 1800.0
@@ -77,7 +77,7 @@ class OwnMethod(UnquantizedLinearMethod):
         layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return new_product(x, layer.tpkernels_weight, bias)
+        return column_matmul(x, [layer.tpkernels_weight], layer._group, [bias])[0]
 
 
 class FusedRowParallelLinear(RowParallelLinear):
@@ -103,7 +103,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             return "there is nothing to reduce"
         if type(self.quant_method) is not UnquantizedLinearMethod:
             return f"{type(self.quant_method).__name__} multiplies otherwise"
-        if self.weight.device.type == "cpu" and packed.better_packed(self.weight.dtype):
+        if self.weight.device.type == "cpu":
             try:
                 packed.check_packable(self.weight.t(), "the weight")
             except NotImplementedError as error:

@@ -59,7 +59,8 @@ def rows_are_exact(
         whole = local_matmul(x, w, torch.empty(m, n, dtype=out_dtype))
         return all(
             torch.equal(
-                local_matmul(x[:rows], w, torch.empty(rows, n, dtype=out_dtype)), whole[:rows]
+                local_matmul(x[:rows], w, torch.empty(rows, n, dtype=out_dtype), whole_rows=m),
+                whole[:rows],
             )
             for rows in parts
         )

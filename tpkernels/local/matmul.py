@@ -106,6 +106,8 @@ def _local_matmul(
 def _multiply_few_rows(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, rows: int
 ) -> bool:
+    if w.stride(0) != 1:
+        return False
     if bias is not None:
         bias = bias.float().contiguous()
     return _C.calls.multiply_few_rows(x, w, out, bias, rows)

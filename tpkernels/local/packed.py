@@ -26,8 +26,8 @@ _PLAIN = "use the plain weight"
 def pack(w: torch.Tensor) -> torch.Tensor:
     """A copy of a weight that the ops with a matmul take in place of it on CPUs, for inference.
 
-    oneDNN has it in a layout of its own. It pays off in float32, and in 16 bits for some 16 to 100
-    rows: fewer are multiplied as fast with the plain weight (csrc/host/few_rows.h).
+    oneDNN has it in a layout of its own. It pays off in float32 from a few rows on, and in 16 bits
+    from some 16. Fewer are multiplied about as fast with the plain weight (csrc/host/few_rows.h).
 
     Torch and oneDNN keep what they prepare for a shape of a weight and a number of rows, about half
     a MiB each in float32. Each keeps the last 1024, or as many as ``LRU_CACHE_CAPACITY`` and
@@ -52,10 +52,10 @@ def pack(w: torch.Tensor) -> torch.Tensor:
 
 
 def plain_beats_packed(dtype: torch.dtype) -> int:
-    """Rows up to which the plain weight of a linear layer is multiplied at least as fast.
+    """Rows up to which the plain weight of a linear layer is multiplied as fast, within 4 %.
 
-    AMD EPYC Zen 5, 1 thread, torch 2.13, 2026-11-23, K x N from 768 x 576 to 4096 x 4096: with 2
-    rows in bfloat16 and 1 in float32 the plain weight took 0.86 to 1.04 times as long
+    AMD EPYC Zen 5, 1 thread, torch 2.13, 2026-11-23, K x N from 768 x 576 to 4096 x 4096: with up
+    to 2 rows in bfloat16 and 1 in float32 the plain weight took 0.86 to 1.04 times as long
     (benchmarks/results/cpu-2core-few-rows.md).
     """
     return _C.calls.most_few_rows(dtypes.CODES[dtype]) // 8
@@ -63,9 +63,10 @@ def plain_beats_packed(dtype: torch.dtype) -> int:
 
 def better_packed(dtype: torch.dtype) -> bool:
     """Whether inference with any number of rows is served best by the packed weight, if one of both
-    is to be kept: in float32. In 16 bits the plain one takes 0.8 to 1.2 times as long with up to
-    16 rows, and 1.05 times as long with hundreds (benchmarks/results/cpu-2core-few-rows.md)."""
-    return dtype == torch.float32
+    is to be kept: in float32, and where the extension has no fast product. Otherwise the plain one
+    takes 0.8 to 1.2 times as long with up to 16 rows (benchmarks/results/cpu-2core-few-rows.md),
+    and 1.05 times with hundreds (benchmarks/results/cpu-2core-llama.md)."""
+    return dtype == torch.float32 or _C.calls.most_few_rows(dtypes.CODES[dtype]) < 8
 
 
 def check_packable(w: torch.Tensor, what: str) -> None:

@@ -7,8 +7,8 @@ where nobody finds out until a wait times out.
 Algorithm: a rank that meets a product for the first time compares it with the other ranks', along
 each mesh dim in turn. What travels is the smallest and the largest of the ranks' checksums. After
 the last dim all ranks know those of the whole mesh, and if they differ, all exchange the products
-as text and raise the same error. A product that is known needs none of this: all ranks of a mesh
-make the same products in the same order, so all know the same ones.
+as text and raise the same error. A product that is known needs none of this: what is known follows
+from what the ranks have agreed on, so all know the same ones.
 
 Sync: the machine is that of the mesh's first rank. Along each mesh dim in turn, a group takes what
 its first rank has. After the first dim all ranks along it have the same, and so the first ranks of
@@ -17,9 +17,9 @@ the groups of the second dim have that of the rank whose coordinates are 0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -27,33 +27,30 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
-from tpkernels.errors import CollectiveMismatchError, TpkernelsError
+from tpkernels.errors import CaptureError, CollectiveMismatchError, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.planning.machines import Profile, own_machine, parse, to_text
 
-_MOST_KNOWN = 1024  # products; the same on all ranks, so that all forget the same ones
+_MOST_KNOWN = 1024  # products
 _NEW_PRODUCT, _DIFFERENT = "a new sharded_matmul", "sharded_matmul calls that differ"
 
 T = TypeVar("T")
 
 
 class Known(Generic[T]):
-    """What has been planned on a mesh, for the products that all its ranks are known to make: the
-    latest ones."""
+    """What has been planned on a mesh, for the products that its ranks agreed on last. Using one
+    does not count: ranks may use them in different orders, and must forget the same ones."""
 
     def __init__(self) -> None:
-        self._planned: OrderedDict[Hashable, T] = OrderedDict()
+        self._planned: dict[Hashable, T] = {}
 
     def get(self, product: Hashable) -> T | None:
-        found = self._planned.get(product)
-        if found is not None:
-            self._planned.move_to_end(product)
-        return found
+        return self._planned.get(product)
 
     def add(self, product: Hashable, planned: T) -> T:
         self._planned[product] = planned
         if len(self._planned) > _MOST_KNOWN:
-            self._planned.popitem(last=False)
+            del self._planned[next(iter(self._planned))]
         return planned
 
 
@@ -66,12 +63,12 @@ def known_on(mesh: DeviceMesh) -> Known[T]:
     return by_mesh.setdefault(key, Known()) if known is None else known
 
 
-def agree_on(product: str, mesh: DeviceMesh) -> None:
-    """Checks that all ranks of a mesh are in the same product, described as text. Collective.
+def disagreement(product: str, mesh: DeviceMesh) -> CollectiveMismatchError | None:
+    """What all ranks of a mesh raise where they are not in the same product, described as text.
+    Nothing else has been sent then, and the groups can go on. Collective.
 
     Raises:
-        CollectiveMismatchError: they are not, on all ranks. Nothing else has been sent, and the
-            groups can go on.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     lowest = highest = zlib.crc32(product.encode())
     products = {str(dist.get_rank()): product}
@@ -81,30 +78,39 @@ def agree_on(product: str, mesh: DeviceMesh) -> None:
             said = group.numbers_of_all(_NEW_PRODUCT, (lowest, highest), mesh.device_type)
             lowest, highest = min(low for low, _ in said), max(high for _, high in said)
         if lowest == highest:
-            return
+            return None
         for group in ready:
             for each in group.statements(_DIFFERENT, products, mesh.device_type):
                 products |= each
     except TpkernelsError as error:
-        break_groups(mesh, error)
         raise type(error)(f"{product}: {error}", peer=error.peer) from error
-    raise _mismatch({int(rank): text for rank, text in products.items()}, product)
+    return _mismatch({int(rank): text for rank, text in products.items()}, product)
 
 
-def break_groups(mesh: DeviceMesh, error: TpkernelsError) -> None:
-    """This rank leaves a product with ``error``, which one of the mesh's groups has raised. It will
-    not come to what the product has yet to do in the others: their ranks are told."""
-    for group in _groups(mesh):
-        with group.lock:
-            group.mark_broken(type(error)(str(error)))  # the peer is a rank of the other group
+@contextlib.contextmanager
+def in_step(mesh: DeviceMesh) -> Iterator[None]:
+    """A product. An error in it marks all groups of the mesh broken: this rank will not take part
+    in the rest of the product."""
+    try:
+        yield
+    except CaptureError:  # nothing has been queued: the groups can go on
+        raise
+    except BaseException as error:
+        # The peer is a rank of one group only.
+        told = type(error)(str(error)) if isinstance(error, TpkernelsError) else error
+        for group in _groups(mesh):
+            if not group.within_call():  # in a signal handler, where all calls are refused
+                with group.lock:
+                    group.mark_broken(told)
+        raise
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
     """The mesh in errors, different for different meshes."""
     ranks, shape = mesh.mesh.flatten().tolist(), " x ".join(map(str, mesh.shape))
     if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"a mesh of {shape}, ranks {ranks[0]} to {ranks[-1]}"
-    return f"the mesh {mesh.mesh.tolist()}"
+        return f"a {mesh.device_type} mesh of {shape}, ranks {ranks[0]} to {ranks[-1]}"
+    return f"the {mesh.device_type} mesh {mesh.mesh.tolist()}"
 
 
 def _mismatch(products: dict[int, str], own: str) -> CollectiveMismatchError:
@@ -166,4 +172,4 @@ def _own(mesh: DeviceMesh) -> str:
 @functools.lru_cache(maxsize=256)
 def _purpose(mesh: DeviceMesh, dim: int) -> str:
     """The same for equal meshes."""
-    return f"the first product on the mesh {mesh.mesh.tolist()}, dim {dim}"
+    return f"the first product on the {mesh.device_type} mesh {mesh.mesh.tolist()}, dim {dim}"

@@ -90,8 +90,10 @@ def _run_steps(
     """``dtypes``: of t as long as it is Partial, and then; None: it stays as it is."""
     for step in steps:
         after = step.after(placements)
-        if place.mesh.shape[step.mesh_dim] > 1:
-            out_dtype = None if dtypes is None else dtypes[Partial() not in after]
+        out_dtype = None if dtypes is None else dtypes[Partial() not in after]
+        if place.mesh.shape[step.mesh_dim] == 1:
+            t = t if out_dtype is None else t.to(out_dtype)
+        else:
             t = _run_step(step, problem.shape(step.operand), placements, t, place, out_dtype)
         placements = after
     return t

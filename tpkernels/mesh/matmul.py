@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import dtypes
-from tpkernels.errors import TpkernelsError
 from tpkernels.mesh import cost, execution
 from tpkernels.mesh.agreement import (
     Known,
-    agree_on,
     agreed_machine,
-    break_groups,
+    disagreement,
+    in_step,
     known_machine,
     known_on,
     mesh_text,
@@ -156,14 +155,15 @@ def _run(product: Product, x: DTensor, w: DTensor, place: execution.Place) -> DT
     key = product, place.wire_dtype, place.algorithm
     plan = known.get(key)
     if plan is None:
-        agree_on(product.text(place), place.mesh)
-        machine = agreed_machine(place.mesh)
-        plan = known.add(key, cost.choose(product.problem, product.strategy, machine))
-    try:
+        with in_step(place.mesh):
+            different = disagreement(product.text(place), place.mesh)
+        if different:
+            raise different
+    with in_step(place.mesh):
+        if plan is None:
+            machine = agreed_machine(place.mesh)
+            plan = known.add(key, cost.choose(product.problem, product.strategy, machine))
         result: DTensor = _ShardedMatmul.apply(x, w, plan, product, place)
-    except TpkernelsError as error:
-        break_groups(place.mesh, error)
-        raise
     return result
 
 

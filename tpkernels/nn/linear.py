@@ -34,7 +34,7 @@ class ParallelLinear(ShardedModule):
     bias: nn.Parameter | None
     _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
     _dropped = False  # `weight` is the packed weight: there is no other
-    _plain_rows = 0  # rows up to which the plain weight is the faster of both
+    _plain_rows = 0  # rows up to which the plain weight is multiplied as fast
 
     def __init__(
         self,
@@ -75,15 +75,16 @@ class ParallelLinear(ShardedModule):
         """Packs the weight for inference on CPUs; see `tpkernels.pack`. Returns the layer.
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
-        the new weight. Other changes of ``weight`` do not reach the packed one: pack it again.
+        the new weight. Other changes of ``weight`` do not reach the packed one, only products of
+        one or two rows: pack it again.
         Where a gradient would be needed, the layer raises NotImplementedError. A rank without
         features has nothing to pack.
 
         Args:
-            drop: keep no plain weight, which otherwise takes as much memory again, and multiplies
-                the fewest rows faster. ``weight`` is then an opaque tensor of the same shape; a
-                state dict unpacks it. An embedding that is tied to the layer keeps the weight that
-                they shared.
+            drop: do not keep the plain weight. It takes as much memory again, but one or two rows
+                are multiplied at least as fast by it. ``weight`` is then an opaque tensor of the
+                same shape; a state dict unpacks it. An embedding that is tied to the layer keeps
+                the weight that they shared.
 
         Raises:
             ValueError, NotImplementedError: as `tpkernels.pack`.
@@ -129,7 +130,9 @@ class ParallelLinear(ShardedModule):
         if torch.is_grad_enabled():
             self._refuse_gradient(x)
         few = x.numel() * ranks <= self._plain_rows * x.shape[-1]
-        return self.weight.t() if few else self._packed
+        if few and x.dtype == self._packed.dtype and not torch.is_autocast_enabled("cpu"):
+            return self.weight.t()
+        return self._packed
 
     def _refuse_gradient(self, x: torch.Tensor) -> None:
         """Raises where a packed layer would need a gradient."""

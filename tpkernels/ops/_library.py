@@ -18,7 +18,7 @@ from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops._arguments import arguments_of
-from tpkernels.ops._cache_key import add_group_sizes
+from tpkernels.ops._cache_key import add_positions
 from tpkernels.ops._key_sets import key_set
 from tpkernels.ops._planning import plan_call
 from tpkernels.planning.problem import Problem
@@ -86,7 +86,7 @@ def define(
     def fake_kernel(*args: Any, **options: Any) -> Any:
         given = arguments.named(args, options)
         group = groups.get(given.group)
-        add_group_sizes()
+        add_positions()
         return fake(group, given)
 
     kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)

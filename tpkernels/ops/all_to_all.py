@@ -91,8 +91,8 @@ def all_to_all(
     scatter_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Exchanges shards along ``gather_dim`` for shards along ``scatter_dim``: as an all-gather of
-    which each rank keeps a part, but it receives nothing else.
+    """Exchanges shards along ``gather_dim`` for shards along ``scatter_dim``: like an all-gather
+    after which each rank keeps only its part, without receiving the rest.
 
     Args:
         x: this rank's shard along ``gather_dim``, all of ``scatter_dim``; any strides.

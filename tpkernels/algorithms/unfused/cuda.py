@@ -73,7 +73,8 @@ def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     out = exchange.result(call, x)
     given, places = counts_of(exchange.given(x)), exchange.taken(call, out)
     sent = _by_owner(x, exchange.dim, exchange.sizes)
-    received = _exchanged(call, sent, given, counts_of(places))
+    even = _even(call.problem.sizes) and _even(exchange.sizes)
+    received = _exchanged(call, sent, given, None if even else counts_of(places))
     pieces = [piece.view(to.shape) for piece, to in zip(received, places, strict=True)]
     assert call.problem.dim is not None  # an all-to-all has one
     return torch.cat(pieces, call.problem.dim, out=out)
@@ -214,9 +215,9 @@ def _exchanged(
 ) -> Sequence[torch.Tensor]:
     """Sends each rank its part of x. Returns what this rank got, in rank order: by default as many
     elements from each as it keeps."""
+    even = received_counts is None and _even(counts)  # alike on all ranks
     received_counts = received_counts or [counts[call.group.rank]] * call.group.world
     received = x.new_empty(sum(received_counts))
-    even = _even([*counts, *received_counts])
     splits = ([], []) if even else (list(received_counts), list(counts))
     _finish(_pg(call).alltoall_base(received, x, *splits, _options(AllToAllOptions, call)))
     return received.split(list(received_counts))
