@@ -39,29 +39,33 @@ def test_a_graph_is_not_taken_for_that_of_another_number_of_ranks(tmp_path: Path
     assert [hits for _, hits in found] == [0, 0, 1]
 
 
-def uneven_job() -> tuple[list[int], int]:
+def uneven_job(compiled: Path) -> tuple[list[int], int]:
     """The shape of a shard, and the hits of the cache, in which rank 1 looks after rank 0."""
     assert dist.group.WORLD is not None
     name, rank = dist.group.WORLD.group_name, dist.get_rank()
 
-    def late(graph: Any, inputs: Any) -> Any:
-        if rank == 1:
-            time.sleep(20)  # rank 0 has compiled, and waits in its first call
-        return compile_fx(graph, inputs)
+    def in_turn(graph: Any, inputs: Any) -> Any:
+        deadline = time.monotonic() + 120
+        while rank == 1 and not compiled.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        result = compile_fx(graph, inputs)
+        compiled.touch()
+        return result
 
     def scattered(x: torch.Tensor) -> torch.Tensor:
         shard: torch.Tensor = torch.ops.tpkernels.reduce_scatter(x, name, 0, shard_sizes=[3, 1])
         return shard * 2
 
-    out = torch.compile(scattered, fullgraph=True, backend=late)(torch.ones(4, 4))
+    out = torch.compile(scattered, fullgraph=True, backend=in_turn)(torch.ones(4, 4))
     assert torch.equal(out, torch.full_like(out, 4))
     return list(out.shape), counters["aot_autograd"]["autograd_cache_hit"]
 
 
 @pytest.mark.thorough
 def test_a_graph_is_not_taken_for_that_of_another_rank(tmp_path: Path) -> None:
-    with Ranks(2, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as pool:
-        found = pool.run(uneven_job, timeout=280)
+    with Ranks(2, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}) as pool:
+        found = pool.run(uneven_job, tmp_path / "compiled", timeout=280)
     assert found == [([3, 4], 0), ([1, 4], 0)]
 
 
