@@ -60,8 +60,8 @@ def apart_job(together: bool) -> tuple[list[str], float, list[str | None]]:
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_plans_without_a_common_group(ranks: RanksFixture, together: bool) -> None:
-    rest = r"float32, partials in float32, strategy '\w+,\w+', algorithm 'auto', on a cpu mesh of 2 x 2"
-    rest += r", ranks 0 to 3\)"
+    rest = r"float32, partials in float32, strategy '\w+,\w+', algorithm 'auto', "
+    rest += r"on a cpu mesh of 2 x 2, ranks 0 to 3\)"
     pattern = (
         r"CollectiveMismatchError: the ranks are in different products: ranks 0, 2 in "
         rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] S1,R -> R,R, {rest}; ranks 1, 3 in "
