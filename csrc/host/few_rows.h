@@ -1,8 +1,8 @@
 // The product of a few rows with a weight each of whose columns is contiguous, such as
 // `linear.weight.t()`: y[m][n] = the dot product of row m of x and column n of w.
 //
-// Few rows are limited by how fast the weight is read. The weight is read once, in place: a block of
-// columns from end to end, or in chunks where x does not fit the L1 cache. Nothing rearranges it
+// Few rows are limited by how fast the weight is read. The weight is read once, in place: a block
+// of columns from end to end, or in chunks where x does not fit the L1 cache. Nothing rearranges it
 // first, in every call or once.
 //
 // A result is summed in an order that follows from K alone, whatever the other rows and columns.
