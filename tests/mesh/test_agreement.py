@@ -154,6 +154,44 @@ def test_all_ranks_forget_the_same_products(ranks: RanksFixture) -> None:
     assert ranks(2).run(forgetting_job) == [[1, 2, 2, 3, 4, 5]] * 2
 
 
+def orders_job() -> str | None:
+    """The ranks use what they know in different orders, by products that communicate nothing."""
+    mesh = make_mesh((2,))
+    with mock.patch.object(agreement, "_MOST_KNOWN", 2):
+        for m in (2, 4, *((2, 4), (4, 2))[dist.get_rank()], 6, 2):
+            wrong = multiply(mesh, (S0,), (R,), shape=(m, 4, 8), out=(S0,))
+            if wrong:
+                return wrong
+    return None
+
+
+def test_using_a_product_does_not_keep_it(ranks: RanksFixture) -> None:
+    assert ranks(2).run(orders_job) == [None, None]
+
+
+def no_memory_job() -> tuple[str, float]:
+    """Rank 1 has no memory for its part of the product; rank 0 waits for its rows."""
+    mesh = make_mesh((2,))
+    fails = mock.patch.object(torch, "matmul", side_effect=MemoryError("none left"))
+    begin = time.monotonic()
+    with fails if dist.get_rank() else nullcontext():
+        message = messages_of([lambda: multiply_apart(mesh)])[0]
+    return message, time.monotonic() - begin
+
+
+def multiply_apart(mesh: DeviceMesh) -> None:
+    """A product without a common op, and then the gather of its rows."""
+    a, b = draw("x", (6, 4), mesh, (S0,)), draw("w", (4, 8), mesh, (R,))
+    tpkernels.sharded_matmul(a.sharded, b.sharded, (R,), "M")
+
+
+def test_a_rank_without_memory_is_not_waited_for(ranks: RanksFixture) -> None:
+    (waiting, seconds), (failed, _) = ranks(2).run(no_memory_job)
+    assert failed == "MemoryError: none left"
+    assert re.match(r"PeerLostError: .*rank 1", waiting), waiting
+    assert seconds < AT_ONCE
+
+
 def known_and_new_job() -> tuple[list[str], float]:
     """Rank 0 makes a product that both know, rank 1 another one."""
     mesh = make_mesh((2,))

@@ -137,6 +137,7 @@ def test_as_many_bytes_travel_as_planned(
     ("mesh_shape", "operands"),
     [
         ((2,), [((S1,), (S0,), (R,)), ((P,), (S1,), (S0,))]),
+        ((1, 2), [((S1, S0), (S0, R), (R, R))]),  # rounded by a step along the dim of one rank
         *map(thorough, [(3,), (2, 2)], [ONE_DIM[1::3], [*TWO_DIMS, ((S1, S1), (S0, S0), (P, R))]]),
     ],
 )
