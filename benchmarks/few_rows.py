@@ -4,8 +4,9 @@ the ops take (csrc/host/few_rows.h).
     python -m benchmarks.few_rows
     python -m benchmarks.few_rows --dtypes bfloat16 --rows 1 8 --weights 4096x4096
 
-One thread. Results are checked first. The ways are interleaved, each with its own copies of the weight, as many as empty the
-cache of 32 MiB, as the layers of a model do; --hot takes one copy. Prints medians in us.
+One thread. Results are checked first. The ways are interleaved, each with its own copies of the
+weight, as many as empty the cache of 32 MiB, as the layers of a model do; --hot takes one copy.
+Prints medians in us.
 """
 
 from __future__ import annotations
