@@ -62,7 +62,7 @@ def uneven_job(compiled: Path) -> tuple[list[int], int]:
     return list(out.shape), counters["aot_autograd"]["autograd_cache_hit"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_graph_is_not_taken_for_that_of_another_rank(tmp_path: Path) -> None:
     with Ranks(2, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}) as pool:
         found = pool.run(uneven_job, tmp_path / "compiled", timeout=280)
