@@ -179,6 +179,7 @@ def parts_and_whole(rows: int) -> None:
     assert told == {rows}
 
 
+@pytest.mark.skipif(not UNITS, reason="needs a vector unit")
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_all_algorithms_give_the_same_bits(ranks: RanksFixture, rows: int) -> None:
     """Also in fp32, where torch's products of few rows round as their number has it."""
