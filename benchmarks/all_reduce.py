@@ -10,9 +10,8 @@ all-reduce. Prints the median microseconds of rank 0. `--vllm` is that of `bench
 from __future__ import annotations
 
 import argparse
-import random
+import functools
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 import tpkernels
 from benchmarks.decode import vllm_all_reduce
+from benchmarks.interleaved import interleaved
 from tpkernels.launch import Ranks
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 32 << 20]
@@ -36,22 +36,18 @@ def measure(vllm: str, dtype: torch.dtype, seconds: float) -> dict[int, dict[str
     }
     if vllm:
         variants["vllm"] = vllm_all_reduce(vllm, group)
-    medians, meeting, draw = {}, torch.zeros(1), random.Random(0)
-    with torch.inference_mode():
-        for size in SIZES:
-            given = {name: torch.zeros(size // dtype.itemsize, dtype=dtype) for name in variants}
-            times: dict[str, list[float]] = {name: [] for name in variants}
-            order = list(variants)
-            for _ in range(WARMUP + max(10, min(300, int(seconds * 2e9 / size)))):
-                draw.shuffle(order)
-                for name in order:
-                    tpkernels.all_reduce_(meeting, group)
-                    begin = time.perf_counter()
-                    variants[name](given[name])
-                    times[name].append(time.perf_counter() - begin)
-            medians[size] = {
-                name: 1e6 * statistics.median(each[WARMUP:]) for name, each in times.items()
-            }
+    medians = {}
+    for size in SIZES:
+        count = size // dtype.itemsize
+        calls = {
+            name: functools.partial(run, torch.zeros(count, dtype=dtype))
+            for name, run in variants.items()
+        }
+        rounds = range(WARMUP + max(10, min(300, int(seconds * 2e9 / size))))
+        times = interleaved(calls, rounds, group)
+        medians[size] = {
+            name: 1e6 * statistics.median(each[WARMUP:]) for name, each in times.items()
+        }
     return medians
 
 

@@ -13,16 +13,16 @@ ratio of the medians, and that of the 10th percentiles, which a busy machine dis
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import rms_norm
 
 import tpkernels
+from benchmarks.interleaved import interleaved
 from tpkernels.launch import Ranks
 from tpkernels.planning.trials import MOST_CALLS
 
@@ -69,31 +69,28 @@ def job(
         error = ((normed.double() - exact).abs() / exact.abs()).max().item()
         if error > bound:
             raise AssertionError(f"{name}: off by {error:.2e} of the result, allowed {bound:.2e}")
-    return interleaved(sums, group, seconds) | interleaved(products, group, seconds)
+    return timed(sums, group, seconds) | timed(products, group, seconds)
 
 
-def interleaved(
+def timed(
     variants: Mapping[str, Callable[[], object]], group: dist.ProcessGroup, seconds: float
 ) -> dict[str, list[float]]:
     """Microseconds of each call on this rank, by variant."""
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    order, draw = list(variants), random.Random(0)
-    meeting, going = torch.zeros(1), torch.ones(1)
     with torch.inference_mode():
         for _ in range(MOST_CALLS):  # of the trials of `auto`
             for run in variants.values():
                 run()
-        begin = time.perf_counter()
-        while going.item():
-            draw.shuffle(order)
-            for name in order:
-                tpkernels.all_reduce_(meeting, group)
-                start = time.perf_counter()
-                variants[name]()
-                times[name].append(1e6 * (time.perf_counter() - start))
-            going.fill_(time.perf_counter() - begin < seconds and group.rank() == 0)
-            tpkernels.all_reduce_(going, group)
-    return times
+    times = interleaved(variants, rounds(group, seconds), group)
+    return {name: [1e6 * each for each in taken] for name, taken in times.items()}
+
+
+def rounds(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
+    """As many on all ranks as rank 0 has time for."""
+    going, begin = torch.ones(1), time.perf_counter()
+    while going.item():
+        yield
+        going.fill_(time.perf_counter() - begin < seconds and group.rank() == 0)
+        tpkernels.all_reduce_(going, group)
 
 
 def main() -> None:

@@ -11,15 +11,14 @@ slowest rank's median milliseconds, and torch's over that of ``auto``.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 import tpkernels
+from benchmarks.interleaved import interleaved
 from tpkernels.launch import Ranks
 
 ROWS = (32, 64, 128, 256, 512)
@@ -81,17 +80,8 @@ def measure(op: str, m: int, k: int, n: int, repeat: int) -> dict[str, float]:
     variants: dict[str, Callable[[], object]] = {"torch": lambda: TORCH[op](*given)}
     for name in ALGORITHMS:
         variants[name] = lambda name=name: run(*given, group, algorithm=name)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    meeting, draw, order = torch.zeros(1), random.Random(0), list(variants)
-    with torch.inference_mode():
-        for _ in range(WARMUP + repeat):
-            draw.shuffle(order)
-            for name in order:
-                tpkernels.all_reduce_(meeting, group)
-                begin = time.perf_counter()
-                variants[name]()
-                times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: statistics.median(each[WARMUP:]) for name, each in times.items()}
+    times = interleaved(variants, range(WARMUP + repeat), group)
+    return {name: 1e3 * statistics.median(each[WARMUP:]) for name, each in times.items()}
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool s
 // Copies to where peers read it.
 inline void share(Channel& channel, std::byte* to, const std::byte* from, std::size_t bytes) {
   Sharing& sharing = channel.sharing();
-  sharing.timed([&] { copy(to, from, bytes, sharing.past_caches(bytes)); });
+  sharing.timed([&] { copy(to, from, bytes, sharing.past_caches()); });
 }
 
 // How much of [0, total) the chunk [begin, begin + step) covers.

@@ -33,8 +33,8 @@ class Sharing {
     seconds_ = 0;
   }
 
-  // Whether to store past the caches what peers are to read, in a run of `bytes`.
-  bool past_caches(std::size_t bytes) const { return past_caches_ && bytes >= kLeastRun; }
+  // Whether to store past the caches what peers are to read.
+  bool past_caches() const { return past_caches_; }
 
   // Calls `move`, which stores data for peers or reads theirs.
   template <class Move>
@@ -48,8 +48,7 @@ class Sharing {
   void took(double seconds) { seconds_ += seconds; }
 
  private:
-  static constexpr unsigned kFirst = 4;           // those before have touched the pages
-  static constexpr std::size_t kLeastRun = 1024;  // bytes; lines that are stored in part are slow
+  static constexpr unsigned kFirst = 4;  // those before have touched the pages
 
   unsigned chunks_ = 0;  // large ones
   bool slow_ = true;     // until it is known

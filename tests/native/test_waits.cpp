@@ -174,10 +174,10 @@ bool goes_past_caches(std::size_t bytes, double speed, int chunks) {
   const std::size_t large = host::Sharing::kLarge;
   for (int i = 0; i < chunks; ++i) {
     sharing.begin(large);
-    if (!sharing.past_caches(large)) sharing.took(static_cast<double>(large) / speed);
+    if (!sharing.past_caches()) sharing.took(static_cast<double>(large) / speed);
   }
   sharing.begin(bytes);
-  return sharing.past_caches(bytes);
+  return sharing.past_caches();
 }
 
 TEST_CASE(large_data_goes_through_the_caches_where_that_is_fast, kThreads) {
@@ -196,7 +196,7 @@ TEST_CASE(the_way_through_the_caches_is_measured_again, kThreads) {
   int measured = 0;
   for (unsigned i = 0; i < 4 * host::Sharing::kEvery; ++i) {
     sharing.begin(host::Sharing::kLarge);
-    const bool through = !sharing.past_caches(host::Sharing::kLarge);
+    const bool through = !sharing.past_caches();
     measured += through;
     if (through) sharing.timed([] { std::this_thread::sleep_for(std::chrono::milliseconds(2)); });
   }

@@ -36,6 +36,13 @@ class Endings(Turns):
         """This rank's place in the group, for an exchange through its store."""
         raise NotImplementedError
 
+    def break_between_calls(self, error: BaseException) -> None:
+        """This rank left with ``error`` on the way to a call, or between two."""
+        # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
+        if not self.within_call():
+            with self.lock:
+                self.mark_broken(error)
+
     def mark_broken(self, error: BaseException) -> None:
         """This rank left a call with ``error``: peers that wait for it are told, and no further
         call can run."""

@@ -144,11 +144,8 @@ def told_of_errors(name: str | None) -> Iterator[None]:
     except (TpkernelsError, CaptureError):  # of a call, which has seen to that
         raise
     except BaseException as error:
-        # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
-        if name is not None and not get(name).within_call():
-            group = get(name)
-            with group.lock:
-                group.mark_broken(error)
+        if name is not None:
+            get(name).break_between_calls(error)
         raise
 
 

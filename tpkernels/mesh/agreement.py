@@ -99,9 +99,7 @@ def in_step(mesh: DeviceMesh) -> Iterator[None]:
         # The peer is a rank of one group only.
         told = type(error)(str(error)) if isinstance(error, TpkernelsError) else error
         for group in _groups(mesh):
-            if not group.within_call():  # in a signal handler, where all calls are refused
-                with group.lock:
-                    group.mark_broken(told)
+            group.break_between_calls(told)
         raise
 
 
