@@ -1,5 +1,5 @@
-"""The local product of few rows: torch's with a plain weight, with a packed one, and the one that
-the ops take (csrc/host/few_rows.h).
+"""The local product of few rows: torch's with a plain weight and oneDNN's with a packed one, and
+with either those that the ops take (csrc/host/few_rows.h).
 
     python -m benchmarks.few_rows
     python -m benchmarks.few_rows --dtypes bfloat16 --rows 1 8 --weights 4096x4096
@@ -22,20 +22,23 @@ import torch
 import tpkernels
 from tpkernels.local.matmul import new_product
 from tpkernels.local.native import native
+from tpkernels.local.packed import packed_product
 
 COLD_BYTES = 64 << 20
 WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "torch.mm": torch.mm,
-    "packed": new_product,
+    "oneDNN, packed": packed_product,
     "plain": new_product,
+    "packed": new_product,
 }
+PACKED = ("oneDNN, packed", "packed")
 
 
 def medians(
     k: int, n: int, rows: int, dtype: torch.dtype, repeat: int, hot: bool
 ) -> dict[str, float]:
     """Microseconds of each way that this processor has."""
-    ways = {way: run for way, run in WAYS.items() if way != "packed" or native(dtype)}
+    ways = {way: run for way, run in WAYS.items() if way not in PACKED or native(dtype)}
     copies = 1 if hot else max(1, COLD_BYTES // (k * n * dtype.itemsize))
     x = torch.randn(rows, k).to(dtype)
     weights = {
@@ -43,10 +46,10 @@ def medians(
     }
     for way, multiply in ways.items():
         exact = x.double() @ weights[way][0].double()
-        given = tpkernels.pack(weights[way][0]) if way == "packed" else weights[way][0]
+        given = tpkernels.pack(weights[way][0]) if way in PACKED else weights[way][0]
         torch.testing.assert_close(multiply(x, given).double(), exact, atol=0.05, rtol=0.05)
-    if "packed" in ways:
-        weights["packed"] = [tpkernels.pack(w) for w in weights["packed"]]
+    for way in ways.keys() & set(PACKED):
+        weights[way] = [tpkernels.pack(w) for w in weights[way]]
     times: dict[str, list[float]] = {way: [] for way in ways}
     turns = itertools.islice(itertools.cycle(range(copies)), max(repeat, copies) + copies)
     for turn, copy in enumerate(turns):

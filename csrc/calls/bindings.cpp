@@ -109,19 +109,38 @@ void bind_memory(py::module_& m) {
 
 void bind_few_rows(py::module_& m) {
   m.attr("MOST_FEW_ROWS") = host::FewRows::kMost;
+  m.attr("PANEL_COLUMNS") = host::FewRows::kPanel;
+  py::class_<FewRowsWeight>(m, "Panels")
+      .def(py::init([](std::uintptr_t address, std::size_t pitch, std::int64_t k, std::int64_t n,
+                       int dtype) {
+             return FewRowsWeight{reinterpret_cast<const void*>(address),
+                                  pitch,
+                                  k,
+                                  n,
+                                  static_cast<host::DType>(dtype),
+                                  host::Form::kPanels};
+           }),
+           py::arg("address"), py::arg("pitch"), py::arg("k"), py::arg("n"), py::arg("dtype"));
   m.def(
-      "most_few_rows", [](int dtype) { return most_rows(static_cast<host::DType>(dtype)); },
-      py::arg("dtype"));
+      "most_few_rows",
+      [](int dtype, bool panels) {
+        return most_rows(static_cast<host::DType>(dtype),
+                         panels ? host::Form::kPanels : host::Form::kColumns);
+      },
+      py::arg("dtype"), py::arg("panels") = false);
   m.def(
       "multiply_few_rows",
       [](const py::handle& x, const py::handle& w, const py::handle& out, const py::handle& bias,
-         std::size_t whole_rows) {
-        Tensor a{}, b{}, to{}, added{};
-        return read(x.ptr(), &a) && read(w.ptr(), &b) && read(out.ptr(), &to) &&
+         std::size_t whole_rows, bool packed) {
+        Tensor a{}, to{}, added{};
+        FewRowsWeight weight{};
+        return read(x.ptr(), &a) && read(out.ptr(), &to) &&
                (bias.is_none() || read(bias.ptr(), &added)) &&
-               multiply_few_rows(a, b, to, added, whole_rows);
+               read_weight(w.ptr(), packed, &weight) &&
+               multiply_few_rows(a, weight, to, added, whole_rows);
       },
-      py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"), py::arg("whole_rows"));
+      py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"), py::arg("whole_rows"),
+      py::arg("packed") = false);
 }
 
 void bind_turns(py::module_& m) {

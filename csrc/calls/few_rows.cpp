@@ -1,9 +1,9 @@
 #include "calls/few_rows.h"
 
 #include <dlfcn.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <stdexcept>
 
 #include "binding_errors.h"
@@ -14,8 +14,10 @@
 namespace tpkernels::calls {
 namespace {
 
+namespace py = pybind11;
 using host::DType;
 using host::FewRows;
+using host::Form;
 
 // at::parallel_for of libtorch's stable C interface: torch/csrc/stable/c/shim.h, torch 2.10.
 using Part = void (*)(std::int64_t begin, std::int64_t end, void* context);
@@ -30,6 +32,9 @@ ParallelFor parallel_for() {
   return found;
 }
 
+// The attribute of a packed tensor that has panels: a FewRowsWeight. tpkernels/local/packed.py
+constexpr char kPanelsName[] = "_tpkernels_panels";
+
 // Bytes of the weight that are worth a thread's while.
 constexpr std::size_t kGrainBytes = 128 << 10;
 
@@ -37,12 +42,13 @@ struct Work {
   FewRows product;
   host::MultiplyFewRows multiply;
   std::size_t columns;
+  std::size_t block;  // columns
 };
 
 void multiply_blocks(std::int64_t begin, std::int64_t end, void* context) {
   const auto& work = *static_cast<const Work*>(context);
-  work.multiply(work.product, static_cast<std::size_t>(begin) * FewRows::kBlock,
-                std::min(static_cast<std::size_t>(end) * FewRows::kBlock, work.columns));
+  work.multiply(work.product, static_cast<std::size_t>(begin) * work.block,
+                std::min(static_cast<std::size_t>(end) * work.block, work.columns));
 }
 
 bool supported(const Tensor& x, DType* dtype) {
@@ -57,46 +63,72 @@ std::size_t pitch(const Tensor& x, int dim) {
   return static_cast<std::size_t>(x.strides[dim]) * x.dtype.bits / 8;
 }
 
+bool read_columns(PyObject* object, FewRowsWeight* weight) {
+  Tensor w{};
+  if (!read(object, &w) || !supported(w, &weight->dtype) || w.strides[0] != 1) return false;
+  weight->data = data_of(w);
+  weight->pitch = pitch(w, 1);
+  weight->k = w.shape[0];
+  weight->n = w.shape[1];
+  weight->form = Form::kColumns;
+  return true;
+}
+
 }  // namespace
 
-std::size_t most_rows(DType dtype) { return parallel_for() ? host::most_few_rows(dtype) : 0; }
+bool read_weight(PyObject* w, bool packed, FewRowsWeight* weight) {
+  if (!packed) return read_columns(w, weight);
+  static PyObject* const name = PyUnicode_InternFromString(kPanelsName);
+  PyObject* const found = PyObject_GetAttr(w, name);
+  if (!found) {
+    PyErr_Clear();
+    return false;
+  }
+  const auto panels = py::reinterpret_steal<py::object>(found);
+  *weight = panels.cast<const FewRowsWeight&>();
+  return true;
+}
 
-bool takes_few_rows(const Tensor& x, const Tensor& w, std::size_t whole_rows) {
-  DType of_x{}, of_w{};
-  if (whole_rows > FewRows::kMost || !supported(x, &of_x) || !supported(w, &of_w)) return false;
-  if (of_x != of_w || whole_rows > most_rows(of_x)) return false;
-  return x.strides[1] == 1 && w.strides[0] == 1 && x.shape[0] > 0 && x.shape[1] > 1 &&
-         w.shape[1] > 0 && w.shape[0] == x.shape[1] &&
+std::size_t most_rows(DType dtype, Form form) {
+  return parallel_for() ? host::most_few_rows(dtype, form) : 0;
+}
+
+bool takes_few_rows(const Tensor& x, const FewRowsWeight& w, std::size_t whole_rows) {
+  DType of_x{};
+  if (whole_rows > FewRows::kMost || !supported(x, &of_x)) return false;
+  if (of_x != w.dtype || whole_rows > most_rows(of_x, w.form)) return false;
+  return x.strides[1] == 1 && x.shape[0] > 0 && w.k > 1 && w.n > 0 && w.k == x.shape[1] &&
          static_cast<std::size_t>(x.shape[0]) <= whole_rows;
 }
 
-bool multiply_few_rows(const Tensor& x, const Tensor& w, const Tensor& out, const Tensor& bias,
-                       std::size_t whole_rows) {
+bool multiply_few_rows(const Tensor& x, const FewRowsWeight& w, const Tensor& out,
+                       const Tensor& bias, std::size_t whole_rows) {
   Work work{};
   if (!takes_few_rows(x, w, whole_rows) || !supported(out, &work.product.out_dtype) ||
       out.strides[1] != 1) {
     return false;
   }
   const bool biased = bias.data != nullptr;
-  if (out.shape[0] != x.shape[0] || out.shape[1] != w.shape[1] ||
+  if (out.shape[0] != x.shape[0] || out.shape[1] != w.n ||
       (biased && (dtype_of(bias) != DType::kF32 || bias.ndim != 1 || !is_contiguous(bias) ||
-                  bias.shape[0] != w.shape[1]))) {
+                  bias.shape[0] != w.n))) {
     throw std::invalid_argument("the result or the bias of a product has another shape or dtype");
   }
   FewRows& product = work.product;
   product.rows = static_cast<std::size_t>(x.shape[0]);
-  product.k = static_cast<std::size_t>(x.shape[1]);
+  product.k = static_cast<std::size_t>(w.k);
   product.x = data_of(x);
   product.x_pitch = pitch(x, 0);
-  product.w = data_of(w);
-  product.w_pitch = pitch(w, 1);
+  product.w = w.data;
+  product.w_pitch = w.pitch;
   product.out = data_of(out);
   product.out_pitch = pitch(out, 0);
   product.bias = biased ? reinterpret_cast<const float*>(data_of(bias)) : nullptr;
-  work.multiply = host::few_rows_product(dtype_of(x));
-  work.columns = static_cast<std::size_t>(w.shape[1]);
-  const std::size_t blocks = (work.columns + FewRows::kBlock - 1) / FewRows::kBlock;
-  const std::size_t block_bytes = FewRows::kBlock * product.k * x.dtype.bits / 8;
+  work.multiply = host::few_rows_product(w.dtype, w.form);
+  work.columns = static_cast<std::size_t>(w.n);
+  work.block = w.form == Form::kPanels ? FewRows::kPanel : FewRows::kBlock;
+  const std::size_t blocks = (work.columns + work.block - 1) / work.block;
+  const std::size_t block_bytes = work.block * product.k * size_of(w.dtype);
   const std::size_t grain = std::max<std::size_t>(kGrainBytes / block_bytes, 1);
   std::int32_t failed = 0;
   {

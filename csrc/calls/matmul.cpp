@@ -29,31 +29,37 @@ py::object packed_matmul(const py::object& x, PyObject* w) {
   return checked(PyObject_Vectorcall(multiply, given, 6, nullptr));
 }
 
+Tensor dense(PyObject* object) {
+  Tensor tensor{};
+  if (!read(object, &tensor)) throw std::invalid_argument("not a dense tensor");
+  return tensor;
+}
+
 }  // namespace
 
 py::object matmul(const py::object& x, PyObject* w, bool packed) {
-  if (packed) return packed_matmul(x, w);
   static const Global mm("torch", "mm");
   static PyObject* const by_name = py::make_tuple("out").release().ptr();
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
-  Tensor a{}, b{};
-  if (!read(x.ptr(), &a) || !read(w, &b)) throw std::invalid_argument("not a dense tensor");
-  PyObject* factors[] = {x.ptr(), w, nullptr};
-  const auto new_result = [&] {
+  const Tensor a = dense(x.ptr());
+  const auto new_result = [&](std::int64_t columns) {
     const auto dtype = checked(PyObject_GetAttr(x.ptr(), dtype_name));
-    return empty(py::make_tuple(a.shape[0], b.shape[1]), dtype);
+    return empty(py::make_tuple(a.shape[0], columns), dtype);
   };
   const auto rows = static_cast<std::size_t>(a.shape[0]);
-  if (takes_few_rows(a, b, rows)) {
-    py::object out = new_result();
-    Tensor to{};
-    if (!read(out.ptr(), &to)) throw std::invalid_argument("not a dense tensor");
-    multiply_few_rows(a, b, to, {}, rows);
+  FewRowsWeight weight{};
+  if (rows <= host::FewRows::kMost && read_weight(w, packed, &weight) &&
+      takes_few_rows(a, weight, rows)) {
+    py::object out = new_result(weight.n);
+    multiply_few_rows(a, weight, dense(out.ptr()), {}, rows);
     return out;
   }
-  const auto bytes = static_cast<std::size_t>(a.shape[0] * b.shape[1]) * a.dtype.bits / 8;
+  if (packed) return packed_matmul(x, w);
+  const std::int64_t columns = dense(w).shape[1];
+  PyObject* factors[] = {x.ptr(), w, nullptr};
+  const auto bytes = rows * static_cast<std::size_t>(columns) * a.dtype.bits / 8;
   if (bytes < kLargeBytes) return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
-  const py::object out = new_result();
+  const py::object out = new_result(columns);
   factors[2] = out.ptr();
   return checked(PyObject_Vectorcall(mm.value(), factors, 2, by_name));
 }

@@ -22,20 +22,25 @@ bool has_amx_bf16() {
 
 }  // namespace
 
-MultiplyFewRows few_rows_product(DType dtype) {
-  return dtype == DType::kF64 ? nullptr : vector_unit().few_rows[static_cast<int>(dtype)];
+MultiplyFewRows few_rows_product(DType dtype, Form form) {
+  if (dtype == DType::kF64) return nullptr;
+  const VectorUnit& unit = vector_unit();
+  return (form == Form::kPanels ? unit.panels : unit.few_rows)[static_cast<int>(dtype)];
 }
 
 // The units' numbers, against torch.mm with 1 thread and torch 2.13, AMD EPYC Zen 5, 2026-11-23, K
 // x N from 768 x 576 to 4096 x 4096: bf16 with its dot products and fp32 with AVX-512 were measured
 // (benchmarks/results/cpu-2core-few-rows.md). Not measured: fp16, AVX2 alone, bf16 without dot
 // products, and AMX, with which 8 rows would take longer than torch's by the rate of the dot
-// products alone.
-std::size_t most_few_rows(DType dtype) {
+// products alone. Panels were the fastest for all of 1 to 16 rows in both dtypes.
+std::size_t most_few_rows(DType dtype, Form form) {
   constexpr std::size_t kMostBesideAmx = 4;
   static const bool amx = has_amx_bf16();
   if (dtype == DType::kF64) return 0;
-  const std::size_t most = vector_unit().most_few_rows[static_cast<int>(dtype)];
+  const VectorUnit& unit = vector_unit();
+  const int at = static_cast<int>(dtype);
+  const std::size_t most_panels = unit.panels[at] ? FewRows::kMost : 0;
+  const std::size_t most = form == Form::kPanels ? most_panels : unit.most_few_rows[at];
   return amx && dtype == DType::kBF16 ? std::min(most, kMostBesideAmx) : most;
 }
 

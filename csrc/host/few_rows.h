@@ -1,9 +1,13 @@
-// The product of a few rows with a weight each of whose columns is contiguous, such as
-// `linear.weight.t()`: y[m][n] = the dot product of row m of x and column n of w.
+// The product of a few rows with a weight: y[m][n] = the dot product of row m of x and column n of
+// w. Few rows are limited by how fast the weight is read. It is read once, in place, as it lies:
 //
-// Few rows are limited by how fast the weight is read. The weight is read once, in place: a block
-// of columns from end to end, or in chunks where x does not fit the L1 cache. Nothing rearranges it
-// first, in every call or once.
+// Columns: each is contiguous, as in `linear.weight.t()`. A block of columns is read from end to
+//   end, or in chunks where x does not fit the L1 cache.
+// Panels: oneDNN's packed form on processors with AVX-512. For each 64 columns a panel, in which
+// one
+//   after the other come 4 bytes of each of the columns: one element of 32 bits, or two of 16. What
+//   is missing in the last panel, and in the last 4 bytes of an odd K, is zero. So memory is read
+//   in order, and no sum is spread over the lanes of a vector.
 //
 // A result is summed in an order that follows from K alone, whatever the other rows and columns.
 #pragma once
@@ -20,7 +24,7 @@ struct FewRows {
   const void* x = nullptr;
   std::size_t x_pitch = 0;  // bytes from one row to the next
   const void* w = nullptr;
-  std::size_t w_pitch = 0;  // bytes from one column to the next
+  std::size_t w_pitch = 0;  // bytes from one column, or panel, to the next
   void* out = nullptr;
   std::size_t out_pitch = 0;  // bytes from one row to the next
   DType out_dtype{};
@@ -28,15 +32,18 @@ struct FewRows {
 
   static constexpr std::size_t kMost = 16;
   static constexpr std::size_t kBlock = 32;  // columns whose sums are held at a time
+  static constexpr std::size_t kPanel = 64;  // the same, of panels
 };
 
-// Computes columns [begin, end); `begin` is a multiple of kBlock.
+enum class Form { kColumns, kPanels };
+
+// Computes columns [begin, end); `begin` is a multiple of kBlock, or of kPanel.
 using MultiplyFewRows = void (*)(const FewRows& product, std::size_t begin, std::size_t end);
 
 // Of x's and w's dtype, with the vector unit in use. Null: none of its functions is fast at it.
-MultiplyFewRows few_rows_product(DType dtype);
+MultiplyFewRows few_rows_product(DType dtype, Form form);
 
 // The most rows for which that is the fastest way on this processor; never above kMost. 0: none.
-std::size_t most_few_rows(DType dtype);
+std::size_t most_few_rows(DType dtype, Form form);
 
 }  // namespace tpkernels::host

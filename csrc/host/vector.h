@@ -38,6 +38,8 @@ struct VectorUnit {
   // unit has none.
   MultiplyFewRows few_rows[3];
   std::size_t most_few_rows[3];
+  // The same of weights in panels, for up to FewRows::kMost rows.
+  MultiplyFewRows panels[3];
   // Copies with streaming stores: for results that nobody reads soon.
   void (*stream)(void* dst, const void* src, std::size_t bytes);
 };

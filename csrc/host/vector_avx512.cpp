@@ -157,7 +157,14 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
 }
 
+inline Vec broadcast(const std::byte* from) {
+  float value;
+  std::memcpy(&value, from, sizeof(value));
+  return set_vec(value);
+}
+
 #include "host/few_rows.inc"
+#include "host/panels.inc"
 
 void stream(void* dst, const void* src, std::size_t bytes) {
   auto* to = static_cast<char*>(dst);
@@ -179,7 +186,14 @@ void stream(void* dst, const void* src, std::size_t bytes) {
 constexpr std::array<MultiplyFewRows, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                                      multiply_few_rows<DType::kF16>,
                                                      multiply_few_rows<DType::kBF16>};
-constexpr VectorUnit kUnit = make_unit("avx512", stream, kFewRows, 8);
+
+constexpr VectorUnit make_avx512_unit() {
+  VectorUnit unit = make_unit("avx512", stream, kFewRows, 8);
+  unit.panels[static_cast<int>(DType::kF32)] = multiply_panels<DType::kF32>;
+  return unit;
+}
+
+constexpr VectorUnit kUnit = make_avx512_unit();
 
 }  // namespace avx512
 
@@ -203,7 +217,10 @@ namespace avx512_bf16 {
 
 using avx512::add_block;
 using avx512::add_lanes;
+using avx512::kLanes;
+using avx512::load_acc;
 using avx512::set_vec;
+using avx512::store_acc;
 using avx512::store_block;
 using avx512::Vec;
 
@@ -226,13 +243,21 @@ inline Vec multiply_add(Vec sum, __m512bh x, __m512bh w) {
   return _mm512_dpbf16_ps(sum, x, w);
 }
 
+inline __m512bh broadcast(const std::byte* from) {
+  int pair;
+  std::memcpy(&pair, from, sizeof(pair));
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
 #include "host/few_rows.inc"
+#include "host/panels.inc"
 
 constexpr VectorUnit make_bf16_unit() {
   VectorUnit unit = avx512::kUnit;
   unit.name = "avx512_bf16";
   unit.few_rows[static_cast<int>(DType::kBF16)] = multiply_few_rows<DType::kBF16>;
   unit.most_few_rows[static_cast<int>(DType::kBF16)] = 16;
+  unit.panels[static_cast<int>(DType::kBF16)] = multiply_panels<DType::kBF16>;
   return unit;
 }
 

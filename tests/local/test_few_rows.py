@@ -12,6 +12,7 @@ import torch
 
 from tests.support.cases import RanksFixture
 from tests.support.ranked import place
+from tests.support.refusals import packable
 from tpkernels import _C
 from tpkernels.dtypes import CODES
 from tpkernels.local import matmul
@@ -154,7 +155,7 @@ def parts_and_whole(rows: int) -> None:
     multiply = matmul._multiply_few_rows
 
     def told_rows(*args: Any) -> bool:
-        told.add(args[-1])
+        told.add(args[4])
         return multiply(*args)
 
     for dtype in DTYPES:
@@ -162,8 +163,12 @@ def parts_and_whole(rows: int) -> None:
         x = torch.randn(rows, 200, generator=numbers).to(dtype)
         w = torch.randn(24, 200, generator=numbers).to(dtype).t()
         sizes = tpkernels.shard_sizes(rows, world)
-        first = {}
-        for algorithm in ("unfused", "direct", "pipelined", "ring"):
+        weights = [w]
+        if dtype in packable():
+            weights += [each for each in [tpkernels.pack(w)] if hasattr(each, "_tpkernels_panels")]
+        first: dict[object, torch.Tensor] = {}
+        ways = itertools.product(weights, ("unfused", "direct", "pipelined", "ring"))
+        for w, algorithm in ways:
             with mock.patch.object(matmul, "_multiply_few_rows", told_rows):
                 results = (
                     tpkernels.matmul_all_reduce(x, w, group, algorithm=algorithm),
@@ -175,7 +180,8 @@ def parts_and_whole(rows: int) -> None:
                     ),
                 )
             for i, result in enumerate(results):
-                assert torch.equal(first.setdefault(i, result), result), (dtype, algorithm, i)
+                same = torch.equal(first.setdefault((w.is_mkldnn, i), result), result)
+                assert same, (dtype, w.layout, algorithm, i)
     assert told == {rows}
 
 

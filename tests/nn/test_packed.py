@@ -20,7 +20,6 @@ from tests.support.ranked import fresh_group, messages_of, report
 from tests.support.refusals import packable
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
-from tpkernels.local.packed import plain_beats_packed
 from tpkernels.nn.linear import ParallelLinear
 
 SHAPE = Shape(heads=4, kv_heads=2, tied=True)  # one of 3 ranks has no heads
@@ -107,32 +106,6 @@ def test_a_packed_model_is_the_same(
 ) -> None:
     results = ranks(world).run(same_job, sequence, drop, timeout=120)
     report(failure for rank in results for failure in rank)
-
-
-def few_rows_job() -> list[str]:
-    with fresh_group() as group:
-        layer = tnn.RowParallelLinear(64, 48, group, bias=False)
-        most = plain_beats_packed(torch.float32)
-        failures = []
-        few = max(most, 1)
-        for drop, rows, ranks in [
-            (False, few, 1),
-            (False, most + 1, 1),
-            (False, few, 2),
-            (True, 1, 1),
-        ]:
-            with torch.no_grad():
-                factor = layer.pack_(drop=drop)._factor(torch.ones(rows, 1, 32), ranks)
-            if factor.is_mkldnn is (not drop and rows * ranks <= most):
-                failures.append(f"{drop=}, {rows} rows of {ranks} ranks: {factor.layout}")
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            if not layer.pack_()._factor(torch.ones(1, 32)).is_mkldnn:
-                failures.append("the plain weight was taken under autocast")
-    return failures
-
-
-def test_the_fewest_rows_take_the_plain_weight(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(few_rows_job) for failure in rank)
 
 
 def moved_job() -> list[str]:

@@ -6,7 +6,7 @@ is converted into a buffer that stays in the cache, so the conversion costs litt
 product. The same code gives fp32 results of 16-bit operands. Either way products accumulate in fp32
 and round once.
 
-Few rows and a weight with contiguous columns go to the extension (csrc/host/few_rows.h).
+Few rows go to the extension if the weight lies as it reads it (csrc/host/few_rows.h).
 
 On GPUs it is torch's product with the user's settings. By default these let cuBLAS add the parts of
 a split K in the result's dtype. The ops do not change that: the settings are the process's, so a
@@ -20,7 +20,7 @@ import torch
 from tpkernels import _C
 from tpkernels.local.memory import empty
 from tpkernels.local.native import native
-from tpkernels.local.packed import columns_of, is_packed, packed_product
+from tpkernels.local.packed import columns_of, packed_product
 from tpkernels.local.product import Product, Weight
 from tpkernels.local.ranges import MATMUL, profiling, recorded
 
@@ -61,7 +61,8 @@ def local_matmul(
 
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
-    if isinstance(w, torch.Tensor) and w.is_mkldnn and x.shape[0] and not profiling():
+    few = x.shape[0] <= _C.calls.MOST_FEW_ROWS
+    if isinstance(w, torch.Tensor) and w.is_mkldnn and not few and not profiling():
         return packed_product(x, w, bias)
     return local_matmul(x, w, empty((x.shape[0], columns_of(w)), x.dtype, x.device), bias)
 
@@ -71,11 +72,11 @@ def _local_matmul(
 ) -> torch.Tensor:
     if isinstance(w, Product):
         return w.multiply(x, out, bias)
-    if is_packed(w):
-        return out.copy_(packed_product(x, w, bias))
     few = rows <= _C.calls.MOST_FEW_ROWS and not x.is_cuda
     if few and _multiply_few_rows(x, w, out, bias, rows):
         return out
+    if w.is_mkldnn:
+        return out.copy_(packed_product(x, w, bias))
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
     if same and (x.is_cuda or not converts(x.dtype, rows)):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
@@ -106,8 +107,9 @@ def _local_matmul(
 def _multiply_few_rows(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, rows: int
 ) -> bool:
-    if w.stride(0) != 1:
+    packed = w.is_mkldnn
+    if not packed and w.stride(0) != 1:
         return False
     if bias is not None:
         bias = bias.float().contiguous()
-    return _C.calls.multiply_few_rows(x, w, out, bias, rows)
+    return _C.calls.multiply_few_rows(x, w, out, bias, rows, packed)

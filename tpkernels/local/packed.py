@@ -1,12 +1,17 @@
-"""Weights in the packed form of oneDNN, which multiplies few rows without rearranging the weight in
+"""Weights in the packed form of oneDNN, which multiplies rows without rearranging the weight in
 every call.
 
 A packed weight is an opaque tensor on the CPU (layout ``torch._mkldnn``) of shape [N, K], where a
-plain one is [K, N]. Its columns cannot be sliced and its memory cannot be read. A FakeTensor of it
-looks like a strided one.
+plain one is [K, N]. Its columns cannot be sliced. A FakeTensor of it looks like a strided one.
+
+Where its memory turns out to be panels, as csrc/host/few_rows.h describes them, the extension
+multiplies few rows by it; oneDNN takes more rows, and other layouts.
 """
 
 from __future__ import annotations
+
+import ctypes
+import functools
 
 import torch
 
@@ -26,8 +31,9 @@ _PLAIN = "use the plain weight"
 def pack(w: torch.Tensor) -> torch.Tensor:
     """A copy of a weight that the ops with a matmul take in place of it on CPUs, for inference.
 
-    oneDNN has it in a layout of its own. It pays off in float32 from a few rows on, and in 16 bits
-    from some 16. Fewer are multiplied about as fast with the plain weight (csrc/host/few_rows.h).
+    oneDNN has it in a layout of its own. It pays off with any number of rows where the extension
+    reads that layout, on processors with AVX-512; elsewhere in float32 from a few rows on, and in
+    16 bits from some 16.
 
     Torch and oneDNN keep what they prepare for a shape of a weight and a number of rows, about half
     a MiB each in float32. Each keeps the last 1024, or as many as ``LRU_CACHE_CAPACITY`` and
@@ -47,26 +53,68 @@ def pack(w: torch.Tensor) -> torch.Tensor:
             or torch was built without oneDNN.
     """
     check_packable(w, "w")
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(w.detach().t(), _ROWS)
+    packed = _reordered(w.detach().t())
+    pitch = _panel_pitch(packed)
+    if pitch is not None:
+        n, k = packed.shape
+        address = torch.ops.mkldnn.data_ptr(packed)
+        # Read by csrc/calls/few_rows.cpp. Aliases of the tensor lack it, and go to oneDNN.
+        packed._tpkernels_panels = _C.calls.Panels(address, pitch, k, n, dtypes.CODES[w.dtype])  # type: ignore[attr-defined]
     return packed
 
 
-def plain_beats_packed(dtype: torch.dtype) -> int:
-    """Rows up to which the plain weight of a linear layer is multiplied as fast, within 4 %.
+def _reordered(w: torch.Tensor) -> torch.Tensor:
+    """w [N, K]."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(w, _ROWS)
+    return packed
 
-    AMD EPYC Zen 5, 1 thread, torch 2.13, 2026-11-23, K x N from 768 x 576 to 4096 x 4096: with up
-    to 2 rows in bfloat16 and 1 in float32 the plain weight took 0.86 to 1.04 times as long
-    (benchmarks/results/cpu-2core-few-rows.md).
-    """
-    return _C.calls.most_few_rows(dtypes.CODES[dtype]) // 8
+
+def _panel_pitch(packed: torch.Tensor) -> int | None:
+    """Bytes from one panel to the next; None: the memory of a packed weight is no panels, or no
+    vector unit multiplies by panels of the dtype."""
+    if _C.calls.most_few_rows(dtypes.CODES[packed.dtype], panels=True) == 0:
+        return None
+    n, k = packed.shape
+    return _pitch_of(_description(packed), n, k, packed.dtype)
+
+
+def _description(packed: torch.Tensor) -> bytes:
+    """What oneDNN says of the layout."""
+    return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
+
+
+@functools.cache
+def _pitch_of(description: bytes, n: int, k: int, dtype: torch.dtype) -> int | None:
+    """Packs random numbers and compares: oneDNN documents no layout, and a description has none
+    that can be read."""
+    generator = torch.Generator().manual_seed(0)  # the global one is the user's
+    plain = torch.randn(n, k, generator=generator, device="cpu", dtype=dtype)
+    packed = _reordered(plain)
+    nbytes = torch.ops.mkldnn._nbytes(packed)
+    panels = -(-n // _C.calls.PANEL_COLUMNS)
+    pitch, rest = divmod(nbytes, panels)
+    group = 4 // dtype.itemsize
+    elements = pitch // dtype.itemsize // _C.calls.PANEL_COLUMNS  # of a column
+    if rest or elements < k or elements % group or _description(packed) != description:
+        return None
+    padded = plain.new_zeros(panels * _C.calls.PANEL_COLUMNS, elements)
+    padded[:n, :k] = plain
+    expected = padded.view(panels, -1, elements // group, group).transpose(1, 2).contiguous()
+    memory = (ctypes.c_char * nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    found = torch.frombuffer(memory, dtype=torch.uint8)
+    return pitch if torch.equal(found, expected.flatten().view(torch.uint8)) else None
 
 
 def better_packed(dtype: torch.dtype) -> bool:
     """Whether inference with any number of rows is served best by the packed weight, if one of both
-    is to be kept: in float32, and where the extension has no fast product. Otherwise the plain one
-    takes 0.8 to 1.2 times as long with up to 16 rows (benchmarks/results/cpu-2core-few-rows.md),
-    and 1.05 times with hundreds (benchmarks/results/cpu-2core-llama.md)."""
-    return dtype == torch.float32 or _C.calls.most_few_rows(dtypes.CODES[dtype]) < 8
+    is to be kept: in float32, and where the extension multiplies few rows faster by that one, or by
+    neither. Otherwise the plain one takes 0.8 to 1.2 times as long with up to 16 rows
+    (benchmarks/results/cpu-2core-few-rows.md), and 1.05 times with hundreds
+    (benchmarks/results/cpu-2core-llama.md)."""
+    code = dtypes.CODES[dtype]
+    if dtype == torch.float32 or _C.calls.most_few_rows(code, panels=True):
+        return True
+    return _C.calls.most_few_rows(code) < 8
 
 
 def check_packable(w: torch.Tensor, what: str) -> None:
@@ -110,7 +158,7 @@ def fake_columns_of(w: torch.Tensor, k: int) -> int:
 def packed_product(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x @ w + bias`` in a new tensor. x [M, K] of any strides, w packed, bias [N] of x's dtype or
-    float32: it is added in the accumulator."""
+    """oneDNN's ``x @ w + bias`` in a new tensor. x [M, K] of any strides, w packed, bias [N] of x's
+    dtype or float32: it is added in the accumulator."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "none", [], "")
     return product

@@ -149,7 +149,6 @@ def column_parallel(
     # called directly, and `_zeros` and `_finish` only where they do something.
     first = layers[0]
     rows_split = first.sequence_parallel if sequence_parallel is None else sequence_parallel
-    ranks = first.world if rows_split else 1
     weights, biases, biased, finished = [], [], False, True
     for layer in layers:
         if (
@@ -162,7 +161,7 @@ def column_parallel(
             weight, bias = layer._zeros()
             w = weight.t()
         else:
-            w, bias = layer._factor(x, ranks), layer.bias
+            w, bias = layer._factor(x), layer.bias
         weights.append(w)
         biases.append(bias)
         biased = biased or bias is not None

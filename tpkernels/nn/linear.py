@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tpkernels.groups import GroupLike
-from tpkernels.local.packed import check_packable, pack, plain_beats_packed
+from tpkernels.local.packed import check_packable, pack
 from tpkernels.nn.sharding import LayerOptions, ShardedModule
 from tpkernels.nn.split import Split
 
@@ -34,7 +34,6 @@ class ParallelLinear(ShardedModule):
     bias: nn.Parameter | None
     _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
     _dropped = False  # `weight` is the packed weight: there is no other
-    _plain_rows = 0  # rows up to which the plain weight is multiplied as fast
 
     def __init__(
         self,
@@ -75,16 +74,14 @@ class ParallelLinear(ShardedModule):
         """Packs the weight for inference on CPUs; see `tpkernels.pack`. Returns the layer.
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
-        the new weight. Other changes of ``weight`` do not reach the packed one, only products of
-        one or two rows: pack it again.
+        the new weight. Other changes of ``weight`` do not reach the packed one: pack it again.
         Where a gradient would be needed, the layer raises NotImplementedError. A rank without
         features has nothing to pack.
 
         Args:
-            drop: do not keep the plain weight. It takes as much memory again, but one or two rows
-                are multiplied at least as fast by it. ``weight`` is then an opaque tensor of the
-                same shape; a state dict unpacks it. An embedding that is tied to the layer keeps
-                the weight that they shared.
+            drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
+                an opaque tensor of the same shape; a state dict unpacks it. An embedding that is
+                tied to the layer keeps the weight that they shared.
 
         Raises:
             ValueError, NotImplementedError: as `tpkernels.pack`.
@@ -96,7 +93,6 @@ class ParallelLinear(ShardedModule):
         if drop:
             self.weight = nn.Parameter(packed, self.weight.requires_grad)
         self._packed, self._dropped = packed, drop
-        self._plain_rows = 0 if drop else plain_beats_packed(packed.dtype)
         return self
 
     def unpack_(self) -> Self:
@@ -123,15 +119,12 @@ class ParallelLinear(ShardedModule):
             except NotImplementedError as error:
                 raise NotImplementedError(f"{error}; call unpack_() before") from None
 
-    def _factor(self, x: torch.Tensor, ranks: int = 1) -> torch.Tensor:
-        """What the ops get as the weight, where x has the rows of one of ``ranks`` ranks."""
+    def _factor(self, x: torch.Tensor) -> torch.Tensor:
+        """What the ops get as the weight."""
         if self._packed is None:
             return self.weight.t()
         if torch.is_grad_enabled():
             self._refuse_gradient(x)
-        few = x.numel() * ranks <= self._plain_rows * x.shape[-1]
-        if few and x.dtype == self._packed.dtype and not torch.is_autocast_enabled("cpu"):
-            return self.weight.t()
         return self._packed
 
     def _refuse_gradient(self, x: torch.Tensor) -> None:

@@ -1,0 +1,169 @@
+"""Products of few rows with a weight in panels, and which packed weights are known to be such."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import tpkernels
+from tests.support.refusals import packable
+from tpkernels import _C
+from tpkernels.dtypes import CODES
+from tpkernels.local import packed
+from tpkernels.local.matmul import new_product
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+MOST = _C.calls.MOST_FEW_ROWS
+COLUMNS = _C.calls.PANEL_COLUMNS
+FILLER = 77  # around what is read and written, and in what is neither
+
+
+def takes_panels(dtype: torch.dtype) -> bool:
+    return bool(_C.calls.most_few_rows(CODES[dtype], panels=True))
+
+
+DTYPES = [dtype for dtype in (F32, F16, BF16) if takes_panels(dtype)]
+needs_panels = pytest.mark.skipif(not DTYPES, reason="needs AVX-512")
+
+
+@pytest.fixture(params=_C.host.vector_units())
+def unit(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _C.host.vector_unit()
+    _C.host.use_vector_unit(request.param)
+    yield request.param
+    _C.host.use_vector_unit(before)
+
+
+def in_panels(w: torch.Tensor, more: int = 0) -> tuple[SimpleNamespace, torch.Tensor]:
+    """A weight [K, N] as csrc/host/few_rows.h describes it, written apart from the package, with
+    ``more`` unused elements of K; and its memory."""
+    k, n = w.shape
+    group = 4 // w.dtype.itemsize
+    groups = -(-k // group) + more
+    memory = torch.full((-(-n // COLUMNS), groups, COLUMNS, group), FILLER).to(w.dtype)
+    memory[:, : -(-k // group)] = 0
+    for row, column in itertools.product(range(k), range(n)):
+        at = (column // COLUMNS, row // group, column % COLUMNS, row % group)
+        memory[at] = w[row, column]
+    pitch = memory.stride(0) * w.dtype.itemsize
+    panels = _C.calls.Panels(memory.data_ptr(), pitch, k, n, CODES[w.dtype])
+    return SimpleNamespace(_tpkernels_panels=panels), memory
+
+
+def product(
+    x: torch.Tensor, w: SimpleNamespace, n: int, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """None where the extension leaves it to torch."""
+    around = torch.full((x.shape[0] + 2, n + 9), FILLER, dtype=dtype)
+    inside = around[1:-1, 1 : 1 + n]
+    took = _C.calls.multiply_few_rows(x, w, inside, bias, x.shape[0], True)
+    result = inside.clone()
+    inside.fill_(FILLER)
+    assert (around == FILLER).all(), "wrote beyond the result"
+    return result if took else None
+
+
+def test_exact_for_integers(unit: str) -> None:
+    torch.manual_seed(0)
+    shapes = [(1, 3), (2, 1), (3, 64), (17, 65), (32, 63), (33, 130)]
+    for dtype, (k, n), more in itertools.product((F32, F16, BF16), shapes, (0, 3)):
+        w = torch.randint(-2, 3, (k, n)).to(dtype)
+        weight, memory = in_panels(w, more)
+        wide, bias = torch.randint(-2, 3, (MOST, k + 5)).to(dtype), torch.randint(-3, 4, (n,))
+        for rows, out_dtype, added in itertools.product(
+            (1, 2, 5, 6, 7, 12, 13, MOST), {dtype, F32}, (None, bias.float())
+        ):
+            x = wide[:rows, 2 : 2 + k]
+            got = product(x, weight, n, out_dtype, added)
+            assert (got is not None) is (takes_panels(dtype) and k > 1), (dtype, k, n, rows)
+            if got is not None:
+                exact = x.float() @ w.float() + (0 if added is None else added)
+                assert torch.equal(got.float(), exact), (dtype, k, n, rows, more, out_dtype)
+        del memory
+
+
+@needs_panels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_close_to_float64_and_the_same_beside_other_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    k, n = 2600, 70  # several chunks of K where rows take several passes
+    w = torch.randn(k, n).to(dtype)
+    weight, memory = in_panels(w)
+    x = torch.randn(MOST, k).to(dtype)
+    whole = product(x, weight, n, F32, None)
+    assert whole is not None
+    size = x.double().abs() @ w.double().abs()
+    bound = k**0.5 * torch.finfo(F32).eps * size
+    assert ((whole.double() - x.double() @ w.double()).abs() <= bound).all()
+    before = torch.get_num_threads()
+    for rows, threads in [((0, 1), 1), ((3, 10), 1), ((0, MOST), 2)]:
+        torch.set_num_threads(threads)
+        part = product(x[slice(*rows)], weight, n, F32, None)
+        torch.set_num_threads(before)
+        assert part is not None and torch.equal(part, whole[slice(*rows)]), (rows, threads)
+    del memory
+
+
+@needs_panels
+def test_what_is_left_to_others() -> None:
+    w = torch.randn(40, 12)
+    weight, memory = in_panels(w)
+    x = torch.randn(3, 40)
+    assert product(x, weight, 12, F32, None) is not None
+    assert product(torch.randn(MOST + 1, 40), weight, 12, F32, None) is None
+    assert product(x[:, :39], weight, 12, F32, None) is None
+    assert product(x.t().contiguous().t(), weight, 12, F32, None) is None
+    assert product(x.bfloat16(), weight, 12, F32, None) is None
+    assert product(x, SimpleNamespace(), 12, F32, None) is None
+    with pytest.raises(ValueError, match="another shape"):
+        product(x, weight, 13, F32, None)
+    del memory
+
+
+@pytest.mark.parametrize("dtype", packable(), ids=str)
+def test_a_packed_weight_and_its_alias(dtype: torch.dtype) -> None:
+    """Whether or not this torch packs in panels: an alias is not known to be."""
+    torch.manual_seed(2)
+    w, x = torch.randint(-2, 3, (100, 70)).to(dtype), torch.randint(-2, 3, (MOST, 100)).to(dtype)
+    factor = tpkernels.pack(w)
+    known = hasattr(factor, "_tpkernels_panels")
+    assert takes_panels(dtype) or not known
+    for rows in (1, 7, MOST):
+        exact = (x[:rows].float() @ w.float()).to(dtype)
+        out = torch.empty_like(exact)
+        assert _C.calls.multiply_few_rows(x[:rows], factor, out, None, rows, True) is known
+        assert not _C.calls.multiply_few_rows(x[:rows], factor.detach(), out, None, rows, True)
+        for each in (factor, factor.detach()):
+            assert torch.equal(new_product(x[:rows], each), exact)
+
+
+@needs_panels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_layout_is_not_taken_for_panels(dtype: torch.dtype) -> None:
+    w = torch.randn(100, 70).to(dtype)
+    if not hasattr(tpkernels.pack(w), "_tpkernels_panels"):
+        pytest.skip("this torch does not pack in panels")
+    factor = tpkernels.pack(w)
+    description = packed._description(factor)
+    try:
+        packed._pitch_of.cache_clear()
+        with mock.patch.object(_C.calls, "PANEL_COLUMNS", 32):
+            assert packed._panel_pitch(factor) is None
+        packed._pitch_of.cache_clear()
+        assert packed._pitch_of(description[:-1], 70, 100, dtype) is None
+        assert packed._pitch_of(description, 70, 100, dtype) is not None
+    finally:
+        packed._pitch_of.cache_clear()
+
+
+def test_packing_leaves_the_random_numbers_alone() -> None:
+    packed._pitch_of.cache_clear()
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    tpkernels.pack(torch.ones(20, 30))
+    assert torch.equal(torch.random.get_rng_state(), before)
