@@ -49,11 +49,11 @@ ENVIRONMENT = {
 PROMPT, TOKENS = 512, 64
 
 
-def engine(folder: str, compiled: bool, repeat: int) -> dict[str, float]:
-    """Runs in a process of its own."""
-    from vllm import LLM, SamplingParams
+def load(folder: str, compiled: bool) -> Any:
+    """vLLM's engine of the model in a folder, with random weights, on two ranks."""
+    from vllm import LLM
 
-    model = LLM(
+    return LLM(
         folder,
         tensor_parallel_size=2,
         load_format="dummy",
@@ -65,27 +65,33 @@ def engine(folder: str, compiled: bool, repeat: int) -> dict[str, float]:
         enable_prefix_caching=False,
     )
 
-    def seconds(batch: int, prompt: int, tokens: int, start: int) -> float:
-        prompts = [
-            {"prompt_token_ids": [(start + 7 * i + j) % 31000 + 3 for j in range(prompt)]}
-            for i in range(batch)
-        ]
-        wanted = SamplingParams(
-            max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False
-        )
-        begin = time.perf_counter()
-        model.generate(prompts, wanted, use_tqdm=False)
-        return time.perf_counter() - begin
 
-    results = {}
+def seconds(model: Any, batch: int, prompt: int, tokens: int, start: int) -> float:
+    """That a request takes; its tokens follow from ``start``."""
+    from vllm import SamplingParams
+
+    prompts = [
+        {"prompt_token_ids": [(start + 7 * i + j) % 31000 + 3 for j in range(prompt)]}
+        for i in range(batch)
+    ]
+    wanted = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    model.generate(prompts, wanted, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def engine(folder: str, compiled: bool, repeat: int) -> dict[str, float]:
+    """Runs in a process of its own."""
+    model, results = load(folder, compiled), {}
     for batch in (1, 8):
-        seconds(batch, 8, TOKENS, 0)
+        seconds(model, batch, 8, TOKENS, 0)
         times = [
-            seconds(batch, 8, TOKENS, at) - seconds(batch, 8, 1, at) for at in range(1, repeat + 1)
+            seconds(model, batch, 8, TOKENS, at) - seconds(model, batch, 8, 1, at)
+            for at in range(1, repeat + 1)
         ]
         results[f"decode batch {batch}, tokens/s"] = batch * (TOKENS - 1) / statistics.median(times)
-    seconds(1, PROMPT, 1, 0)
-    times = [seconds(1, PROMPT, 1, at) for at in range(1, 2 * repeat + 1)]
+    seconds(model, 1, PROMPT, 1, 0)
+    times = [seconds(model, 1, PROMPT, 1, at) for at in range(1, 2 * repeat + 1)]
     results[f"prefill {PROMPT}, ms"] = 1e3 * statistics.median(times)
     return results
 

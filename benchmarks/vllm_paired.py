@@ -1,0 +1,95 @@
+"""vLLM's all-reduces and the plugin's by turns within one eager engine, on CPUs.
+
+    VENV/bin/python -m benchmarks.vllm_paired --repeat 20
+    VENV/bin/python -m benchmarks.vllm_paired --modes off all_reduce fused --repeat 20
+
+VENV is that of `benchmarks.vllm_engine`, and so is the model. Engines of one kind differ by more
+than an all-reduce can bring, so here the requests of one engine take turns; two modes `off` compare
+vLLM with itself. `fused` gives each row-parallel layer a packed weight of random numbers, beside
+vLLM's own. Prints medians in ms and, of the times of each turn, vLLM's over the mode's: the median
+and the quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.vllm_engine import CONFIG, ENVIRONMENT, PROMPT, TOKENS, load, seconds
+
+REQUESTS = {  # batch, prompt, new tokens
+    f"decode of {TOKENS}, batch 1": (1, 8, TOKENS),
+    f"decode of {TOKENS}, batch 8": (8, 8, TOKENS),
+    f"prefill of {PROMPT}": (1, PROMPT, 1),
+}
+
+
+@functools.cache
+def packed_of(layer: Any) -> torch.Tensor:
+    import tpkernels
+
+    w = torch.randn(layer.input_size_per_partition, layer.output_size) * 0.02
+    return tpkernels.pack(w.bfloat16())
+
+
+@functools.cache
+def own_group(communicator: Any) -> str:
+    group: str = communicator._group
+    return group
+
+
+def switch(worker: Any, mode: str) -> None:
+    """Runs in a worker of vLLM."""
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    import tpkernels
+
+    communicator = get_tp_group().device_communicator
+    group = own_group(communicator)
+    communicator._group = None if mode == "off" else group
+    for layer in worker.model_runner.model.modules():
+        if isinstance(layer, RowParallelLinear):
+            layer.__dict__.pop("forward", None)
+            if mode == "fused":
+                w = packed_of(layer)
+                layer.forward = lambda x, w=w: (tpkernels.matmul_all_reduce(x, w, group), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--modes", nargs="+", default=["off", "all_reduce", "off"])
+    parser.add_argument("--repeat", type=int, default=20)
+    given = parser.parse_args()
+    os.environ.update(ENVIRONMENT, TPKERNELS_VLLM="all_reduce")
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # sends `switch` to the workers
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        model = load(folder, compiled=False)
+        for name, request in REQUESTS.items():
+            times: list[list[float]] = [[] for _ in given.modes]
+            for turn in range(given.repeat + 1):  # the first one warms up
+                for i in sorted(range(len(given.modes)), reverse=turn % 2 == 1):
+                    model.collective_rpc(switch, args=(given.modes[i],))
+                    seconds(model, *request[:2], 1, turn)
+                    times[i].append(1e3 * seconds(model, *request, turn))
+            for mode, each in zip(given.modes, times, strict=True):
+                ratios = [a / b for a, b in zip(times[0][1:], each[1:], strict=True)]
+                low, _, high = statistics.quantiles(ratios, n=4)
+                print(
+                    f"{name}, {mode}: {statistics.median(each[1:]):.1f} ms, "
+                    f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
