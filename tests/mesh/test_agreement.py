@@ -63,8 +63,8 @@ def test_plans_without_a_common_group(ranks: RanksFixture, together: bool) -> No
     rest = r"float32, partials in float32, strategy '\w+,\w+', algorithm 'auto', "
     rest += r"on a cpu mesh of 2 x 2, ranks 0 to 3\)"
     pattern = (
-        r"CollectiveMismatchError: the ranks are in different products: ranks 0, 2 in "
-        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] S1,R -> R,R, {rest}; ranks 1, 3 in "
+        r"CollectiveMismatchError: the ranks are in different products: global ranks 0, 2 in "
+        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] S1,R -> R,R, {rest}; global ranks 1, 3 in "
         rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] R,S1 -> R,R, {rest}\. Nothing has been sent"
     )
     for (message,), seconds, afterwards in ranks(4).run(apart_job, together):
@@ -109,7 +109,7 @@ def gradients_job() -> list[str]:
 
 def test_gradients_of_different_operands(ranks: RanksFixture) -> None:
     for (message,) in ranks(2).run(gradients_job):
-        pattern = r"CollectiveMismatchError: .* rank 0 in .*\[4, 6\].*; rank 1 in .*\[6, 8\]"
+        pattern = r"CollectiveMismatchError: .* rank 0 in .*\[4, 6\].*; global rank 1 in .*\[6, 8\]"
         assert re.match(pattern, message), message
 
 

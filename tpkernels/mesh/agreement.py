@@ -122,7 +122,7 @@ def _mismatch(products: dict[int, str], own: str) -> CollectiveMismatchError:
     for rank, text in sorted(products.items()):
         by_text.setdefault(text, []).append(rank)
     parts = [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {text}"
+        f"global {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {text}"
         for text, ranks in by_text.items()
     ]
     return CollectiveMismatchError(

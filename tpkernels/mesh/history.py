@@ -82,7 +82,7 @@ class History:
                     if mine[number] != theirs[number]:
                         raise CollectiveMismatchError(
                             f"the ranks are in different products: as number {number} on the mesh, "
-                            f"rank {dist.get_rank()} has {mine[number]}, rank "
+                            f"global rank {dist.get_rank()} has {mine[number]}, rank "
                             f"{dist.get_global_rank(group.pg, rank)} has {theirs[number]}. The "
                             "groups of the mesh are broken: make new ones, and the same calls on "
                             "all ranks.",
