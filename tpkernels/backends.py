@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from tpkernels import _C, cuda, kernels
-from tpkernels.algorithms import fused, ring
+from tpkernels.algorithms import fused, hierarchical, ring
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
-from tpkernels.algorithms.hierarchical import cpu as hierarchical
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.unfused import cpu as unfused
@@ -63,7 +62,12 @@ TABLES = {
         hierarchical=hierarchical,
     ),
     "cuda": _table(
-        unfused=unfused_cuda, ring=ring, direct=direct_cuda, pipelined=pipelined_cuda, fused=fused
+        unfused=unfused_cuda,
+        ring=ring,
+        direct=direct_cuda,
+        pipelined=pipelined_cuda,
+        fused=fused,
+        hierarchical=hierarchical,
     ),
 }
 

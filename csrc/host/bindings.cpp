@@ -181,6 +181,16 @@ void bind_channel(py::module_& m) {
           },
           py::arg("f"))
       .def(
+          "set_look",
+          [](Channel& c, const py::object& f) {
+            c.set_poll([f] {
+              poll_signals();
+              const py::gil_scoped_acquire gil;
+              f();
+            });
+          },
+          py::arg("f"))
+      .def(
           "set_chaos",
           [](Channel& c, std::uint64_t seed, unsigned max_delay_us, bool single_buffer,
              bool skip_waits) { c.set_chaos({seed | 1, max_delay_us, single_buffer, skip_waits}); },

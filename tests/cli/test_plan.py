@@ -46,6 +46,16 @@ def test_a_product_as_json() -> None:
     assert least["bytes"] == gathered
 
 
+def test_partials_in_fp32() -> None:
+    product = "plan --m 64 --k 64 --n 64 --mesh 2 --x S1 --w S0 --out S0 --machine h200 --json"
+    narrow, wide = (
+        next(plan for plan in json.loads(shown.output)["plans"] if plan["strategy"] == "K")
+        for shown in (invoke(*product.split(), *more) for more in ((), ("--wire-dtype", "fp32")))
+    )
+    assert (narrow["bytes"], wide["bytes"]) == (2 * 64 * 64, 4 * 64 * 64)
+    assert wide["memory_bytes"] == narrow["memory_bytes"] + 2 * 64 * 64
+
+
 def test_a_product_on_this_machine() -> None:
     product = "plan --m 64 --k 64 --n 64 --mesh 2 --x S1 --w S0 --dtype fp32"
     shown = invoke(*product.split())
@@ -105,6 +115,8 @@ def test_an_engine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plan --m 8 --k 8 --n 8 --mesh 1 --cpu epyc-9654", "--cpu needs --engine"),
         (LAYERS + " --engine auto", "--engine is for a product"),
         ("plan", "pass --m, --k, --n and --mesh, or --model"),
+        (f"{PRODUCT} --wire-dtype fp16", "wire_dtype is float16; it must be x's bfloat16 or"),
+        (f"{LAYERS} --wire-dtype fp32", "--wire-dtype is for a product; leave out --model"),
         ("plan --m 8 --k 8 --n 8", "pass --m, --k, --n and --mesh, or --model"),
         (PRODUCT.replace("h200", "tpu"), "unknown machine 'tpu'; choose from this, a100-pcie"),
         (PRODUCT.replace("h200", "this"), "with 8 ranks of 1 thread; run tpkernels tune --machine"),

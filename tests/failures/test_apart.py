@@ -25,8 +25,7 @@ from tests.support.faults import PROMPT, Ending, Report
 from tests.support.ranked import on_hosts
 from tests.support.tiers import covering, sweep
 from tpkernels import groups
-from tpkernels.algorithms import ring, shards
-from tpkernels.algorithms.hierarchical import cpu as hierarchical
+from tpkernels.algorithms import hierarchical, ring, shards
 from tpkernels.algorithms.unfused import cpu as unfused
 from tpkernels.backends import OPS
 

@@ -152,6 +152,22 @@ def test_peak_memory(
     assert estimate(plan, given, MACHINE).memory == 4 * elements
 
 
+@pytest.mark.parametrize(
+    ("x", "w", "out", "elements", "partials"),
+    [
+        ((S1,), (S0,), (P,), 32 + 32 + 64, 0),  # nothing moves it
+        ((S1,), (S0,), (S0,), 32 + 32 + 32, 64),
+        ((S1, S1), (S0, S0), (S0, P), 16 + 16, 64 + 32),  # Partial on one mesh dim to the end
+    ],
+)
+def test_peak_memory_with_wider_partials(
+    x: Placements, w: Placements, out: Placements, elements: int, partials: int
+) -> None:
+    given = replace(problem(x, w, out, mesh=(2,) * len(x)), itemsize=2, partial_itemsize=4)
+    plan = next(each for each in plans_for(given) if set(each.strategy) <= set("K,"))
+    assert estimate(plan, given, MACHINE).memory == 2 * elements + 4 * partials
+
+
 def test_the_fastest_is_not_the_one_with_the_fewest_bytes() -> None:
     given = problem((S0, R), (S1, R), (R, R), mesh=(2, 4), size=8192)
     by_bytes = planner.choose(given, "auto")

@@ -17,8 +17,11 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import Case, one_of_each
+from tests.support.cuda_rehearsal import pretending
 from tests.support.ranked import call, check_cases
 from tpkernels import groups
+from tpkernels.groups.group import Group
+from tpkernels.planning.table import Table
 
 TIMEOUT = 3.0
 WAYS = ("auto", "unfused", "ring", "hierarchical")
@@ -62,6 +65,20 @@ def works() -> dict[str, Any]:
         outputs = [call(replace(case, algorithm=way), _world())[0] for way in ways["across"]]
         results["same_bits"].append(all(torch.equal(outputs[0], other) for other in outputs))
     return results
+
+
+def as_on_gpus() -> dict[str, Any]:
+    """Every op in two levels, with CPU tensors that take the way of CUDA tensors."""
+    group = _world()
+    cases = {replace(case, algorithm="hierarchical") for case in one_of_each(group.size())}
+    cases = {case for case in cases if case.op != "all_to_all"}
+    with pretending() as patch:
+        patch.setattr(Group, "by_gloo", lambda self, device: device != "cuda")
+        patch.setattr(Group, "tuned", lambda self, device: Table())
+        failures = check_cases(sorted(cases, key=str), group)
+        planned = groups.get(group.group_name).planned_calls()
+    devices = {(each.problem.device, each.plan.algorithm) for each in planned}
+    return {"failures": failures, "cases": len(cases), "devices": sorted(devices)}
 
 
 def cut(algorithm: str, op: str, marker: Path) -> dict[str, Any]:
@@ -122,6 +139,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     if job == "works":
         results = works()
+    elif job == "as_on_gpus":
+        results = as_on_gpus()
     elif job == "killed":
         results = killed(arguments[0], arguments[1], int(arguments[2]), Path(out))
     else:

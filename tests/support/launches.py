@@ -24,11 +24,12 @@ _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_
 @dataclass
 class Queue:
     """What was queued: names in order, bytes that kernels read and write, and bytes that a rank
-    receives from its peers."""
+    receives from its peers and of these from other hosts."""
 
     launches: list[str] = field(default_factory=list)
     touched: int = 0
     received: float = 0.0
+    crossed: int = 0
 
     def kernel(self, name: str, tensors: Sequence[torch.Tensor | None]) -> None:
         self.launches.append(name)
@@ -135,6 +136,14 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
         queue.kernel("copy_", [to, source])  # torch's asks for the device
         return to
 
+    def sliced(x: torch.Tensor, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        """torch's asks for the device, too."""
+        for dim, each in enumerate(index if isinstance(index, tuple) else (index,)):
+            begin, end, step = each.indices(x.shape[dim])
+            assert step == 1
+            x = x.narrow(dim, begin, max(end - begin, 0))
+        return x
+
     group = SimpleNamespace(
         rank=rank,
         world=world,
@@ -147,6 +156,7 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
         mock.patch.object(cuda, "available", lambda device: True),
         mock.patch.object(cuda, "sum_partials", sum_partials),
         mock.patch.object(torch.Tensor, "copy_", copy_),
+        mock.patch.object(torch.Tensor, "__getitem__", sliced),
         FakeTensorMode(),
         _Kernels(queue),
     ):

@@ -84,6 +84,18 @@ def test_ops_work_across_hosts(
         assert found["same_bits"] == [True, True]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("nproc", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_two_levels_as_on_gpus(
+    start: Callable[..., Started], tmp_path: Path, nproc: tuple[int, int]
+) -> None:
+    out = tmp_path / "found"
+    started, world = start(nproc, "as_on_gpus", str(out)), sum(nproc)
+    for found in results(started, out, world, START_SECONDS + 60):
+        assert not found["failures"], "\n".join(found["failures"])
+        assert found["cases"] > 8 and found["devices"] == [["cuda", "hierarchical"]], found
+
+
 def _await(paths: list[Path], started: Started) -> None:
     until = time.monotonic() + START_SECONDS
     while not all(path.exists() for path in paths):

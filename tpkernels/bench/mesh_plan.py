@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tpkernels.bench.options import UsageError, at_least, number_in
+from tpkernels.bench.options import UsageError, at_least, dtype_named, number_in
 from tpkernels.mesh.cost import Estimate, ranked
 from tpkernels.mesh.layout import Placements, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
+from tpkernels.ops import _check
 from tpkernels.planning.machines import Profile
 
 _NAMES: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}
@@ -66,8 +68,24 @@ def placements_of(option: str, text: str, dims: int) -> Placements:
     return tuple(_NAMES[name] for name in names)
 
 
+def partial_itemsize(wire_dtype: str | None, dtype: torch.dtype) -> int:
+    """Bytes of an element of a partial result that travels. ``UsageError`` for a dtype in which it
+    cannot."""
+    try:
+        wire = _check.wire_dtype(None if wire_dtype is None else dtype_named(wire_dtype), dtype)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return wire.itemsize
+
+
 def problem_of(
-    extents: tuple[int, int, int], mesh: str, x: str, w: str, out: str | None, itemsize: int
+    extents: tuple[int, int, int],
+    mesh: str,
+    x: str,
+    w: str,
+    out: str | None,
+    itemsize: int,
+    partial_itemsize: int | None = None,
 ) -> MatmulProblem:
     """The problem in the options (m, k, n). ``UsageError`` for what is none."""
     m, k, n = extents
@@ -82,6 +100,7 @@ def problem_of(
         w=placements_of("w", w, len(shape)),
         out=None if out is None else placements_of("out", out, len(shape)),
         itemsize=itemsize,
+        partial_itemsize=partial_itemsize,
     )
 
 

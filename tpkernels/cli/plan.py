@@ -67,6 +67,10 @@ def plan(
         str | None, typer.Option(help="The CPU for --engine, by the names of --machine.")
     ] = None,
     dtype: options.Dtype = "bf16",
+    wire_dtype: Annotated[
+        str | None,
+        typer.Option(help="Dtype in which partial results travel: --dtype (default) or fp32."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the times of --model to this file.")
     ] = None,
@@ -80,18 +84,21 @@ def plan(
     """
     with exit_codes():
         itemsize = dtype_named(dtype).itemsize
+        partial_itemsize = mesh_plan.partial_itemsize(wire_dtype, dtype_named(dtype))
         if model is not None:
             if (m, k, n, mesh) != (None,) * 4:
                 raise UsageError("pass --model, or --m, --k, --n and --mesh, not both")
             if engine is not None:
                 raise UsageError("--engine is for a product; leave out --model")
+            if wire_dtype is not None:
+                raise UsageError("--wire-dtype is for a product; leave out --model")
             _plan_layers(model, tp, nodes, (prefill, decode), machine, itemsize, plot, as_json)
             return
         if m is None or k is None or n is None or mesh is None:
             raise UsageError("pass --m, --k, --n and --mesh, or --model")
         if plot is not None:
             raise UsageError("--plot needs --model")
-        problem = mesh_plan.problem_of((m, k, n), mesh, x, w, out, itemsize)
+        problem = mesh_plan.problem_of((m, k, n), mesh, x, w, out, itemsize, partial_itemsize)
         _plan_product(problem, *_engine(problem, engine, cpu, machine), as_json)
 
 

@@ -48,6 +48,7 @@ class Group(Agreements):
         self.numerics: str | None = None  #: as given to `init`
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` is to give
+        self.looks: list[Callable[[], None]] = []  #: see `look_in_waits`
         self._ready = False
         self._presence = Presence()
         self._presence_of_second = Presence()
@@ -216,6 +217,13 @@ class Group(Agreements):
                     f"'{self.name}' do not: {self.why_not_shared}"
                 )
             return self.workspace.make_symmetric(shape, dtype)
+
+    def look_in_waits(self, look: Callable[[], None]) -> None:
+        """Has a wait on the host call ``look`` some 50 times a second; its error ends the wait."""
+        self.looks.append(look)
+        if self.nearby is not None and len(self.looks) == 1:
+            looks = self.looks  # the channel must not keep the group alive
+            self.nearby.channel.set_look(lambda: [each() for each in looks])
 
     def participant(self, timeout: float) -> Participant:
         """This rank's place in the group, for an exchange through its store."""

@@ -8,7 +8,8 @@ Algorithm: a rank that meets a product for the first time compares it with the o
 each mesh dim in turn. What travels is the smallest and the largest of the ranks' checksums. After
 the last dim all ranks know those of the whole mesh, and if they differ, all exchange the products
 as text and raise the same error. A product that is known needs none of this: what is known follows
-from what the ranks have agreed on, so all know the same ones.
+from what the ranks have agreed on, so all know the same ones. Ranks in different known ones find
+out when they wait (history.py).
 
 Sync: the machine is that of the mesh's first rank. Along each mesh dim in turn, a group takes what
 its first rank has. After the first dim all ranks along it have the same, and so the first ranks of
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.errors import CaptureError, CollectiveMismatchError, TpkernelsError
 from tpkernels.groups.group import Group
+from tpkernels.mesh.history import History
 from tpkernels.planning.machines import Profile, own_machine, parse, to_text
 
 _MOST_KNOWN = 1024  # products
@@ -41,8 +43,9 @@ class Known(Generic[T]):
     """What has been planned on a mesh, for the products that its ranks agreed on last. Using one
     does not count: ranks may use them in different orders, and must forget the same ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: History) -> None:
         self._planned: dict[Hashable, T] = {}
+        self.history = history
 
     def get(self, product: Hashable) -> T | None:
         return self._planned.get(product)
@@ -60,7 +63,10 @@ def known_on(mesh: DeviceMesh) -> Known[T]:
     by_mesh = _last_group(mesh).on_meshes
     key = mesh.shape, hash(mesh)
     known = by_mesh.get(key)
-    return by_mesh.setdefault(key, Known()) if known is None else known
+    if known is not None:
+        return known
+    names = tuple(group.name for group in _groups(mesh))
+    return by_mesh.setdefault(key, Known(History(names, mesh_text(mesh))))
 
 
 def disagreement(product: str, mesh: DeviceMesh) -> CollectiveMismatchError | None:
@@ -116,7 +122,7 @@ def _mismatch(products: dict[int, str], own: str) -> CollectiveMismatchError:
     for rank, text in sorted(products.items()):
         by_text.setdefault(text, []).append(rank)
     parts = [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {text}"
+        f"global {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {text}"
         for text, ranks in by_text.items()
     ]
     return CollectiveMismatchError(

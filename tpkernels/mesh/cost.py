@@ -124,10 +124,14 @@ def _largest(problem: MatmulProblem, operand: str, placements: Placements) -> tu
 
 
 def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
-    """The operands are there throughout, and each step's input until the step ends."""
+    """The operands are there throughout, and each step's input until the step ends. A Partial
+    result that no step moves is in the operands' dtype from the product on."""
+    moves = plan.after or (plan.fused is not None and plan.fused.operand == "out")
 
     def nbytes(operand: str, placements: Placements) -> int:
         elements = prod(_largest(problem, operand, placements))
+        if operand == "out" and not moves:
+            return elements * problem.itemsize
         return elements * problem.itemsize_of(operand, placements)
 
     held = {"x": nbytes("x", problem.x), "w": nbytes("w", problem.w), "out": 0}

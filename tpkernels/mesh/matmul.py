@@ -151,19 +151,27 @@ class Product:
 
 def _run(product: Product, x: DTensor, w: DTensor, place: execution.Place) -> DTensor:
     """The product by the plan of all ranks, which is made in the first call."""
-    known: Known[MatmulPlan] = known_on(place.mesh)
+    known: Known[tuple[MatmulPlan, str]] = known_on(place.mesh)
     key = product, place.wire_dtype, place.algorithm
-    plan = known.get(key)
-    if plan is None:
+    planned, text = known.get(key), ""
+    if planned is None:
+        text = product.text(place)
         with in_step(place.mesh):
-            different = disagreement(product.text(place), place.mesh)
+            different = disagreement(text, place.mesh)
         if different:
             raise different
     with in_step(place.mesh):
-        if plan is None:
+        if planned is None:
             machine = agreed_machine(place.mesh)
-            plan = known.add(key, cost.choose(product.problem, product.strategy, machine))
-        result: DTensor = _ShardedMatmul.apply(x, w, plan, product, place)
+            plan = cost.choose(product.problem, product.strategy, machine)
+            planned = known.add(key, (plan, text))
+            known.history.attach()
+        plan, text = planned
+        known.history.begin(text)
+        try:
+            result: DTensor = _ShardedMatmul.apply(x, w, plan, product, place)
+        finally:
+            known.history.end()
     return result
 
 

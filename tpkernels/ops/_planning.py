@@ -47,10 +47,11 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
         check_algorithm(algorithm)
     if group.world > 1 or algorithm not in ("auto", "unfused"):
         group.ready(problem.device)
-    if algorithm == "ring" and problem.device == "cuda" and group.by_gloo("cuda"):
+    by_sends = algorithm != "auto" and ALGORITHMS[algorithm].sends
+    if by_sends and problem.device == "cuda" and group.by_gloo("cuda"):
         raise NotImplementedError(
-            f"algorithm 'ring' of {problem.op} sends CUDA tensors, which gloo cannot; make the "
-            "group with NCCL"
+            f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo cannot; make "
+            "the group with NCCL"
         )
     if algorithm != "auto":  # refuses what cannot run before anything is sent
         choose(problem, _means(group), requested=algorithm)

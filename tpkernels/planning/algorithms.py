@@ -26,8 +26,9 @@ class Algorithm:
             that the matmul sums over.
         overlaps_matmul: has nothing to do for an op without a matmul.
         needs_shared_memory: every rank reads or writes its peers' memory.
-        needs_nodes: is for groups that span hosts, and reads or writes the memory of the ranks of
-            the same host; not built for CUDA tensors.
+        needs_nodes: is for groups that span hosts, and on CPU tensors reads or writes the memory
+            of the ranks of the same host.
+        sends: by sends and receives of the process group.
         no_all_to_all: device types on which it has none.
         kernels: by device type, the kind of our own kernels that it launches, "Triton" or "CUDA".
         optional_kernels: by op, kernels that it also uses on CUDA tensors where they load.
@@ -45,6 +46,7 @@ class Algorithm:
     overlaps_matmul: bool = False
     needs_shared_memory: bool = False
     needs_nodes: bool = False
+    sends: bool = False
     no_all_to_all: frozenset[str] = frozenset()
     kernels: Mapping[str, str] = field(default_factory=dict)
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Algorithm:
 
 _RECORDS = (
     Algorithm("unfused"),
-    Algorithm("ring", splits_matmul=True),
+    Algorithm("ring", splits_matmul=True, sends=True),
     Algorithm(
         "direct",
         needs_shared_memory=True,
@@ -89,7 +91,8 @@ _RECORDS = (
         "hierarchical",
         splits_matmul=True,
         needs_nodes=True,
-        no_all_to_all=frozenset({"cpu"}),
+        sends=True,
+        no_all_to_all=frozenset({"cpu", "cuda"}),
         workspace_bytes=steps.hierarchical_bytes,
         step_rows=steps.hierarchical_rows,
     ),

@@ -197,8 +197,6 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:
         return "needs memory that all ranks share, which this group's ranks do not"
-    if algorithm.needs_nodes and problem.device != "cpu":
-        return "is not built for CUDA tensors"
     if algorithm.needs_nodes and means.shared_memory:
         return "is for groups that span hosts, and all ranks of this one share memory"
     if algorithm.needs_nodes and means.why_no_node is not None:
@@ -211,7 +209,11 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
             return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"
         if problem.dtype == torch.float64:
             return "accumulates in float32 and takes no float64"
-    elif algorithm.step_rows and algorithm.step_rows(problem, means.workspace_bytes) < 1:
+    elif (
+        problem.device == "cpu"
+        and algorithm.step_rows
+        and algorithm.step_rows(problem, means.workspace_bytes) < 1
+    ):
         return (
             f"needs {step_bytes(problem)} bytes for a row of each rank, and the workspace has "
             f"{means.workspace_bytes}; give tpkernels.init a larger workspace_bytes"

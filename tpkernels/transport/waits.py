@@ -37,6 +37,8 @@ def finish(call: Call, work: Any) -> None:
                 work.wait(_LOOK)
                 return
             _watch(call, 0.0)
+            for look in group.looks:
+                look()
     try:
         work.wait()
     except TpkernelsError:

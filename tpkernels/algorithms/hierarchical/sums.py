@@ -52,6 +52,14 @@ class Parts:
     fill: Callable[[int, int, torch.Tensor], None]
     there: Callable[[int], torch.Tensor] | None = None
 
+    def partial(self, owner: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """This rank's whole partial of a part."""
+        if self.there is not None:
+            return self.there(owner)
+        partial = empty([self.counts[owner]], dtype, device)
+        self.fill(owner, 0, partial)
+        return partial
+
     @property
     def most_steps(self) -> int:
         """Steps of the largest part."""
@@ -70,7 +78,7 @@ class Sums:
         problem, node = levels.call.problem, levels.node
         self.levels, self.parts, self.node = levels, parts, node
         self.rank = levels.call.group.rank
-        self.out, self.reduction, self.begin = out, reduction, begin  # see `reduce_parts`
+        self.out, self.reduction, self.begin = out, reduction, begin  # see `Shared.reduce`
         self.wire, self.wide = problem.dtype, dtypes.accumulator(problem.dtype)
         sizes = tuple(map(len, node.hosts))
         self.routes = in_order(routes(sizes, self.wire.itemsize, self.wide.itemsize))
@@ -85,21 +93,14 @@ class Sums:
         for route in self.routes:
             if not route.visits(self.node.host):
                 for owner in self.node.hosts[route.home]:
-                    self.levels.send(self._partial(owner), self._collector(route, owner))
+                    partial = self.parts.partial(owner, self.wire, self.out.device)
+                    self.levels.send(partial, self._collector(route, owner))
         for route in self.routes:
             if route.visits(self.node.host):
                 for owners in self.levels.rounds(route.home):
                     for index in range(self.parts.most_steps):
                         self._step(route, owners, index)
         self._finish()
-
-    def _partial(self, owner: int) -> torch.Tensor:
-        """This rank's whole partial of a part."""
-        if self.parts.there is not None:
-            return self.parts.there(owner)
-        partial = self._memory(owner, self.wire)
-        self.parts.fill(owner, 0, partial)
-        return partial
 
     def _collector(self, route: Route, owner: int) -> int:
         """Who adds the partials of this host, which the sum does not visit."""
@@ -179,7 +180,7 @@ class Sums:
             self._result(total, [*partials, *self._received(owner, last, span)], begin)
             return
         running = self.sums[owner][span] if total is None else total
-        _add(running, total, partials)
+        add_to(running, total, partials)
         to = owner if node.host == route.turn else levels.delegate(owner, node.host + 1)
         levels.send(running, to)
 
@@ -201,7 +202,7 @@ class Sums:
         """The result of this rank from ``begin`` on."""
         count = (partials[0] if total is None else total).numel()
         to = self.out[begin : begin + count]
-        _add(to, total, partials, self.reduction, self.begin + begin)
+        add_to(to, total, partials, self.reduction, self.begin + begin)
 
     def _finish(self) -> None:
         """Waits for the sum that returns to this rank, if it does, and adds the last partials."""
@@ -218,15 +219,16 @@ class Sums:
                 self._result(total, self._received(self.rank, last, span), begin)
 
 
-def reduce_parts(
-    levels: Levels, parts: Parts, out: torch.Tensor, reduction: Reduction, begin: int = 0
-) -> None:
-    """Fills ``out``, flat, with the sum of this rank's part, which starts at element ``begin`` of
-    the whole output of the reduction."""
-    Sums(levels, parts, out, reduction, begin).run()
+class Shared(Levels):
+    """Both levels of one call, with its sums."""
+
+    def reduce(self, parts: Parts, out: torch.Tensor, reduction: Reduction, begin: int = 0) -> None:
+        """Fills ``out``, flat, with the sum of this rank's part, which starts at element ``begin``
+        of the whole output of the reduction."""
+        Sums(self, parts, out, reduction, begin).run()
 
 
-def _add(
+def add_to(
     to: torch.Tensor,
     total: torch.Tensor | None,
     partials: list[torch.Tensor],

@@ -53,6 +53,12 @@ class Levels:
         """Which ranks of ``host`` those of this host deal with, round by round."""
         return rounds(self.node.hosts[host], self.node.ranks)
 
+    @property
+    def received(self) -> list[int]:
+        """Whose shards this rank receives into memory of its own."""
+        others = [host for host in range(len(self.node.hosts)) if host != self.node.host]
+        return [rank for host in others for rank in self.dealt_with(host)]
+
     def dealt_with(self, host: int) -> list[int]:
         """Those of ``host`` that this rank deals with."""
         return [rank for each in self.rounds(host) if (rank := each[self.node.index]) is not None]
@@ -80,77 +86,76 @@ class Levels:
         self.wait(self._sent)
         announce_done(self.call)
 
+    def gather(
+        self,
+        shards: dict[int, torch.Tensor],
+        counts: Sequence[int],
+        step: int,
+        use: Callable[[int, int, torch.Tensor], None],
+    ) -> None:
+        """Has every rank see the shards of all, ``step`` elements at a time.
 
-def gather(
-    levels: Levels,
-    shards: dict[int, torch.Tensor],
-    counts: Sequence[int],
-    step: int,
-    use: Callable[[int, int, torch.Tensor], None],
-) -> None:
-    """Has every rank see the shards of all, ``step`` elements at a time.
+        Args:
+            shards: the flat shard of this rank, and memory for the flat shards of those in
+                ``received``.
+            counts: elements of each rank's shard.
+            use: ``use(owner, begin, part)`` is called for each part of each shard: the elements
+                from ``begin`` on. It must not keep ``part``, which may lie in shared memory.
+        """
+        node, rank = self.node, self.call.group.rank
+        hosts = len(node.hosts)
+        to_hosts = [(node.host - i) % hosts for i in range(1, hosts)]
+        from_hosts = [(node.host + i) % hosts for i in range(1, hosts)]
+        arriving: dict[int, list[list[Started]]] = {rank: []}
+        for host in from_hosts:
+            for source in self.dealt_with(host):
+                parts = shards[source].split(step)
+                arriving[source] = [self.receive(part, source) for part in parts]
+        for host in to_hosts:
+            for part in shards[rank].split(step):
+                self.send(part, self.delegate(rank, host))
+        for host in (node.host, *from_hosts):
+            for owners in self.rounds(host):
+                self._share(shards, arriving, owners, counts, step, use)
 
-    Args:
-        shards: the flat shard of this rank, and memory for the flat shards of those that it deals
-            with.
-        counts: elements of each rank's shard.
-        use: ``use(owner, begin, part)`` is called for each part of each shard: the elements from
-            ``begin`` on. It must not keep ``part``, which may lie in shared memory.
-    """
-    node, rank = levels.node, levels.call.group.rank
-    hosts = len(node.hosts)
-    to_hosts = [(node.host - i) % hosts for i in range(1, hosts)]
-    from_hosts = [(node.host + i) % hosts for i in range(1, hosts)]
-    arriving: dict[int, list[list[Started]]] = {rank: []}
-    for host in from_hosts:
-        for source in levels.dealt_with(host):
-            parts = shards[source].split(step)
-            arriving[source] = [levels.receive(part, source) for part in parts]
-    for host in to_hosts:
-        for part in shards[rank].split(step):
-            levels.send(part, levels.delegate(rank, host))
-    for host in (node.host, *from_hosts):
-        for owners in levels.rounds(host):
-            _share(levels, shards, arriving, owners, counts, step, use)
+    def _share(
+        self,
+        shards: dict[int, torch.Tensor],
+        arriving: dict[int, list[list[Started]]],
+        owners: list[int | None],
+        counts: Sequence[int],
+        step: int,
+        use: Callable[[int, int, torch.Tensor], None],
+    ) -> None:
+        """Each rank of this host shows the others the shard of its owner of the round, if it has
+        one.
 
-
-def _share(
-    levels: Levels,
-    shards: dict[int, torch.Tensor],
-    arriving: dict[int, list[list[Started]]],
-    owners: list[int | None],
-    counts: Sequence[int],
-    step: int,
-    use: Callable[[int, int, torch.Tensor], None],
-) -> None:
-    """Each rank of this host shows the others the shard of its owner of the round, if it has one.
-
-    Sync: a step is one call of the channel, and in each every rank waits for a word of every peer,
-    with or without data, so the channel's proof holds (csrc/host/channel.h).
-    """
-    node = levels.node
-    mine = owners[node.index]
-    most = max(counts[owner] for owner in owners if owner is not None)
-    dtype = next(iter(shards.values())).dtype
-    for begin in range(0, most, step):
-        levels.step()
-        part = None
-        if mine is not None and begin < counts[mine]:
-            if arriving[mine]:
-                levels.wait(arriving[mine][begin // step])
-            part = shards[mine][begin : begin + step]
-            with recorded(COPY):
-                node.workspace.view(node.index, dtype, (part.numel(),)).copy_(part)
-        node.channel.publish(Phase.DATA)
-        if mine is not None and part is not None:
-            use(mine, begin, part)
-        levels.entered()
-        waiting = levels.peers
-        while waiting:
-            peer = node.channel.wait_any(waiting, Phase.DATA)
-            waiting.remove(peer)
-            owner = owners[peer]
-            if owner is not None and begin < counts[owner]:
-                count = min(step, counts[owner] - begin)
-                with recorded(TRANSFER):
-                    use(owner, begin, node.workspace.view(peer, dtype, (count,)))
+        Sync: a step is one call of the channel, and in each every rank waits for a word of every
+        peer, with or without data, so the channel's proof holds (csrc/host/channel.h).
+        """
+        node = self.node
+        mine = owners[node.index]
+        most = max(counts[owner] for owner in owners if owner is not None)
+        dtype = next(iter(shards.values())).dtype
+        for begin in range(0, most, step):
+            self.step()
+            part = None
+            if mine is not None and begin < counts[mine]:
+                if arriving[mine]:
+                    self.wait(arriving[mine][begin // step])
+                part = shards[mine][begin : begin + step]
+                with recorded(COPY):
+                    node.workspace.view(node.index, dtype, (part.numel(),)).copy_(part)
+            node.channel.publish(Phase.DATA)
+            if mine is not None and part is not None:
+                use(mine, begin, part)
+            self.entered()
+            waiting = self.peers
+            while waiting:
+                peer = node.channel.wait_any(waiting, Phase.DATA)
+                waiting.remove(peer)
+                owner = owners[peer]
+                if owner is not None and begin < counts[owner]:
+                    count = min(step, counts[owner] - begin)
+                    with recorded(TRANSFER):
+                        use(owner, begin, node.workspace.view(peer, dtype, (count,)))

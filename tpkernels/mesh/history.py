@@ -1,0 +1,103 @@
+"""The last products of a rank on a mesh, by which ranks that wait find out that they are in
+different ones.
+
+Problem: ranks in different products that both know may communicate in different groups. Then each
+waits in its own for ranks that are elsewhere, until a timeout that names neither product.
+
+Algorithm: each rank numbers its products on a mesh. A rank that has waited for a while within a
+product, and again after each such while, writes the last few, as text, to the store of each of its
+groups on the mesh, and reads what the others of these groups have written. Two products with one
+number are the error. A rank waits for one of its own group that is elsewhere, so it need not read
+further.
+
+Sync: a rank writes before it reads, so of two that wait, the later one finds out, and the other one
+when it looks again. The key holds the address of the rank in its group, which is made anew with the
+group (`Presence`): nothing stale is read.
+
+On CUDA tensors only the host's waits look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+
+import torch.distributed as dist
+
+from tpkernels import groups
+from tpkernels.errors import CollectiveMismatchError
+from tpkernels.groups.group import Group
+
+_PATIENCE = 0.3  # s of a wait between two looks
+_MOST = 16  # products
+
+
+class History:
+    """The last products of this rank on one mesh, and its groups there."""
+
+    def __init__(self, names: tuple[str, ...], mesh: str) -> None:
+        self._names, self._mesh = names, mesh  # the mesh itself would keep its groups alive
+        self._count = 0
+        self._last: deque[str] = deque(maxlen=_MOST)
+        self._within = False  # a product
+        self._since: float | None = None  # the first look in it, or the last comparison
+        self._attached = False
+
+    def attach(self) -> None:
+        """Has the waits of the groups, which are set up, look."""
+        if not self._attached:
+            for name in self._names:
+                groups.get(name).look_in_waits(self._look)
+            self._attached = True
+
+    def begin(self, text: str) -> None:
+        """A product begins, within which the waits of its groups look; `end` follows."""
+        self._count += 1
+        self._last.append(text)
+        self._since, self._within = None, True
+
+    def end(self) -> None:
+        self._within = False
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        if self._within and now - self._since >= _PATIENCE:
+            self._compare()
+            self._since = time.monotonic()
+
+    def _compare(self) -> None:
+        """Raises ``CollectiveMismatchError`` if another rank has been in another product."""
+        first = self._count - len(self._last) + 1
+        mine = {str(number): text for number, text in enumerate(self._last, first)}
+        for name in self._names:
+            group, others = groups.get(name), {}
+            with contextlib.suppress(RuntimeError):  # the process of the store has ended
+                others = self._exchanged(group, mine)
+            for rank, theirs in others.items():
+                for number in sorted(mine.keys() & theirs.keys(), key=int):
+                    if mine[number] != theirs[number]:
+                        raise CollectiveMismatchError(
+                            f"the ranks are in different products: as number {number} on the mesh, "
+                            f"global rank {dist.get_rank()} has {mine[number]}, rank "
+                            f"{dist.get_global_rank(group.pg, rank)} has {theirs[number]}. The "
+                            "groups of the mesh are broken: make new ones, and the same calls on "
+                            "all ranks.",
+                            peer=rank,
+                        )
+
+    def _exchanged(self, group: Group, mine: dict[str, str]) -> dict[int, dict[str, str]]:
+        """What the other ranks of a group have written by now, by rank. Waits for nobody."""
+        place, others = group.participant(group.timeout), {}
+        keys = [
+            f"{place.prefix}/products/{address}/{self._mesh}"
+            for address in place.presence.addresses
+        ]
+        place.store.set(keys[group.rank], json.dumps(mine))
+        for rank, key in enumerate(keys):
+            if rank != group.rank and place.store.check([key]):
+                others[rank] = json.loads(place.store.get(key))
+        return others
