@@ -45,6 +45,7 @@ class HostWorkspace(Steps):
         self.segments = Segments()
         self._chaos: dict[str, Any] | None = None
         self._device: DeviceWorkspace | None = None
+        self.alarm = _C.calls.Alarm()
         self._cuda: dict[torch.device, CudaWorkspace] = {}
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._bytes_read = 0
@@ -158,13 +159,17 @@ class HostWorkspace(Steps):
         channel = make_channel(link, self.participant, PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
-        space = CudaWorkspace(self._watched(), channel, device)
+        space = CudaWorkspace(self._watched(), channel, device, self.alarm)
         try:
             space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
         except BaseException:
             space.close("no kernels on GPUs")
             raise
         return space
+
+    def cuda_on(self, device: torch.device) -> CudaWorkspace:
+        """The workspace of kernels on a GPU for which `open_cuda` has set them up."""
+        return self._cuda[device]
 
     def cuda(self, device: torch.device, words: int, buffer_bytes: int, text: str) -> CudaWorkspace:
         """The workspace of kernels on GPUs, as `device` is for those under the interpreter.
