@@ -20,7 +20,7 @@ class Queue:
     """Copies, a side stream and products that only note their turn."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.order = rank, list[str]()
+        self.rank, self.order, self.in_place = rank, list[str](), None
 
     def put(self, src: torch.Tensor, offset: int) -> None:
         self.order.append("put")

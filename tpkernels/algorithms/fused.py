@@ -131,11 +131,11 @@ def _gather_by_copies(
     launch = prepared.launch(whole, weights[0], biases[0], outs[0])
     multiply_others = kernel.bind_others(config, whole, weights[1:], dtype)
     with queued(call, rows.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
-        space, signature = memory.current, call.plan.signature
-        with cuda.CopyCall(space, signature, [whole, *outs]) as copies:
+        space, signature, in_place = memory.current, call.plan.signature, memory.segments.find(rows)
+        with cuda.CopyCall(space, signature, [whole, *outs], in_place) as copies:
             bring_rows(copies, memory.side, call.peers_in_ring_order, rows, whole, sizes, step)
             try:
-                launch.run(space, signature)
+                launch.run(space, copies.signature)
             finally:
                 memory.side.join()
             multiply_others(whole, weights[1:], biases[1:], outs[1:])
@@ -161,7 +161,8 @@ def bring_rows(
     whole.narrow(0, sum(sizes[: copies.rank]), rows.shape[0]).copy_(rows)
     side.fork()
     with side.current():
-        copies.put(rows, 0)
+        if copies.in_place is None:
+            copies.put(rows, 0)
         copies.publish(copies.last_word)
         for owner in peers:
             begin = sum(sizes[:owner])

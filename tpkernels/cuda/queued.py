@@ -61,7 +61,7 @@ def queue_alike(
 
     Raises what `queued` does.
     """
-    memory = call.workspace.cuda_on(on)
+    memory = call.workspace.on_gpus[on]
     bound: _Bound | None = call.kept.get(key)
     if bound is None or bound.state is not memory.current.state_of_arguments:
         needs = prepare()

@@ -24,6 +24,7 @@ from tpkernels.symm.device import ABORTED, DeviceWorkspace
 from tpkernels.symm.exchange import Participant
 from tpkernels.symm.failures import kernel_error
 from tpkernels.symm.gpu_memory import make_workspace
+from tpkernels.symm.gpu_segments import GpuSegments
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
@@ -57,6 +58,7 @@ class CudaWorkspace:
         self._member, self._channel = participant, channel
         # All workspaces ever made: a captured graph may still use one that has been outgrown.
         self.spaces: list[DeviceWorkspace] = []
+        self.segments = GpuSegments()
         self._chaos: dict[str, Any] | None = None
         self._watch = Watch(channel, self.spaces, alarm)
         self._watch.start()
@@ -84,6 +86,10 @@ class CudaWorkspace:
         # The watch ends the waits in the workspaces that it finds when a peer is lost.
         if self._watch.error is not None:
             raise self._watch.error
+
+    def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A symmetric tensor of a user's. Collective; raises what ``make_symmetric`` does."""
+        return self.segments.make(self._member, shape, dtype, self.device)
 
     def set_timeout(self, seconds: float) -> None:
         """Of waits in kernels, from the next call on. Graphs keep what they have recorded."""

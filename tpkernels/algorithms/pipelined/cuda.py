@@ -55,10 +55,14 @@ def all_gather_matmul(
     whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
     rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
     factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
+    results = outs if gathered is None else [whole, *outs]
     with (
         queued(call, x.device, _WORDS, ceil_div(max(sizes) * row_bytes, 2)) as memory,
-        CopyCall(memory.current, call.plan.signature, [whole, *outs]) as copies,
+        CopyCall(memory.current, call.plan.signature, results, memory.segments.find(x)) as copies,
     ):
+        if gathered is not None:
+            begin = sum(sizes[: copies.rank])
+            as_rows(gathered).narrow(0, begin, rows.shape[0]).copy_(rows)
         gather_and_multiply(
             copies, memory.side, call.peers_in_ring_order, sizes, rows, as_rows(whole), factors
         )
@@ -73,16 +77,16 @@ def gather_and_multiply(
     whole: torch.Tensor,
     factors: list[tuple[Weight, torch.Tensor | None, torch.Tensor]],
 ) -> None:
-    """Within a call: gathers ``rows`` [sizes[rank], K] of all ranks into ``whole`` [sum(sizes), K],
-    in the order of ``peers``, and multiplies them for each (w, bias, out)."""
+    """Within a call: gathers the peers' ``rows`` [sizes[rank], K] into ``whole`` [sum(sizes), K],
+    in the order of ``peers``, and multiplies them and the own rows for each (w, bias, out)."""
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
     side.fork()
     with side.current():
-        copies.put(rows, 0)
+        if copies.in_place is None:
+            copies.put(rows, 0)
         copies.publish(DATA)
     arrived: Mark = None
     try:
-        whole.narrow(0, begins[copies.rank], sizes[copies.rank]).copy_(rows)
         for owner, following in zip((copies.rank, *peers), (*peers, None), strict=True):
             side.wait(arrived)
             at = slice(begins[owner], begins[owner] + sizes[owner])
