@@ -104,8 +104,7 @@ class PacedCall(CopyCall):
             with torch.cuda.stream(stream):
                 self._theirs[peer - 1].publish(index, 0)
 
-    def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
-        super().fetch(source, index, dst.new_empty(0), 0)
+    def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
         theirs = self._ranks.spaces[source].view(dst.dtype, tuple(dst.shape), offset)
         cuda.paced_copy(dst, theirs, self._rate, LATENCY_US, COPY_SMS)
 

@@ -164,11 +164,15 @@ def bring_rows(
         if copies.in_place is None:
             copies.put(rows, 0)
         copies.publish(copies.last_word)
-        for owner in peers:
-            begin = sum(sizes[:owner])
-            for chunk, top in enumerate(range(0, sizes[owner], step)):
-                to = whole.narrow(0, begin + top, min(step, sizes[owner] - top))
-                copies.fetch(owner, copies.last_word, to, top * row_bytes)
+    for owner in peers:
+        begin = sum(sizes[:owner])
+        for chunk, top in enumerate(range(0, sizes[owner], step)):
+            to = whole.narrow(0, begin + top, min(step, sizes[owner] - top))
+            with side.next():
+                if top == 0:  # later chunks are copied after this one
+                    copies.await_word(owner, copies.last_word)
+                with side.copying():
+                    copies.copy_from(owner, to, top * row_bytes)
                 copies.pass_on(owner, kernel.FIRST_CHUNK + chunk)
 
 

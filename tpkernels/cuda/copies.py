@@ -92,14 +92,24 @@ class CopyCall:
         self._kernels.pass_on(self._stream(), self._words, source, index)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
-        """Waits for word ``index`` of rank ``source``, then copies from byte ``offset`` of its
-        memory into ``dst``. After a failed wait the contents of ``dst`` must not be used."""
+        """`await_word`, then `copy_from`."""
+        self.await_word(source, index)
+        self.copy_from(source, dst, offset)
+
+    def await_word(self, source: int, index: int) -> None:
+        """What the stream does from here on has word ``index`` of rank ``source``, or comes after a
+        failed wait."""
         self._check_word(index)
+        self._check_peer(source)
+        self._kernels.wait(self._stream(), self._words, source, index)
+
+    def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
+        """Copies from byte ``offset`` of the memory of rank ``source`` into ``dst``. After a failed
+        wait the contents of ``dst`` must not be used."""
         self._check_peer(source)
         nbytes = self._check(dst, offset)
         there = self._begin(source) + offset
-        stream = self._stream()
-        self._kernels.fetch(stream, self._words, source, index, dst.data_ptr(), there, nbytes)
+        self._kernels.copy(self._stream(), dst.data_ptr(), there, nbytes)
 
     def _begin(self, source: int) -> int:
         """The address at which what ``source`` has for its peers begins."""

@@ -212,10 +212,10 @@ class Group(Agreements):
     ) -> torch.Tensor:
         """See ``tpkernels.empty``; ``gpu``: where it is made, None for the host's memory."""
         if gpu is not None:
-            own = None
+            own: str | None = None
             if gpu.type == "cuda" and not torch.cuda.is_available():
                 own, gpu = "needs a GPU that torch sees", torch.device("cpu")
-            elif gpu.type == "cuda" and gpu.index is None:
+            elif gpu == torch.device("cuda"):  # without an index
                 gpu = torch.device("cuda", torch.cuda.current_device())
             why = self.unsupported_kernels(gpu, "symmetric memory", own)
             if why is not None:

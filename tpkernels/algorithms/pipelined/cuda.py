@@ -1,6 +1,6 @@
 """``pipelined`` on GPUs: one vendor matmul per peer, overlapped with peer copies.
 
-Algorithm: the current stream runs one matmul per peer, a second stream the peer copies.
+Algorithm: the current stream runs one matmul per peer, two others the peer copies in turn.
 all_gather_matmul      multiplies this rank's rows first, then those of rank+1, rank+2, ... when
                        they have been fetched.
 matmul_reduce_scatter  computes the partials for rank+1, rank+2, ... and publishes each to its owner
@@ -14,7 +14,7 @@ up what is queued behind it. No order of launches deadlocks, since a rank publis
 but with all fetches in front no product would overlap with them.
 
 Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side_stream.py forks
-and joins the second stream. A rank's memory holds its partial of all rows, at the same place on all
+and joins the side streams. A rank's memory holds its partial of all rows, at the same place on all
 ranks.
 """
 
@@ -35,7 +35,7 @@ from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.side_stream import Mark, SideStream
+from tpkernels.symm.side_stream import SideStream
 
 # Words of a call: the first and the last are the call's own.
 DATA, _RESULT, _WORDS = 1, 2, 4
@@ -85,7 +85,7 @@ def gather_and_multiply(
         if copies.in_place is None:
             copies.put(rows, 0)
         copies.publish(DATA)
-    arrived: Mark = None
+    arrived = side.copied
     try:
         for owner, following in zip((copies.rank, *peers), (*peers, None), strict=True):
             side.wait(arrived)
@@ -93,12 +93,20 @@ def gather_and_multiply(
             for w, bias, out in factors:
                 local_matmul(rows if owner == copies.rank else whole[at], w, out[at], bias)
             if following is not None:
-                with side.current():
-                    there = whole.narrow(0, begins[following], sizes[following])
-                    copies.fetch(following, DATA, there, 0)
-                    arrived = side.mark()
+                there = whole.narrow(0, begins[following], sizes[following])
+                fetch(copies, side, following, there, 0)
+                arrived = side.copied
     finally:
         side.join()
+
+
+def fetch(copies: CopyCall, side: SideStream, source: int, to: torch.Tensor, offset: int) -> None:
+    """Queues a copy from ``source``, once its data are there. The wait for them runs while the copy
+    before is under way."""
+    with side.next():
+        copies.await_word(source, DATA)
+        with side.copying():
+            copies.copy_from(source, to, offset)
 
 
 def matmul_reduce_scatter(
@@ -147,8 +155,7 @@ def multiply_and_scatter(
                 local_matmul(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
                 copies.publish(DATA, owner)
             if source is not None:
-                with side.current():
-                    copies.fetch(source, DATA, partials[source], begins[rank] * row_bytes)
+                fetch(copies, side, source, partials[source], begins[rank] * row_bytes)
     finally:
         side.join()
     return partials
