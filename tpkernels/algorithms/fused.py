@@ -17,6 +17,7 @@ import torch
 
 from tpkernels import cuda
 from tpkernels._C.host import Phase
+from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, shard_shape
@@ -81,6 +82,7 @@ def _place(x: torch.Tensor) -> Hashable:
     return x.stride(), x.data_ptr() % 16 == 0
 
 
+@gathers_in_rank_order
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
@@ -176,6 +178,7 @@ def bring_rows(
                 copies.pass_on(owner, kernel.FIRST_CHUNK + chunk)
 
 
+@scatters_in_rank_order
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:

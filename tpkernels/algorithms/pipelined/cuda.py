@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, shard_shape
@@ -42,6 +43,7 @@ DATA, _RESULT, _WORDS = 1, 2, 4
 _ALIGNMENT = 256  # bytes, of the results
 
 
+@gathers_in_rank_order
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
@@ -109,6 +111,7 @@ def fetch(copies: CopyCall, side: SideStream, source: int, to: torch.Tensor, off
             copies.copy_from(source, to, offset)
 
 
+@scatters_in_rank_order
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
