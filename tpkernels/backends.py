@@ -88,17 +88,33 @@ def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
     return TABLES[problem.device][problem.op, plan.algorithm]
 
 
-def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
-    """What runs the calls of an op with these arguments in the extension, where something does."""
-    if call.function is TABLES["cpu"][call.problem.op, "direct"]:
-        return direct.bind(op, call, given)
-    return None
+def bind(
+    op: str,
+    call: Call,
+    given: Any,
+    arguments: _C.calls.Arguments,
+    execute: Callable[[Call, Any], Any],
+) -> _C.calls.Bound | None:
+    """What runs the calls of an op with these arguments in the extension, where something does. On
+    CUDA tensors it is what `run` does before and after ``execute(call, arguments)``."""
+    problem, group = call.problem, call.group
+    function = TABLES[problem.device][problem.op, call.plan.algorithm]
+    if call.function is not function:  # of a trial
+        return None
+    if problem.device == "cpu":
+        return direct.bind(op, call, given) if call.plan.algorithm == "direct" else None
+    if group.workspace is None:
+        return None
+    follows = group.cuda_sums.follows if problem.reduces else None
+    return _C.calls.Queued(arguments, execute, call, group.workspace.alarm, follows)
 
 
 def failed(call: Call, error: BaseException) -> None:
-    """Breaks the group of a call that ends in an error, and tells the peers."""
-    call.group.mark_broken(error)
-    hang_up(call, error)
+    """Breaks the group of a call that ends in an error, and tells the peers; not if the error was
+    raised before anything was queued."""
+    if not isinstance(error, CaptureError):
+        call.group.mark_broken(error)
+        hang_up(call, error)
 
 
 def run(
@@ -125,8 +141,6 @@ def run(
                     result = execute(call, given)
             else:
                 result = execute(call, given)
-        except CaptureError:  # raised before anything was queued
-            raise
         except BaseException as error:
             failed(call, error)
             raise

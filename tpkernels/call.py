@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Call:
     generation: int  #: of the group's plans when it was planned
 
     @functools.cached_property
-    def kept(self) -> dict[str, Any]:
+    def kept(self) -> dict[Hashable, Any]:
         """What an algorithm derives from the call once."""
         return {}
 

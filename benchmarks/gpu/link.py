@@ -104,8 +104,7 @@ class PacedCall(CopyCall):
             with torch.cuda.stream(stream):
                 self._theirs[peer - 1].publish(index, 0)
 
-    def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
-        super().fetch(source, index, dst.new_empty(0), 0)
+    def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
         theirs = self._ranks.spaces[source].view(dst.dtype, tuple(dst.shape), offset)
         cuda.paced_copy(dst, theirs, self._rate, LATENCY_US, COPY_SMS)
 
@@ -149,8 +148,8 @@ class Gather:
         config = choose(self.rows.device, self.rows.dtype, self.whole.shape[0])
         # A paced copy must be resident beside the kernel, whose programs fill the others.
         config = replace(config, programs=max(config.programs - COPY_SMS, config.fetchers + 1))
-        launch, step = kernel.prepare_arriving(
-            config, self.w, None, self.out, self.whole, self.sizes
+        prepared, step = kernel.prepare_arriving(
+            config, self.w, self.whole, self.out.dtype, self.sizes
         )
         with PacedCall(self.ranks, 2, rate, space.words - 2) as copies, ExitStack() as after:
             fused.bring_rows(
@@ -158,7 +157,7 @@ class Gather:
                 step,
             )  # fmt: skip
             after.callback(side.join)
-            launch.run(space, 2)
+            prepared.launch(self.whole, self.w, None, self.out).run(space, 2)
 
     def matmul(self) -> None:
         torch.matmul(self.whole, self.w, out=self.out)

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -17,6 +18,7 @@
 #include "calls/key_sets.h"
 #include "calls/memory.h"
 #include "calls/ops.h"
+#include "calls/queued.h"
 #include "calls/shortcut.h"
 #include "calls/tensor.h"
 #include "calls/turns.h"
@@ -160,7 +162,8 @@ void bind_turns(py::module_& m) {
       .def_property_readonly("lock", &Turns::lock)
       .def("renew_lock", &Turns::renew_lock)
       .def_readwrite("in_call", &Turns::in_call)
-      .def_readwrite("open", &Turns::open);
+      .def_readwrite("open", &Turns::open)
+      .def_readwrite("untuned_in_capture", &Turns::untuned_in_capture);
 }
 
 void bind_kernels(py::module_& m) {
@@ -184,6 +187,20 @@ void bind_kernels(py::module_& m) {
             return self.named(self.parse(args.ptr(), kwargs.ptr()));
           },
           py::arg("args"), py::arg("kwargs"));
+  py::class_<Alarm, std::shared_ptr<Alarm>>(m, "Alarm")
+      .def(py::init<>())
+      .def("watch", &Alarm::watch, py::arg("word"))
+      .def("unwatch", &Alarm::unwatch, py::arg("word"))
+      .def("rings", &Alarm::rings)
+      .def_readwrite("raised", &Alarm::raised);
+  py::class_<Queued, Bound, std::shared_ptr<Queued>>(m, "Queued")
+      .def(py::init([](std::shared_ptr<Arguments> arguments, py::object execute, py::object call,
+                       std::shared_ptr<Alarm> alarm, std::optional<bool> deterministic) {
+             return std::make_shared<Queued>(std::move(arguments), std::move(execute),
+                                             std::move(call), std::move(alarm), deterministic);
+           }),
+           py::arg("arguments"), py::arg("execute"), py::arg("call"), py::arg("alarm"),
+           py::arg("deterministic"));
   m.def(
       "make_kernel",
       [](std::shared_ptr<Arguments> arguments, py::object plan, py::object run, py::object failed,

@@ -84,7 +84,9 @@ class Turn {
 py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& planned,
                      const Slots& slots, const Tensor& x) {
   const Turn turn(turns);
-  if (!turn.taken || planned.generation != turns.generation()) return {};
+  if (!turn.taken || turns.untuned_in_capture || planned.generation != turns.generation()) {
+    return {};
+  }
   try {
     return planned.bound->run(slots, x);
   } catch (...) {
@@ -187,8 +189,8 @@ py::object run_warm(const py::object& kernel, const Slots& slots) {
   const auto& state = state_of<KernelState>(kernel.ptr());
   thread_local std::string key;
   const Found found = find(state, slots, &key);
-  // An x that is not contiguous may have to be checked.
-  if (!found.runs_in_extension(slots) || !is_contiguous(found.x)) return {};
+  if (!found.runs_in_extension(slots)) return {};
+  if (!state.functions.check.is_none() && !is_contiguous(found.x)) return {};
   if (py::object result = run_bound(state, *found.turns, *found.planned, slots, found.x)) {
     return result;
   }

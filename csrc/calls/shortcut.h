@@ -1,7 +1,7 @@
 // The way past torch's dispatcher, for calls in which it would have nothing to do: no gradient,
-// no mode, no transform, no tracing, no profiler, dense or packed tensors of the CPU. Within a
-// model, whose weights have emptied the caches, the dispatcher and its conversion of the arguments
-// take most of the time of a small collective: benchmarks/results/cpu-2core-decode.md.
+// no mode, no transform, no tracing, no profiler, dense or packed tensors. Within a model, whose
+// weights have emptied the caches, the dispatcher and its conversion of the arguments take most of
+// the time of a small collective: benchmarks/results/cpu-2core-decode.md.
 #pragma once
 
 #include <pybind11/pybind11.h>

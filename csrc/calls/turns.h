@@ -53,6 +53,9 @@ class Turns {
 
   bool in_call = false;  // on the thread that has the lock
   bool open = true;      // calls can run: nothing has failed, nobody closed it, no fork
+  // A problem was planned while a graph was captured, where nothing is tuned: a call after the
+  // capture is to forget all plans.
+  bool untuned_in_capture = false;
 
  private:
   std::string name_;

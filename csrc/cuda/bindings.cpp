@@ -163,13 +163,11 @@ void bind_signals(py::class_<Kernels>& kernels) {
           },
           py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("nbytes"), ReleaseGil())
       .def(
-          "fetch",
-          [](Kernels& k, Stream stream, const Space& space, int source, int index, Address dst,
-             Address src, std::size_t bytes) {
-            fetch(k, stream, space, {source, index, source}, dst, src, bytes);
+          "wait",
+          [](Kernels& k, Stream stream, const Space& space, int source, int index) {
+            k.wait(stream, space, {source, index, source});
           },
-          py::arg("stream"), py::arg("space"), py::arg("source"), py::arg("index"), py::arg("dst"),
-          py::arg("src"), py::arg("nbytes"), ReleaseGil());
+          py::arg("stream"), py::arg("space"), py::arg("source"), py::arg("index"), ReleaseGil());
 }
 
 }  // namespace

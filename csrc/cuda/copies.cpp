@@ -9,10 +9,4 @@ void copy(const Kernels& kernels, Stream stream, Address dst, Address src, std::
                  "cuMemcpyAsync");
 }
 
-void fetch(Kernels& kernels, Stream stream, const Space& space, const Signal& signal, Address dst,
-           Address src, std::size_t bytes) {
-  kernels.wait(stream, space, signal);
-  copy(kernels, stream, dst, src, bytes);
-}
-
 }  // namespace tpkernels::cuda

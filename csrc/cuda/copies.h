@@ -3,8 +3,9 @@
 // Problem: fetch chunks from peers while the SMs run a matmul, in eager calls and replayed graphs.
 //
 // Algorithm: a call of several launches. It opens with `Kernels::begin`. Each rank copies its
-// chunks into its own region (`copy`) and publishes a word per chunk. The peers fetch them, on any
-// streams forked from the call's stream and joined back to it. The call closes with `Kernels::end`.
+// chunks into its own region (`copy`) and publishes words for them. The peers wait for the words
+// (`Kernels::wait`) and copy, on any streams forked from the call's stream and joined back to it.
+// The call closes with `Kernels::end`.
 //
 // Sync: cuda/sync.cuh. Kernels of one block write and await the words, not cuStreamWriteValue64 and
 // cuStreamWaitValue64, for three reasons. Their values come from the host and are fixed in a
@@ -21,9 +22,5 @@ namespace tpkernels::cuda {
 // Copies with a copy engine; within one device the driver chooses how. The devices of both
 // addresses must have access to each other.
 void copy(const Kernels& kernels, Stream stream, Address dst, Address src, std::size_t bytes);
-
-// Copies once the word has arrived or the wait has failed.
-void fetch(Kernels& kernels, Stream stream, const Space& space, const Signal& signal, Address dst,
-           Address src, std::size_t bytes);
 
 }  // namespace tpkernels::cuda

@@ -164,7 +164,7 @@ def test_a_kernel_gives_up_at_its_deadline(interpreting: RanksFixture) -> None:
 def raising_job() -> Ending:
     """Rank 1 fails before its kernel starts; the others are told."""
     from tpkernels.kernels import matmul_reduce_scatter as kernel
-    from tpkernels.symm.device import Launch
+    from tpkernels.symm.device import Prepared
 
     group = faults.new_group()
 
@@ -173,7 +173,7 @@ def raising_job() -> Ending:
 
     faults.run_op("matmul_reduce_scatter", group, "fused", 12)
     if group.rank() == 1:
-        kernel.prepare = lambda *_: Launch(1, 1, (), fail)  # type: ignore[assignment]
+        kernel.prepare = lambda *_: Prepared(1, 1, (), fail)  # type: ignore[assignment]
     return faults.ending_of(lambda: faults.run_op("matmul_reduce_scatter", group, "fused", 12))
 
 

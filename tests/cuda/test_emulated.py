@@ -158,8 +158,8 @@ def mixed_job(driver: str) -> list[str]:
         x, out = torch.full((rows, 16), 1.0 + call), torch.empty(rows, 24)
         if call % 3 == 0:
             w = torch.ones(16, 24)
-            launch = fused.prepare(INTERPRETER, x, w, None, None, out, space.world, F32)
-            launch.run(space, call + 1)
+            prepared = fused.prepare(INTERPRETER, x, w, F32, space.world, F32)
+            prepared.launch(x, w, None, None, out).run(space, call + 1)
             want = 16 * (1.0 + call) * space.world
         elif call % 3 == 1:
             way = ("one_shot", "low_latency")[call // 3 % 2]
@@ -194,8 +194,8 @@ def pulled_job(driver: str) -> int:
         x = torch.full((8, 16), 1.0 + call)
         out, gathered = torch.empty(8 * space.world, 16), torch.empty(8 * space.world, 16)
         sizes = (8,) * space.world
-        launch = gather.prepare(INTERPRETER, x, [weight], [None], [out], gathered, sizes)
-        launch.run(space, call + 1)
+        prepared = gather.prepare(INTERPRETER, x, [weight], gathered, F32, sizes)
+        prepared.launch(x, [weight], [None], [out], gathered).run(space, call + 1)
         with cuda.CopyCall(space, call + 100) as copies:
             copies.put(everything, 0)
         wrong += not bool((out == 1.0 + call).all())

@@ -20,7 +20,7 @@ class Queue:
     """Copies, a side stream and products that only note their turn."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.order = rank, list[str]()
+        self.rank, self.order, self.in_place = rank, list[str](), None
 
     def put(self, src: torch.Tensor, offset: int) -> None:
         self.order.append("put")
@@ -28,21 +28,28 @@ class Queue:
     def publish(self, index: int, to: int | None = None) -> None:
         self.order.append("publish" if to is None else f"publish to {to}")
 
-    def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
+    def await_word(self, source: int, index: int) -> None:
+        pass
+
+    def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
         self.order.append(f"fetch {source}")
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
     def fork(self) -> None:
-        pass
+        self.copied: str | None = None
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         yield
 
-    def mark(self) -> str:
-        return self.order[-1]
+    next = current
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        yield
+        self.copied = self.order[-1]
 
     def wait(self, mark: str | None) -> None:
         self.order.append(f"wait for {mark}")
@@ -86,5 +93,5 @@ def test_the_side_stream_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given: made.append(given))
     SideStream(torch.device("cuda", 0))
-    assert made == [(torch.device("cuda", 0), side_stream._PRIORITY)]
+    assert made == [(torch.device("cuda", 0), side_stream._PRIORITY)] * 2
     assert side_stream._PRIORITY < 0  # lower numbers go first

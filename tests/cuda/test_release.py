@@ -130,7 +130,7 @@ def raising_job(driver: str) -> list[str]:
         space = space_of(group)
         done: list[str] = []
         patch.setattr(space.side, "join", lambda: done.append("joined"))
-        event = space._event
+        event = space.event
         assert isinstance(event, fake_events.Event)
         before = event.records
         try:

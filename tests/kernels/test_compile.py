@@ -257,6 +257,7 @@ def test_a_product_leaves_room_for_the_kernels_that_bring_its_rows(
     config = replace(TABLE[90, 2, False], programs=132, tma=False)
     sizes = (1 << 15, 8), (8, 256), (1 << 15, 256)
     gathered, w, out = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
-    arriving = all_gather_matmul.prepare_arriving(config, w, None, out, gathered, (1 << 14,) * 2)
-    arriving.launch.run(space, 1)
-    assert grids == [(132 - all_gather_matmul._ROOM,)] and all_gather_matmul._ROOM >= 1
+    sizes_of_ranks = (1 << 14,) * 2
+    arriving = all_gather_matmul.prepare_arriving(config, w, gathered, out.dtype, sizes_of_ranks)
+    arriving.prepared.launch(gathered, w, None, out).run(space, 1)
+    assert grids == [(132 - all_gather_matmul._ROOM, 1, 1)] and all_gather_matmul._ROOM >= 1

@@ -143,7 +143,7 @@ def _disturbed(trial: Trial, group: dist.ProcessGroup) -> Iterator[list[str]]:
 def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
     """Makes a call raise, at its beginning or when all of it is done."""
     groups.get(group.group_name).forget_calls()  # they hold their functions
-    backends.bind = lambda op, call, given: None  # type: ignore[assignment]
+    backends.bind = lambda *_: None  # type: ignore[assignment]
     run, calls = backends.TABLES["cpu"][trial.op, trial.algorithm], [0]
 
     def raising(*args: Any) -> Any:

@@ -41,6 +41,7 @@ class SharedMemory:
         workspace = groups.get(name).workspace
         assert workspace is not None
         arena = workspace._further_arena("a rehearsal", memory.numel())
+        memory.set_(torch.frombuffer(arena.region(workspace.participant.rank), dtype=memory.dtype))
         return Handle(
             [arena.region(r).address for r in range(workspace.participant.world)], 0, arena
         )
@@ -59,4 +60,4 @@ def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
 
 
 def space_of(group: dist.ProcessGroup) -> CudaWorkspace:
-    return faults.workspace_of(group)._cuda[torch.device("cpu")]
+    return faults.workspace_of(group).on_gpus[torch.device("cpu")]

@@ -83,7 +83,7 @@ def planned_in_python() -> Iterator[None]:
             group.forget_calls()
 
     forget()
-    with mock.patch.object(backends, "bind", lambda op, call, given: None):
+    with mock.patch.object(backends, "bind", lambda *_: None):
         yield
     forget()
 

@@ -8,9 +8,10 @@ running or have ended on all ranks of its group. `check` visits all schedules.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from tpkernels.symm.order import DeviceOrder
@@ -44,15 +45,24 @@ class Stream:
 Turn = Callable[[str, Any, Any], AbstractContextManager[None]]
 
 
+@contextmanager
+def _turn(order: DeviceOrder, group: str, stream: Any, event: Any) -> Iterator[None]:
+    order.begin(group, stream)
+    try:
+        yield
+    finally:
+        order.end(stream, event)
+
+
 def one_order() -> Turn:
     """What the package does: one chain for all groups of a device."""
-    return DeviceOrder().turn
+    return functools.partial(_turn, DeviceOrder())
 
 
 def order_per_group() -> Turn:
     """A chain for each group."""
     orders: dict[str, DeviceOrder] = {}
-    return lambda name, *rest: orders.setdefault(name, DeviceOrder()).turn(name, *rest)
+    return lambda name, *rest: _turn(orders.setdefault(name, DeviceOrder()), name, *rest)
 
 
 def issued(calls: Sequence[tuple[str, str]], turn: Turn) -> list[list[Step]]:

@@ -26,7 +26,7 @@ def growth_job() -> list[str]:
         needs = [(1 << n, 1) for n in range(3, 12)] + [(1, 1 << n) for n in range(12, 20)]
         needs += [(1 << 15, 1 << 21), (1, 1)]
         for words, nbytes in needs:
-            before = workspace._cuda[CPU].current
+            before = workspace.on_gpus[CPU].current
             memory = workspace.cuda(CPU, words, nbytes, "a call")
             after = memory.current
             case = f"{words} words, {nbytes} bytes"

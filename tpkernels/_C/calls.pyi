@@ -99,6 +99,23 @@ class MatmulAllReduceRmsNorm(Bound):
         self, collective: Collective, shape: Sequence[int], eps: float, packed: bool
     ) -> None: ...
 
+class Alarm:
+    def __init__(self) -> None: ...
+    def watch(self, word: int) -> None: ...
+    def unwatch(self, word: int) -> None: ...
+    def rings(self) -> bool: ...
+    raised: bool
+
+class Queued(Bound):
+    def __init__(
+        self,
+        arguments: Arguments,
+        execute: Callable[..., Any],
+        call: Any,
+        alarm: Alarm,
+        deterministic: bool | None,
+    ) -> None: ...
+
 class Lock:
     def acquire(self, blocking: bool = True) -> bool: ...
     def release(self) -> None: ...
@@ -117,6 +134,7 @@ class Turns:
     def renew_lock(self) -> None: ...
     in_call: bool
     open: bool
+    untuned_in_capture: bool
 
 class Arguments:
     def __init__(

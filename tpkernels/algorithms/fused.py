@@ -10,20 +10,21 @@ peer in a call of another algorithm. On GPUs a call only queues its kernel: see 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpkernels import cuda
 from tpkernels._C.host import Phase
+from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, shard_shape
 from tpkernels.call import Call
-from tpkernels.cuda.queued import queue, queued
+from tpkernels.cuda.queued import queue_alike, queued
 from tpkernels.local.memory import empty
-from tpkernels.symm.device import Launch
+from tpkernels.symm.device import Prepared
 from tpkernels.symm.failures import kernel_error
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
@@ -35,11 +36,19 @@ if TYPE_CHECKING:  # this imports Triton
 COPY_ENGINE_BYTES = 4 << 20
 
 
-def _run(call: Call, device: torch.device, launch: Launch) -> None:
-    """Runs a prepared call. On CPU tensors it has succeeded when this returns."""
+def _run(
+    call: Call,
+    device: torch.device,
+    key: Hashable,
+    prepare: Callable[[], Prepared],
+    *tensors: Any,
+) -> None:
+    """Runs what ``prepare`` returns, which is the same for calls with the same key. On CPU tensors
+    it has succeeded when this returns."""
     if call.problem.device == "cuda":
-        queue(call, device, launch)
+        queue_alike(call, device, key, prepare, *tensors)
         return
+    launch = prepare().launch(*tensors)
     space = call.workspace.device(launch.words, launch.buffer_bytes, call.plan.text)
     channel = call.workspace.channel
     channel.begin(call.plan.signature, call.plan.text)
@@ -62,15 +71,18 @@ def _run(call: Call, device: torch.device, launch: Launch) -> None:
 
 def _config(call: Call, x: torch.Tensor) -> MatmulConfig:
     """The block sizes. They follow from the rows of all ranks, so all ranks choose the same."""
-    config: MatmulConfig | None = call.kept.get("config")
-    if config is None:
-        from tpkernels.kernels.configs import choose
+    from tpkernels.kernels.configs import choose
 
-        config = choose(x.device, x.dtype, call.problem.rows, call.plan.config)
-        call.kept["config"] = config
-    return config
+    return choose(x.device, x.dtype, call.problem.rows, call.plan.config)
 
 
+def _place(x: torch.Tensor) -> Hashable:
+    """What a prepared launch knows of an operand besides its shape and dtype: the strides, and
+    whether TMA can read it."""
+    return x.stride(), x.data_ptr() % 16 == 0
+
+
+@gathers_in_rank_order
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
@@ -79,19 +91,22 @@ def all_gather_matmul(
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    from tpkernels.kernels import all_gather_matmul as kernel
-
     problem = call.problem
     sizes = problem.shard_rows
     whole = as_rows(empty(problem.shape, x.dtype, x.device) if gathered is None else gathered)
     rows, outs = as_rows(x.contiguous()), [as_rows(out) for out in outs]
     biases = [None if bias is None else bias.contiguous() for bias in biases]
-    config = _config(call, x)
     if max(sizes) * rows.shape[1] * x.element_size() >= COPY_ENGINE_BYTES and _copies(call, x):
-        _gather_by_copies(call, config, rows, weights, biases, outs, whole, sizes)
+        _gather_by_copies(call, _config(call, x), rows, weights, biases, outs, whole, sizes)
         return
-    launch = kernel.prepare(config, rows, weights, biases, outs, whole, sizes)
-    _run(call, x.device, launch)
+
+    def prepare() -> Prepared:
+        from tpkernels.kernels import all_gather_matmul as kernel
+
+        return kernel.prepare(_config(call, x), rows, weights, whole, outs[0].dtype, sizes)
+
+    key = tuple([_place(w) for w in weights])
+    _run(call, x.device, key, prepare, rows, weights, biases, outs, whole)
 
 
 def _copies(call: Call, x: torch.Tensor) -> bool:
@@ -113,16 +128,19 @@ def _gather_by_copies(
 ) -> None:
     from tpkernels.kernels import all_gather_matmul as kernel
 
-    launch, step = kernel.prepare_arriving(config, weights[0], biases[0], outs[0], whole, sizes)
+    dtype = outs[0].dtype
+    prepared, step = kernel.prepare_arriving(config, weights[0], whole, dtype, sizes)
+    launch = prepared.launch(whole, weights[0], biases[0], outs[0])
+    multiply_others = kernel.bind_others(config, whole, weights[1:], dtype)
     with queued(call, rows.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
-        space, signature = memory.current, call.plan.signature
-        with cuda.CopyCall(space, signature, [whole, *outs]) as copies:
+        space, signature, in_place = memory.current, call.plan.signature, memory.segments.find(rows)
+        with cuda.CopyCall(space, signature, [whole, *outs], in_place) as copies:
             bring_rows(copies, memory.side, call.peers_in_ring_order, rows, whole, sizes, step)
             try:
-                launch.run(space, signature)
+                launch.run(space, copies.signature)
             finally:
                 memory.side.join()
-            kernel.multiply_gathered(config, whole, weights[1:], biases[1:], outs[1:])
+            multiply_others(whole, weights[1:], biases[1:], outs[1:])
 
 
 def bring_rows(
@@ -145,42 +163,52 @@ def bring_rows(
     whole.narrow(0, sum(sizes[: copies.rank]), rows.shape[0]).copy_(rows)
     side.fork()
     with side.current():
-        copies.put(rows, 0)
+        if copies.in_place is None:
+            copies.put(rows, 0)
         copies.publish(copies.last_word)
-        for owner in peers:
-            begin = sum(sizes[:owner])
-            for chunk, top in enumerate(range(0, sizes[owner], step)):
-                to = whole.narrow(0, begin + top, min(step, sizes[owner] - top))
-                copies.fetch(owner, copies.last_word, to, top * row_bytes)
+    for owner in peers:
+        begin = sum(sizes[:owner])
+        for chunk, top in enumerate(range(0, sizes[owner], step)):
+            to = whole.narrow(0, begin + top, min(step, sizes[owner] - top))
+            with side.next():
+                if top == 0:  # later chunks are copied after this one
+                    copies.await_word(owner, copies.last_word)
+                with side.copying():
+                    copies.copy_from(owner, to, top * row_bytes)
                 copies.pass_on(owner, kernel.FIRST_CHUNK + chunk)
 
 
+@scatters_in_rank_order
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
-    from tpkernels.kernels import matmul_reduce_scatter as kernel
-
-    problem, bias, residual = call.problem, reduction.bias, reduction.residual
-    sizes = problem.shard_rows
+    problem, rows = call.problem, as_rows(x)
     out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
-    launch = kernel.prepare(
-        _config(call, x), as_rows(x), w, bias, residual, as_rows(out), sizes, problem.dtype
-    )
-    _run(call, x.device, launch)
+
+    def prepare() -> Prepared:
+        from tpkernels.kernels import matmul_reduce_scatter as kernel
+
+        return kernel.prepare(_config(call, x), rows, w, problem.shard_rows, problem.dtype)
+
+    added = reduction.bias, reduction.residual
+    _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, as_rows(out))
     return out
 
 
 def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
-    from tpkernels.kernels import matmul_all_reduce as kernel
-
-    problem, bias, residual = call.problem, reduction.bias, reduction.residual
+    problem, rows = call.problem, as_rows(x)
     out = empty(problem.shape, reduction.out_dtype, x.device)
-    launch = kernel.prepare(
-        _config(call, x), as_rows(x), w, bias, residual, as_rows(out), problem.world, problem.dtype
-    )
-    _run(call, x.device, launch)
+
+    def prepare() -> Prepared:
+        from tpkernels.kernels import matmul_all_reduce as kernel
+
+        config = _config(call, x)
+        return kernel.prepare(config, rows, w, out.dtype, problem.world, problem.dtype)
+
+    added = reduction.bias, reduction.residual
+    _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, as_rows(out))
     return out
 
 

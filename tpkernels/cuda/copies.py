@@ -20,6 +20,7 @@ import torch
 from tpkernels.cuda.checks import check_contiguous, device_and_stream, space_of
 from tpkernels.cuda.image import kernels
 from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.gpu_segments import GpuSegment
 
 
 class CopyCall:
@@ -33,14 +34,22 @@ class CopyCall:
 
     Args:
         results: contiguous; filled with NaN at the end if a wait has failed.
+        in_place: what is fetched lies there and not in a rank's memory; nothing is put.
     """
 
     def __init__(
-        self, space: DeviceWorkspace, signature: int, results: Sequence[torch.Tensor] = ()
+        self,
+        space: DeviceWorkspace,
+        signature: int,
+        results: Sequence[torch.Tensor] = (),
+        in_place: GpuSegment | None = None,
     ) -> None:
         for i, result in enumerate(results):
             check_contiguous(space.regions.device, **{f"results[{i}]": result})
-        self._space, self._words, self._results = space, space_of(space, signature), results
+        self.in_place = in_place
+        self.signature = signature if in_place is None else in_place.signature(signature)
+        self._space, self._results = space, results
+        self._words = space_of(space, self.signature)
         self.rank, self.last_word = space.rank, space.words - 2
         device, _ = device_and_stream(space.regions.device)
         self._kernels = kernels(device)
@@ -83,14 +92,30 @@ class CopyCall:
         self._kernels.pass_on(self._stream(), self._words, source, index)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
-        """Waits for word ``index`` of rank ``source``, then copies from byte ``offset`` of its
-        memory into ``dst``. After a failed wait the contents of ``dst`` must not be used."""
+        """`await_word`, then `copy_from`."""
+        self.await_word(source, index)
+        self.copy_from(source, dst, offset)
+
+    def await_word(self, source: int, index: int) -> None:
+        """What the stream does from here on has word ``index`` of rank ``source``, or comes after a
+        failed wait."""
         self._check_word(index)
         self._check_peer(source)
+        self._kernels.wait(self._stream(), self._words, source, index)
+
+    def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
+        """Copies from byte ``offset`` of the memory of rank ``source`` into ``dst``. After a failed
+        wait the contents of ``dst`` must not be used."""
+        self._check_peer(source)
         nbytes = self._check(dst, offset)
-        there = self._space.buffers(source) + offset
-        stream = self._stream()
-        self._kernels.fetch(stream, self._words, source, index, dst.data_ptr(), there, nbytes)
+        there = self._begin(source) + offset
+        self._kernels.copy(self._stream(), dst.data_ptr(), there, nbytes)
+
+    def _begin(self, source: int) -> int:
+        """The address at which what ``source`` has for its peers begins."""
+        if self.in_place is not None:
+            return self.in_place.addresses[source]
+        return self._space.buffers(source)
 
     def _stream(self) -> int:
         return device_and_stream(self._space.regions.device)[1]
@@ -99,7 +124,7 @@ class CopyCall:
         """The size of the tensor in bytes; raises if it does not fit at ``offset``."""
         check_contiguous(self._space.regions.device, tensor=tensor)
         nbytes = tensor.numel() * tensor.element_size()
-        held = 2 * self._space.buffer_bytes
+        held = 2 * self._space.buffer_bytes if self.in_place is None else self.in_place.nbytes
         if offset < 0 or offset + nbytes > held:
             raise ValueError(f"bytes [{offset}, +{nbytes}) of the {held} that each rank has")
         return nbytes

@@ -6,13 +6,17 @@ waits when one is lost. After a failure the results are NaN, and the group's nex
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 
 from tpkernels.call import Call
 from tpkernels.symm.cuda import CudaWorkspace
-from tpkernels.symm.device import Launch
+from tpkernels.symm.device import Launch, Prepared
+
+_MOST_BOUND = 64  # launches that are kept with a planned call
 
 
 def queued(
@@ -24,13 +28,47 @@ def queued(
     Raises:
         CaptureError: a graph is captured and the workspace lacks something.
     """
+    return _with_room(call, on, words, buffer_bytes, sizes).in_order()
+
+
+def _with_room(
+    call: Call, on: torch.device, words: int, buffer_bytes: int, sizes: tuple[int, ...]
+) -> CudaWorkspace:
     memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
     if sizes:  # here, because in a capture this raises, which it must before anything is queued
         memory.current.starts(sizes)
-    return memory.in_order()
+    return memory
 
 
 def queue(call: Call, on: torch.device, launch: Launch) -> None:
     """Queues a prepared call."""
     with queued(call, on, launch.words, launch.buffer_bytes, launch.sizes) as memory:
         launch.run(memory.current, call.plan.signature)
+
+
+class _Bound(NamedTuple):
+    """A launch in a workspace."""
+
+    state: object  # of the workspace's launch arguments
+    run: Callable[..., None]
+
+
+def queue_alike(
+    call: Call, on: torch.device, key: Hashable, prepare: Callable[[], Prepared], *tensors: Any
+) -> None:
+    """Queues a call. What ``prepare`` returns is bound to the workspace once and kept for the
+    calls with that key, which have tensors alike, until the workspace or its arguments change.
+
+    Raises what `queued` does.
+    """
+    memory = call.workspace.on_gpus[on]
+    bound: _Bound | None = call.kept.get(key)
+    if bound is None or bound.state is not memory.current.state_of_arguments:
+        needs = prepare()
+        space = _with_room(call, on, needs.words, needs.buffer_bytes, needs.sizes).current
+        bound = _Bound(space.state_of_arguments, needs.bind(space, call.plan.signature))
+        if len(call.kept) >= _MOST_BOUND:
+            call.kept.clear()
+        call.kept[key] = bound
+    with memory.in_order():
+        bound.run(*tensors)

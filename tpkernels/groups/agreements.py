@@ -35,7 +35,6 @@ class Agreements(Endings):
         self.times: dict[str, Table] = {}  #: rank 0's and of trials, by device type; see `tuned`
         self.trials: dict[Hashable, Trial] = {}  #: see ops/_trial.py
         self.tuning: Tuning | None = None  #: on the spot; see ops/_autotune.py
-        self.untuned_in_capture = False  #: a problem was met while a graph was captured
         #: The algorithms that failed when a problem was tuned, and why; empty if none did.
         self.left_out: dict[tuple[Series, int], dict[str, str]] = {}
         self._known: dict[str, str] = {}  # what `from_rank_0` has returned

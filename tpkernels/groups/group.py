@@ -208,14 +208,27 @@ class Group(Agreements):
                 if refused is not None and self.rank == 0:
                     self.notices.append(refused)
 
-    def make_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See ``tpkernels.empty``."""
+    def make_symmetric(
+        self, shape: tuple[int, ...], dtype: torch.dtype, gpu: torch.device | None
+    ) -> torch.Tensor:
+        """See ``tpkernels.empty``; ``gpu``: where it is made, None for the host's memory."""
+        if gpu is not None:
+            own: str | None = None
+            if gpu.type == "cuda" and not torch.cuda.is_available():
+                own, gpu = "needs a GPU that torch sees", torch.device("cpu")
+            elif gpu == torch.device("cuda"):  # without an index
+                gpu = torch.device("cuda", torch.cuda.current_device())
+            why = self.unsupported_kernels(gpu, "symmetric memory", own)
+            if why is not None:
+                raise NotImplementedError(f"symmetric memory {why}")
         with self.together(MemoryError, NotImplementedError):
             if self.workspace is None:
                 raise NotImplementedError(
                     "symmetric tensors need memory that all ranks share, which those of group "
                     f"'{self.name}' do not: {self.why_not_shared}"
                 )
+            if gpu is not None:
+                return self.workspace.make_symmetric_on(gpu, shape, dtype)
             return self.workspace.make_symmetric(shape, dtype)
 
     def look_in_waits(self, look: Callable[[], None]) -> None:

@@ -36,6 +36,13 @@ class CudaNumerics:
         return self._agreed == self.wanted
 
     @property
+    def follows(self) -> bool | None:
+        """The value of torch's flag that planned calls hold for; None: for both."""
+        if self._given is not None or self._agreed is None:
+            return None
+        return self._agreed == ORDERED
+
+    @property
     def changed(self) -> bool:
         """Whether calls have been planned that sum otherwise than this rank now wants."""
         return self._agreed is not None and not self.settled

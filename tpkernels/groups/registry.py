@@ -234,20 +234,33 @@ def check(group: GroupLike | None = None) -> None:
     named_or_default(group).check()
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.float32, group: GroupLike) -> torch.Tensor:
+def empty(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    group: GroupLike,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
     """A symmetric tensor: like ``torch.empty`` (zero-filled here), but in memory that all ranks of
     ``group`` map. An op that finds its input in one skips the copy into its workspace: peers read
     it in place, and the op returns when they have. Collective: all ranks give the same shape and
     dtype, and keep the tensor while any rank passes its own to an op.
 
+    On a GPU (``device="cuda"``) an ``all_gather_matmul`` finds it where copy engines move the
+    input: by `pipelined`, and by `fused` for large shards. All ranks pass the same tensor, whole,
+    or none does: anything else is a ``CollectiveMismatchError``. Parts of one are copied.
+
     Raises:
-        NotImplementedError: the ranks share no memory.
+        NotImplementedError: the ranks, or their GPUs, share no memory.
+        CaptureError: the group's first one on a GPU, in a capture.
         CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, MemoryError.
     """
     if any(size < 0 for size in shape):
         raise ValueError(f"shape {list(shape)} has a negative size")
-    ready = get(name_of(group)).ready()
-    tensor = ready.make_symmetric(tuple(shape), dtype)
+    on = torch.device(device)
+    if on.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device is {on}; a symmetric tensor can be on cpu or cuda")
+    ready = get(name_of(group)).ready(on.type)
+    tensor = ready.make_symmetric(tuple(shape), dtype, None if on.type == "cpu" else on)
     ready.warn()
     return tensor
 

@@ -17,6 +17,7 @@ rows, their stream publishes these words.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,17 +25,16 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels.arguments import SCALARS, launch_arguments
+from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
+from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.matmul import (
     Product,
     Result,
-    matmul,
+    bind_matmul,
     matmul_tiles,
     segment,
-    segments_of,
     store_result,
-    table_of,
 )
 from tpkernels.kernels.sync import (
     ENTERED,
@@ -51,7 +51,7 @@ from tpkernels.kernels.sync import (
     wait_for,
 )
 from tpkernels.kernels.words import fence_async_proxy
-from tpkernels.symm.device import DeviceWorkspace, Launch
+from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 FIRST_CHUNK = TILES.value  # the word of the first chunk from a rank
 COPY_BLOCK = 4096  # elements that a program copies at a time
@@ -166,81 +166,105 @@ def prepare(
     config: MatmulConfig,
     x: torch.Tensor,
     weights: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    outs: list[torch.Tensor],
     gathered: torch.Tensor,
+    out_dtype: torch.dtype,
     sizes: tuple[int, ...],
-) -> Launch:
+) -> Prepared:
     """x [sizes[rank], K], weights [K, N_i] -> outs [M, N_i] and gathered [M, K], where M is the sum
-    of ``sizes``. The first weight's kernel gathers; the others' are plain products."""
-    rows, k = x.shape
-    w, bias, out = weights[0], biases[0], outs[0]
+    of ``sizes``. Takes x, the lists of weights, biases and outs, and gathered. The first weight's
+    kernel gathers; the others' are plain products."""
+    (rows, k), w = x.shape, weights[0]
+    operands = config.operands(gathered, w, out_dtype)
+    multiply_others = bind_others(config, gathered, weights[1:], out_dtype)
 
-    def run(space: DeviceWorkspace, signature: int) -> None:
-        own = gathered.narrow(0, sum(sizes[: space.rank]), rows)
-        arguments = launch_arguments(space, signature)
-        if rows:
-            shard_kernel[(min(config.programs, ceil_div(rows * k, COPY_BLOCK)),)](
-                x, own, rows * k, arguments["workspace"], space.rank, BLOCK=COPY_BLOCK
-            )
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        begin, arguments = sum(sizes[: space.rank]), launch_arguments(space, signature)
+        share = BoundKernel(
+            shard_kernel,
+            min(config.programs, ceil_div(rows * k, COPY_BLOCK)),
+            (rows * k, *arguments[:2], COPY_BLOCK),
+            {},
+        )
         fetchers = config.fetchers if space.world > 1 else 0
-        lanes = min(config.programs - fetchers, config.tiles(sizes, out.shape[1]))
-        a, b, tiling = config.operands(gathered, w, out.dtype)
-        all_gather_matmul_kernel[(fetchers + max(lanes, 1),)](
-            gathered, a, b, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
-            **arguments, chunk_tiles=1, PART=False, FETCHERS=fetchers, COPY=COPY_BLOCK,
-            tiling=tiling, **config.launch,
+        lanes = min(config.programs - fetchers, config.tiles(sizes, w.shape[1]))
+        multiply = BoundKernel(
+            all_gather_matmul_kernel,
+            fetchers + max(lanes, 1),
+            (segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, False, fetchers,
+             COPY_BLOCK, operands.tiling),
+            config.launch,
         )  # fmt: skip
-        multiply_gathered(config, gathered, weights[1:], biases[1:], outs[1:])
+
+        def run(x: torch.Tensor, weights: Any, biases: Any, outs: Any, gathered: Any) -> None:
+            if rows:
+                share(x, gathered.narrow(0, begin, rows))
+            a, b = operands.of(gathered, weights[0])
+            multiply(gathered, a, b, biases[0], outs[0])
+            multiply_others(gathered, weights[1:], biases[1:], outs[1:])
+
+        return run
 
     words = 1 + ceil_div(max(sizes), config.block_m)
-    return Launch(words, max(sizes) * k * x.itemsize, table_of(sizes), run)
+    return Prepared(words, max(sizes) * k * x.itemsize, table_of(sizes), bind)
 
 
-def multiply_gathered(
+def bind_others(
     config: MatmulConfig,
     gathered: torch.Tensor,
     weights: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    outs: list[torch.Tensor],
-) -> None:
-    """The products with further weights, once all rows are there."""
-    for w, bias, out in zip(weights, biases, outs, strict=True):
-        matmul(gathered, w, bias, out=out, config=config)
+    out_dtype: torch.dtype,
+) -> Callable[..., None]:
+    """The products with further weights, once all rows are there: takes gathered, and the lists of
+    weights, biases and outs."""
+    products = [bind_matmul(config, gathered, w, out_dtype) for w in weights]
+
+    def run(gathered: torch.Tensor, *lists: Any) -> None:
+        for product, w, bias, out in zip(products, *lists, strict=True):
+            product(gathered, w, bias, out)
+
+    return run
 
 
 class ArrivingLaunch(NamedTuple):
     """The product of a call in which copy engines bring the rows, chunk by chunk. Word FIRST_CHUNK
     + i from a rank says that chunk i of its rows is there."""
 
-    launch: Launch
+    prepared: Prepared
     chunk_rows: int
 
 
 def prepare_arriving(
     config: MatmulConfig,
     w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
     gathered: torch.Tensor,
+    out_dtype: torch.dtype,
     sizes: tuple[int, ...],
 ) -> ArrivingLaunch:
-    """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive. The
-    last two words are the call's: one for the bytes in a rank's memory, one for its end."""
+    """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive. Takes
+    gathered, w, bias and out. The last two words are the call's: one for the bytes in a rank's
+    memory, one for its end."""
     k = gathered.shape[1]
     row_bytes = k * gathered.itemsize
     chunk_tiles = max(1, _CHUNK_BYTES // (config.block_m * row_bytes))
     chunk_rows = chunk_tiles * config.block_m
+    operands = config.operands(gathered, w, out_dtype)
 
-    def run(space: DeviceWorkspace, signature: int) -> None:
-        lanes = min(config.programs - _ROOM, config.tiles(sizes, out.shape[1]))
-        a, b, tiling = config.operands(gathered, w, out.dtype)
-        all_gather_matmul_kernel[(max(lanes, 1),)](
-            gathered, a, b, bias, out, segments_of(space, sizes), w.shape[1], k, *w.stride(),
-            **launch_arguments(space, signature), chunk_tiles=chunk_tiles, PART=True, FETCHERS=0,
-            COPY=COPY_BLOCK, tiling=tiling, **config.launch,
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        lanes = min(config.programs - _ROOM, config.tiles(sizes, w.shape[1]))
+        launch = BoundKernel(
+            all_gather_matmul_kernel,
+            max(lanes, 1),
+            (segments_of(space, sizes), w.shape[1], k, *w.stride(),
+             *launch_arguments(space, signature), chunk_tiles, True, 0, COPY_BLOCK,
+             operands.tiling),
+            config.launch,
         )  # fmt: skip
+
+        def run(gathered: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
+            launch(gathered, *operands.of(gathered, w), *more)
+
+        return run
 
     words = FIRST_CHUNK + ceil_div(max(sizes), chunk_rows) + 2
     nbytes = ceil_div(max(sizes) * row_bytes, 2)
-    return ArrivingLaunch(Launch(words, nbytes, table_of(sizes), run), chunk_rows)
+    return ArrivingLaunch(Prepared(words, nbytes, table_of(sizes), bind), chunk_rows)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from tpkernels.kernels.matmul import Segments
 from tpkernels.symm.device import DeviceWorkspace, signed
 
 
@@ -28,8 +30,8 @@ class Workspace(NamedTuple):
 SCALARS = ["rank", "signature", "timeout_ns", "seed"]
 
 
-def launch_arguments(space: DeviceWorkspace, signature: int) -> dict[str, Any]:
-    """The arguments of every kernel that communicates."""
+def launch_arguments(space: DeviceWorkspace, signature: int) -> tuple[Any, ...]:
+    """The arguments of every kernel that communicates: `workspace`, and those in SCALARS."""
     if space.argument is None:
         space.argument = Workspace(
             space.regions,
@@ -41,10 +43,20 @@ def launch_arguments(space: DeviceWorkspace, signature: int) -> dict[str, Any]:
             tl.constexpr(space.world),
             tl.constexpr(space.chaos),
         )
-    return {
-        "workspace": space.argument,
-        "rank": space.rank,
-        "signature": signed(signature),
-        "timeout_ns": space.timeout_ns,
-        "seed": space.seed,
-    }
+    return space.argument, space.rank, signed(signature), space.timeout_ns, space.seed
+
+
+@functools.lru_cache(maxsize=4096)
+def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes whose table of `starts` a kernel reads: none if all are equal."""
+    return () if sizes.count(sizes[0]) == len(sizes) else sizes
+
+
+def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
+    """The launch argument for segments of ``sizes`` rows."""
+    found = space.segments.get(sizes)
+    if found is None:
+        starts = space.starts(sizes) if table_of(sizes) else None
+        found = Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
+        space.segments[sizes] = found
+    return found

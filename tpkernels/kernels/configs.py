@@ -59,26 +59,28 @@ class MatmulConfig:
         """Rows of a tile that are summed at a time: as many as fit the registers."""
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
-    def operands(
-        self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype
-    ) -> tuple[Any, Any, Tiling]:
-        """a [M, K] and b [K, N] as launch arguments, descriptors where TMA can load them, and the
-        compile-time argument of the tile loop, whose epilogue stores tiles of the dtype ``stored``.
-        Shared memory has room for the epilogue beside loads if these are as wide as what is stored.
+    def operands(self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype) -> Operands:
+        """How the kernels take a [M, K] and b [K, N], and any others of their shapes, strides and
+        alignments: as descriptors where TMA can load them. The tile loop's epilogue stores tiles of
+        the dtype ``stored``. Shared memory has room for the epilogue beside loads if these are as
+        wide as what is stored.
         """
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
-        a_tma, b_tma, ahead = False, "no", stored.itemsize <= a.element_size()
+        a_matrix: Matrix | None = None
+        b_matrix: Matrix | None = None
+        b_tma, ahead = "no", stored.itemsize <= a.element_size()
         if self.tma:
             (rows, k), (k_stride, n_stride), n = a.shape, b.stride(), b.shape[1]
             stride, unit = a.stride()
-            a_tma = unit == 1 and rows > 0 and _aligned(a, stride)
-            if a_tma:
-                a = Descriptor(a, (rows, k), (stride, 1), [block_m, block_k])
+            if unit == 1 and rows > 0 and _aligned(a, stride):
+                a_matrix = (rows, k), (stride, 1), [block_m, block_k]
             if k_stride == 1 and _aligned(b, n_stride):
-                b_tma, b = "k", Descriptor(b, (n, k), (n_stride, 1), [block_n, block_k])
+                b_tma, b_matrix = "k", ((n, k), (n_stride, 1), [block_n, block_k])
             elif n_stride == 1 and _aligned(b, k_stride):
-                b_tma, b = "n", Descriptor(b, (k, n), (k_stride, 1), [block_k, block_n])
-        return a, b, Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, ahead)
+                b_tma, b_matrix = "n", ((k, n), (k_stride, 1), [block_k, block_n])
+        a_tma = a_matrix is not None
+        tiling = Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, ahead)
+        return Operands(a_matrix, b_matrix, tiling)
 
     @functools.cached_property
     def launch(self) -> dict[str, int]:
@@ -100,6 +102,24 @@ def _aligned(x: torch.Tensor, stride: int) -> bool:
     """Whether TMA can read rows (or columns) of ``x`` that are ``stride`` elements apart."""
     nbytes = stride * x.element_size()
     return nbytes > 0 and nbytes % _TMA_ALIGNMENT == 0 and x.data_ptr() % _TMA_ALIGNMENT == 0
+
+
+Matrix = tuple[tuple[int, int], tuple[int, int], list[int]]  #: shape, strides, block
+
+
+class Operands(NamedTuple):
+    """How the tile loop takes its operands; ``tiling`` is its compile-time argument."""
+
+    a: Matrix | None  # that TMA loads
+    b: Matrix | None
+    tiling: Tiling
+
+    def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
+        """The launch arguments for these tensors."""
+        return (
+            a if self.a is None else Descriptor(a, *self.a),
+            b if self.b is None else Descriptor(b, *self.b),
+        )
 
 
 class Descriptor(TensorDescriptor):

@@ -14,16 +14,16 @@ Hooks: `before(context, owner, tile_m)` runs before the loads of a tile and may 
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig, choose
 from tpkernels.kernels.words import INTERPRETED
-from tpkernels.symm.device import DeviceWorkspace
 
 
 class Product(NamedTuple):
@@ -249,45 +249,41 @@ def matmul_kernel(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
-def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes whose table of `starts` a kernel reads: none if all are equal."""
-    return () if sizes.count(sizes[0]) == len(sizes) else sizes
-
-
-def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
-    """The launch argument for segments of ``sizes`` rows."""
-    found = space.segments.get(sizes)
-    if found is None:
-        starts = space.starts(sizes) if table_of(sizes) else None
-        found = Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
-        space.segments[sizes] = found
-    return found
-
-
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *,
-    out: torch.Tensor | None = None,
     config: MatmulConfig | None = None,
 ) -> torch.Tensor:
     """``round(a @ b + bias)``, accumulated in fp32. a [M, K], b [K, N] of any strides -> [M, N]."""
     a = contiguous_rows(a)
-    m, n = a.shape[0], b.shape[1]
-    if out is None:
-        out = torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
-    if m == 0:
-        return out
-    config = config or choose(a.device, a.dtype, m)
-    a_tiles, b_tiles, tiling = config.operands(a, b, out.dtype)
-    matmul_kernel[(min(config.tiles([m], n), config.programs),)](
-        a_tiles, b_tiles, bias, out, m, n, a.shape[1], a.stride(0), *b.stride(), before=None,
-        tiling=tiling, **config.launch,
-    )  # fmt: skip
+    out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device)
+    bind_matmul(config or choose(a.device, a.dtype, a.shape[0]), a, b, out.dtype)(a, b, bias, out)
     return out
+
+
+def bind_matmul(
+    config: MatmulConfig, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype
+) -> Callable[..., None]:
+    """A launch of ``out = round(a @ b + bias)`` for tensors like a [M, K], whose rows are
+    contiguous, and b [K, N]: takes a, b, bias and out."""
+    (m, k), n = a.shape, b.shape[1]
+    if m == 0:
+        return lambda *_: None
+    operands = config.operands(a, b, out_dtype)
+    launch = BoundKernel(
+        matmul_kernel,
+        min(config.tiles([m], n), config.programs),
+        (m, n, k, a.stride(0), *b.stride(), None, operands.tiling),
+        config.launch,
+    )
+
+    def run(a: torch.Tensor, b: torch.Tensor, *more: torch.Tensor | None) -> None:
+        launch(*operands.of(a, b), *more)
+
+    return run
 
 
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from its owner. A program waits only for programs of its own number.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels.arguments import SCALARS, launch_arguments
+from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
+from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.matmul import (
     Product,
@@ -28,8 +30,6 @@ from tpkernels.kernels.matmul import (
     matmul_tiles,
     position,
     segment,
-    segments_of,
-    table_of,
     tile_at,
     tiles_before,
 )
@@ -54,7 +54,7 @@ from tpkernels.kernels.sync import (
     wait_for,
 )
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.device import DeviceWorkspace, Launch
+from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 # Largest partial, in bytes, that is reduced one-shot. Not measured.
 ONE_SHOT_BYTES = 256 << 10
@@ -177,26 +177,33 @@ def prepare(
     config: MatmulConfig,
     x: torch.Tensor,
     w: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
+    out_dtype: torch.dtype,
     world: int,
     wire: torch.dtype,
-) -> Launch:
-    """x [M, K], w [K, N] -> out [M, N]; residual like out. Partials have the dtype ``wire`` on
-    their way."""
+) -> Prepared:
+    """x [M, K], w [K, N] -> out [M, N]; residual like out. Takes x, w, bias, residual and out.
+    Partials have the dtype ``wire`` on their way."""
     x, m, (k, n) = contiguous_rows(x), x.shape[0], w.shape
-    one_shot = m * n * wire.itemsize <= ONE_SHOT_BYTES
-    sizes = (m,) if one_shot else _whole_tiles(m, world, config.block_m)
+    few = m * n * wire.itemsize <= ONE_SHOT_BYTES
+    sizes = (m,) if few else _whole_tiles(m, world, config.block_m)
+    one_shot = len(sizes) == 1
     slot, results = slot_bytes(max(sizes), n, wire), 1 + config.tiles([max(sizes)], n)
+    operands = config.operands(x, w, wire)
+    strides = x.stride(0), *w.stride()
 
-    def run(space: DeviceWorkspace, signature: int) -> None:
-        a, b, tiling = config.operands(x, w, wire)
-        matmul_all_reduce_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
-            a, b, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
-            slot, world * slot, results, **launch_arguments(space, signature),
-            ONE_SHOT=len(sizes) == 1, WIRE=TRITON_DTYPES[wire], tiling=tiling, **config.launch,
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        launch = BoundKernel(
+            matmul_all_reduce_kernel,
+            max(min(config.tiles(sizes, n), config.programs), 1),
+            (segments_of(space, sizes), n, k, *strides, slot, world * slot, results,
+             *launch_arguments(space, signature), one_shot, TRITON_DTYPES[wire], operands.tiling),
+            config.launch,
         )  # fmt: skip
 
-    copied = m * n * out.itemsize if len(sizes) > 1 else 0
-    return Launch(2 * results, world * slot + copied, table_of(sizes), run)
+        def run(x: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
+            launch(*operands.of(contiguous_rows(x), w), *more)
+
+        return run
+
+    copied = 0 if one_shot else m * n * out_dtype.itemsize
+    return Prepared(2 * results, world * slot + copied, table_of(sizes), bind)

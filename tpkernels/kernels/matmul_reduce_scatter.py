@@ -14,6 +14,7 @@ the program of the same number, so a program waits only for programs of its own 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import round_up
-from tpkernels.kernels.arguments import SCALARS, launch_arguments
+from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
+from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.matmul import (
     Product,
@@ -31,8 +33,6 @@ from tpkernels.kernels.matmul import (
     position,
     rounded,
     segment,
-    segments_of,
-    table_of,
     tile_at,
     tiles_before,
 )
@@ -47,7 +47,7 @@ from tpkernels.kernels.sync import (
     publish,
     wait_for_all,
 )
-from tpkernels.symm.device import DeviceWorkspace, Launch
+from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 # Ranks whose partials are loaded before any is added: 8 of bf16 take 64 registers of a thread.
 LOADS = tl.constexpr(8)
@@ -211,23 +211,28 @@ def prepare(
     config: MatmulConfig,
     x: torch.Tensor,
     w: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
     sizes: tuple[int, ...],
     wire: torch.dtype,
-) -> Launch:
-    """x [M, K], w [K, N] -> out [sizes[rank], N]; residual like out. Partials have the dtype
-    ``wire`` on their way."""
+) -> Prepared:
+    """x [M, K], w [K, N] -> out [sizes[rank], N]; residual like out. Takes x, w, bias, residual and
+    out. Partials have the dtype ``wire`` on their way."""
     x, k, n = contiguous_rows(x), *w.shape
     slot = slot_bytes(max(sizes), n, wire)
+    operands = config.operands(x, w, wire)
+    strides = x.stride(0), *w.stride()
 
-    def run(space: DeviceWorkspace, signature: int) -> None:
-        a, b, tiling = config.operands(x, w, wire)
-        matmul_reduce_scatter_kernel[(max(min(config.tiles(sizes, n), config.programs), 1),)](
-            a, b, bias, residual, out, segments_of(space, sizes), n, k, x.stride(0), *w.stride(),
-            slot, **launch_arguments(space, signature), WIRE=TRITON_DTYPES[wire],
-            tiling=tiling, **config.launch,
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        launch = BoundKernel(
+            matmul_reduce_scatter_kernel,
+            max(min(config.tiles(sizes, n), config.programs), 1),
+            (segments_of(space, sizes), n, k, *strides, slot, *launch_arguments(space, signature),
+             TRITON_DTYPES[wire], operands.tiling),
+            config.launch,
         )  # fmt: skip
 
-    return Launch(1 + config.tiles([max(sizes)], n), len(sizes) * slot, table_of(sizes), run)
+        def run(x: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
+            launch(*operands.of(contiguous_rows(x), w), *more)
+
+        return run
+
+    return Prepared(1 + config.tiles([max(sizes)], n), len(sizes) * slot, table_of(sizes), bind)

@@ -78,7 +78,7 @@ def define(
         group = groups.get(given.group)
         make_run = functools.partial(on_trial, given)
         call = plan_call(group, problem(group, given), given, make_run)
-        return call, backends.bind(op, call, given)
+        return call, backends.bind(op, call, given, arguments, execute)
 
     def run_planned(call: Call, given: Any) -> Any:
         return backends.run(call, lambda: plan(given)[0], execute, given)
@@ -225,7 +225,8 @@ def callable_for(
     """What runs an op with these weights: what runs it with tensors, or, as the dispatcher takes no
     functions, its kernel where one of them is a `LocalProduct`."""
     for w in weights:
-        if isinstance(w, LocalProduct):
+        # The first question is cheap; the class of the second is abstract.
+        if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
             return functools.partial(_run_products, op)
     return usual
 

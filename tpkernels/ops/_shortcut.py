@@ -28,11 +28,13 @@ def _plain_states() -> list[_State]:
     """Nothing but autograd, or inference mode, whose tensors cannot be overwritten outside it."""
     dense, packed = torch._C._dispatch_keys(torch.empty(0)), key_set("MkldnnCPU")
     packed_outside = key_set("MkldnnCPU", "ADInplaceOrView", "AutogradOther")
+    on_gpu = key_set("CUDA", "AutocastCUDA")  # a machine without a GPU cannot ask for them
+    on_gpu_outside = key_set("CUDA", "AutocastCUDA", "ADInplaceOrView", "AutogradCUDA")
     with torch.inference_mode():
         inference = torch._C._dispatch_keys(torch.empty(0))
-        within = _state(dense, inference, packed, packed_outside)
+        within = _state(dense, inference, packed, packed_outside, on_gpu, on_gpu_outside)
     with torch.inference_mode(False):
-        return [within, _state(dense, packed_outside)]
+        return [within, _state(dense, packed_outside, on_gpu_outside)]
 
 
 _STATES = outside_modes(_plain_states)

@@ -32,7 +32,8 @@ class Algorithm:
         no_all_to_all: device types on which it has none.
         kernels: by device type, the kind of our own kernels that it launches, "Triton" or "CUDA".
         optional_kernels: by op, kernels that it also uses on CUDA tensors where they load.
-        whole_rows: device types on which it moves whole rows and accumulates in float32.
+        whole_rows: device types on which it moves whole rows, so that it can split a product's dims
+            but the last, else dim 0 only, and accumulates in float32.
         tests_only: device types on which ``auto`` never takes it, because it runs under Triton's
             interpreter.
         workspace_bytes: bytes that a call on CPU tensors uses of each data buffer, given the limit;

@@ -205,8 +205,12 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "overlaps a matmul, and this op has none"
     if problem.device in algorithm.whole_rows:
         vector = problem.dim == 0 and not problem.has_matmul
-        if problem.dim is not None and (problem.outer != 1 or (last and not vector)):
-            return f"moves whole rows: of {list(problem.shape)} it can split dim 0 only"
+        # A plain product's rows can be put in the order of the ranks.
+        movable = problem.has_matmul and not problem.scaled
+        split = problem.outer != 1 and not movable
+        if problem.dim is not None and (split or (last and not vector)):
+            dims = "any dim but the last" if movable else "dim 0 only"
+            return f"moves whole rows: of {list(problem.shape)} it can split {dims}"
         if problem.dtype == torch.float64:
             return "accumulates in float32 and takes no float64"
     elif (

@@ -11,8 +11,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +24,11 @@ from tpkernels.symm.device import ABORTED, DeviceWorkspace
 from tpkernels.symm.exchange import Participant
 from tpkernels.symm.failures import kernel_error
 from tpkernels.symm.gpu_memory import make_workspace
+from tpkernels.symm.gpu_segments import GpuSegments
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
 _logger = logging.getLogger("tpkernels")
-_NOWHERE = nullcontext()
 
 _QUERY_S = 1e-4  # seconds between two looks at an event
 _SLICE_S = 1.0
@@ -44,22 +43,29 @@ class CudaWorkspace:
         participant: this rank's place in the group.
         channel: not used by anybody else; all ranks have begun a call on it, which none ends.
         device: this rank's device.
+        alarm: of the group.
     """
 
     def __init__(
-        self, participant: Participant, channel: _C.host.Channel, device: torch.device
+        self,
+        participant: Participant,
+        channel: _C.host.Channel,
+        device: torch.device,
+        alarm: _C.calls.Alarm,
     ) -> None:
-        self.device = device
+        self.device, self._alarm = device, alarm
         self.side = SideStream(device)
         self._member, self._channel = participant, channel
         # All workspaces ever made: a captured graph may still use one that has been outgrown.
         self.spaces: list[DeviceWorkspace] = []
+        self.segments = GpuSegments()
         self._chaos: dict[str, Any] | None = None
-        self._watch = Watch(channel, self.spaces)
+        self._watch = Watch(channel, self.spaces, alarm)
         self._watch.start()
-        self._event = order.new_event(device)  # after the last call outside a capture
+        self.event = order.new_event(device)  #: after the last call outside a capture
         self._pid = os.getpid()
-        self._recorded = False  # a graph has calls of this group
+        self.recorded = False  #: a graph has calls of this group
+        self._turn = _Turn(self, participant.group)
 
     @property
     def current(self) -> DeviceWorkspace:
@@ -76,15 +82,20 @@ class CudaWorkspace:
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
+        self._alarm.watch(space.failed_word)
         # The watch ends the waits in the workspaces that it finds when a peer is lost.
         if self._watch.error is not None:
             raise self._watch.error
+
+    def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A symmetric tensor of a user's. Collective; raises what ``make_symmetric`` does."""
+        return self.segments.make(self._member, shape, dtype, self.device)
 
     def set_timeout(self, seconds: float) -> None:
         """Of waits in kernels, from the next call on. Graphs keep what they have recorded."""
         self._member = replace(self._member, timeout=seconds)
         for space in self.spaces:
-            space.timeout_ns = int(seconds * 1e9)
+            space.set_timeout(seconds)
 
     def check(self, text: str) -> None:
         """Raises the first failure of a kernel so far, or that a peer is lost. ``text``: what has
@@ -118,31 +129,15 @@ class CudaWorkspace:
         while not capture.is_captured(self.device) and not self.ended(_SLICE_S):
             pass
 
-    @contextmanager
-    def in_order(self) -> Iterator[CudaWorkspace]:
+    def in_order(self) -> AbstractContextManager[CudaWorkspace]:
         """A call, in this workspace. The calls of all groups on the device run one after the other,
         even if they come from several streams; in a capture, the streams order them (order.py)."""
-        device = self.device
-        with torch.cuda.device(device) if device.type == "cuda" else _NOWHERE:
-            if capture.is_captured(device):
-                self._recorded = True
-                yield self
-                return
-            stream = order.current_stream(device)
-            if stream is None or self._event is None:  # a rehearsal
-                yield self
-                return
-            with order.order_of(device).turn(self._member.group, stream, self._event):
-                try:
-                    yield self
-                except BaseException:
-                    self.side.join()  # the event is to cover what is queued there
-                    raise
+        return self._turn
 
     def ended(self, seconds: float) -> bool:
         """Whether all calls outside graphs have run, after a wait of at most that long."""
         deadline = time.monotonic() + seconds
-        while self._event is not None and not self._event.query():
+        while self.event is not None and not self.event.query():
             if time.monotonic() > deadline:
                 return False
             time.sleep(_QUERY_S)
@@ -172,10 +167,12 @@ class CudaWorkspace:
         self._watch.stop()
         self._channel.abandon(why, late, culprit)
         order.order_of(self.device).groups.discard(self._member.group)
+        for space in self.spaces:
+            self._alarm.unwatch(space.failed_word)
         ended = False
         try:
             self._abort(culprit)
-            ended = not self._recorded and self._ended_at_last()
+            ended = not self.recorded and self._ended_at_last()
         finally:
             if not ended:
                 self._keep()
@@ -212,3 +209,43 @@ class CudaWorkspace:
     def _keep(self) -> None:
         for space in self.spaces:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))
+
+
+class _Turn:
+    """What `CudaWorkspace.in_order` returns. There is one, as a group's calls are not nested, and
+    it is a class, as a generator takes five times as many functions of Python."""
+
+    def __init__(self, memory: CudaWorkspace, group: str) -> None:
+        self._memory, self._group = memory, group
+        on_gpu = memory.device.type == "cuda"
+        self._device = torch.cuda.device(memory.device) if on_gpu else nullcontext()
+        self._order = order.order_of(memory.device)
+        self._stream: torch.cuda.Stream | None = None  # in the order
+
+    def __enter__(self) -> CudaWorkspace:
+        memory = self._memory
+        self._device.__enter__()
+        try:
+            if capture.is_captured(memory.device):
+                memory.recorded, self._stream = True, None
+                return memory
+            stream = self._stream = order.current_stream(memory.device)
+            if stream is not None:
+                self._order.begin(self._group, stream)
+        except BaseException:
+            self._device.__exit__(None, None, None)
+            raise
+        return memory
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        memory, stream = self._memory, self._stream
+        try:
+            if stream is not None:
+                try:
+                    if kind is not None:
+                        memory.side.join()  # the event is to cover what is queued there
+                finally:
+                    assert memory.event is not None  # there are streams
+                    self._order.end(stream, memory.event)
+        finally:
+            self._device.__exit__(None, None, None)

@@ -95,6 +95,7 @@ class DeviceWorkspace:
         self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
         self.argument: Any = None  #: the workspace as kernels take it (kernels/arguments.py)
+        self.state_of_arguments = object()  #: another one when launch arguments change
         self.segments: dict[tuple[int, ...], Any] = {}  #: the same of sizes (kernels/matmul.py)
 
     @property
@@ -150,6 +151,16 @@ class DeviceWorkspace:
         """Ends all waits of a running kernel, because ``rank`` is lost."""
         self.control[ABORT] = 1 + rank
 
+    def set_timeout(self, seconds: float) -> None:
+        """Of waits, from the next call on."""
+        self.timeout_ns = int(seconds * 1e9)
+        self.state_of_arguments = object()
+
+    @property
+    def failed_word(self) -> int:
+        """The address of the word that a kernel sets when a wait has failed."""
+        return ctypes.addressof(self._failed)
+
     @property
     def has_failed(self) -> bool:
         """Whether a wait has failed so far."""
@@ -176,7 +187,7 @@ class DeviceWorkspace:
         self.seed = seed
         self.chaos = max_delay_us * 2000 + skip_waits  # twice the nanoseconds, and one bit
         self.buffer_stride = 0 if single_buffer else self.buffer_bytes
-        self.argument = None
+        self.argument, self.state_of_arguments = None, object()
 
 
 class Launch(NamedTuple):
@@ -186,3 +197,21 @@ class Launch(NamedTuple):
     buffer_bytes: int
     sizes: tuple[int, ...]  # whose `starts` the kernels read; empty for none
     run: Callable[[DeviceWorkspace, int], None]  # takes the workspace and the call's signature
+
+
+class Prepared(NamedTuple):
+    """The same for any tensors with the shapes, strides, dtypes and alignments of those that it was
+    prepared for."""
+
+    words: int
+    buffer_bytes: int
+    sizes: tuple[int, ...]
+    bind: Callable[[DeviceWorkspace, int], Callable[..., None]]  # returns what takes the tensors
+
+    def launch(self, *tensors: Any) -> Launch:
+        """The call with these tensors."""
+
+        def run(space: DeviceWorkspace, signature: int) -> None:
+            self.bind(space, signature)(*tensors)
+
+        return Launch(self.words, self.buffer_bytes, self.sizes, run)

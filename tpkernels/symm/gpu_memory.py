@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
@@ -20,15 +20,19 @@ class _Region:
     memory: Any  # keeps it mapped
 
 
+class Symmetric(NamedTuple):
+    """Memory of a rank that the others address, too."""
+
+    memory: torch.Tensor  # bytes, filled with zeros
+    addresses: tuple[int, ...]  # of all ranks' memory, as this rank addresses it
+    handle: Any  # torch's, which keeps it mapped; None: there is one rank
+
+
 @torch.inference_mode(False)  # the memory outlives this call's mode
-def make_workspace(
-    participant: Participant,
-    words: int,
-    buffer_bytes: int,
-    device: torch.device,
-    reason: str | None = None,
-) -> DeviceWorkspace:
-    """The workspace of a group whose ranks' GPUs can address each other. Collective; waits for the
+def make_symmetric(
+    participant: Participant, nbytes: int, device: torch.device, reason: str | None = None
+) -> Symmetric:
+    """Symmetric memory of ranks whose GPUs can address each other. Collective; waits for the
     device. ``reason``: why this rank cannot take part, if that is known already.
 
     Raises:
@@ -37,7 +41,6 @@ def make_workspace(
             TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
         CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
     """
-    nbytes = region_bytes(participant.world, words, buffer_bytes)
     memory = handle = None
     if reason is None:
         try:
@@ -52,10 +55,7 @@ def make_workspace(
     agree_on_gpus(participant, reason, _describe(device), _gpu_under_mps(device))
     assert memory is not None  # otherwise all ranks would have raised
     if participant.world == 1:
-        alone = _Region(memory.data_ptr(), memory)
-        return DeviceWorkspace(
-            [alone], 0, words, buffer_bytes, participant.timeout, device, own=memory
-        )
+        return Symmetric(memory, (memory.data_ptr(),), None)
     try:
         name = cast(Any, participant.process_group)  # a NewType of str
         handle = symmetric.rendezvous(memory, name)
@@ -72,16 +72,28 @@ def make_workspace(
         )
     agree_on_gpus(participant, reason)
     assert handle is not None  # as above
-    regions = [_Region(address, (memory, handle)) for address in handle.buffer_ptrs]
+    return Symmetric(memory, tuple(handle.buffer_ptrs), handle)
+
+
+def make_workspace(
+    participant: Participant,
+    words: int,
+    buffer_bytes: int,
+    device: torch.device,
+    reason: str | None = None,
+) -> DeviceWorkspace:
+    """The workspace of a group's kernels on GPUs. The same as `make_symmetric` otherwise."""
+    rank, nbytes = participant.rank, region_bytes(participant.world, words, buffer_bytes)
+    memory, addresses, handle = make_symmetric(participant, nbytes, device, reason)
     return DeviceWorkspace(
-        regions,
-        participant.rank,
+        [_Region(address, (memory, handle)) for address in addresses],
+        rank,
         words,
         buffer_bytes,
         participant.timeout,
         device,
-        handle.multicast_ptr,
-        handle.get_buffer(participant.rank, (nbytes,), torch.uint8),
+        0 if handle is None else handle.multicast_ptr,
+        memory if handle is None else handle.get_buffer(rank, (nbytes,), torch.uint8),
     )
 
 

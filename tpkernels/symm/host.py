@@ -45,7 +45,8 @@ class HostWorkspace(Steps):
         self.segments = Segments()
         self._chaos: dict[str, Any] | None = None
         self._device: DeviceWorkspace | None = None
-        self._cuda: dict[torch.device, CudaWorkspace] = {}
+        self.alarm = _C.calls.Alarm()
+        self.on_gpus: dict[torch.device, CudaWorkspace] = {}  #: those that `open_cuda` has made
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._bytes_read = 0
         region = _C.host.Channel.region_bytes(participant.world, workspace_bytes)
@@ -65,7 +66,7 @@ class HostWorkspace(Steps):
         self.participant = replace(self.participant, timeout=timeout)
         self.channel.timeout = timeout
         self._gpu_timeout = gpu_timeout
-        for space in self._cuda.values():
+        for space in self.on_gpus.values():
             space.set_timeout(gpu_timeout)
 
     @property
@@ -148,17 +149,17 @@ class HostWorkspace(Steps):
         """
         with self.waiting(self._gpu_timeout):
             self._agree(f"the first call of {kernels} kernels on GPUs")
-            if device in self._cuda:
+            if device in self.on_gpus:
                 agree_on_gpus(self._watched(), reason)
             else:
-                self._cuda[device] = self._make_cuda(device, reason)
+                self.on_gpus[device] = self._make_cuda(device, reason)
 
     def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
         link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, PAGE))
         channel = make_channel(link, self.participant, PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
-        space = CudaWorkspace(self._watched(), channel, device)
+        space = CudaWorkspace(self._watched(), channel, device, self.alarm)
         try:
             space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
         except BaseException:
@@ -172,7 +173,7 @@ class HostWorkspace(Steps):
         Raises:
             CaptureError: it would have to grow while a graph is captured.
         """
-        space = self._cuda[device]
+        space = self.on_gpus[device]
         if not space.current.holds(words, buffer_bytes):
             if capture.is_captured(device):
                 raise CaptureError(
@@ -185,13 +186,13 @@ class HostWorkspace(Steps):
 
     def check_kernels(self, text: str) -> None:
         """Raises what has failed in kernels on GPUs so far; ``text`` says what has found it."""
-        for space in self._cuda.values():
+        for space in self.on_gpus.values():
             space.check(text)
 
     def check(self) -> None:
         """Raises what has failed in kernels on GPUs, once the queued ones have run, or that a peer
         is lost."""
-        for space in self._cuda.values():
+        for space in self.on_gpus.values():
             space.wait()
         self.check_kernels("tpkernels.check")
         self.channel.check_peers()
@@ -257,32 +258,40 @@ class HostWorkspace(Steps):
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(region, dtype=dtype, count=prod(shape)).view(shape)
 
+    def make_symmetric_on(
+        self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The same on a GPU for which `open_cuda` has set kernels up."""
+        with self.waiting(self._gpu_timeout):
+            self._agree(f"tpkernels.empty({list(shape)}, {dtype}) on GPUs")
+            return self.on_gpus[device].make_tensor(shape, dtype)
+
     def set_chaos(self, **switches: Any) -> None:
         """For tests: random delays at every publish and wait, and negative controls."""
         self._chaos = switches
         self.channel.set_chaos(**switches)
         if self._device is not None:
             self._device.set_chaos(**switches)
-        for space in self._cuda.values():
+        for space in self.on_gpus.values():
             space.set_chaos(**switches)
 
     def abandon(self, why: str, late: bool = False, culprit: int = -1) -> None:
         """Ends this rank's calls, because of an error of its own or of another rank. Peers that
         wait are notified."""
         self.channel.abandon(why, late, culprit)
-        for space in self._cuda.values():
+        for space in self.on_gpus.values():
             space.close(why, late, culprit)
-        self._cuda.clear()
+        self.on_gpus.clear()
 
     def leave(self) -> None:
         """For the end of the process: kernels that are still queued stop waiting for peers."""
-        for space in self._cuda.values():
+        for space in self.on_gpus.values():
             space.leave()
 
     def close(self) -> None:
         """Drops the memory, which is freed when its last view is. Queued kernels may end first,
         within limits: their peers count on them."""
-        for space in self._cuda.values():
+        for space in self.on_gpus.values():
             space.let_end()
         self.abandon("tpkernels.finalize")
         self._bases.clear()

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -38,20 +36,24 @@ class DeviceOrder:
         self._stream: torch.cuda.Stream | None = None
         self.groups: set[str] = set()
 
-    @contextmanager
-    def turn(
-        self, group: str, stream: torch.cuda.Stream, event: torch.cuda.Event
-    ) -> Iterator[None]:
-        """A call on ``stream``, at whose end ``event`` is recorded, whether it raises or not."""
-        with self._lock:
+    def begin(self, group: str, stream: torch.cuda.Stream) -> None:
+        """Begins a call on ``stream``, which `end` must end, whether it raises or not."""
+        self._lock.acquire()
+        try:
             self.groups.add(group)
             if self._last is not None and self._stream != stream:
                 stream.wait_event(self._last)
-            try:
-                yield
-            finally:
-                stream.record_event(event)
-                self._last, self._stream = event, stream
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def end(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Ends a call on ``stream``, and records ``event`` there."""
+        try:
+            stream.record_event(event)
+            self._last, self._stream = event, stream
+        finally:
+            self._lock.release()
 
 
 @functools.cache

@@ -14,14 +14,19 @@ LOOK_S = 0.02  # seconds between two looks at the peers
 
 
 class Watch:
-    """Ends the waits of kernels on ``spaces`` when a peer is lost.
+    """Ends the waits of kernels on ``spaces``, and raises the ``alarm``, when a peer is lost.
 
     Nothing else may use ``channel`` meanwhile, and no rank publishes RESULT in its call.
     """
 
-    def __init__(self, channel: _C.host.Channel, spaces: Sequence[DeviceWorkspace]) -> None:
+    def __init__(
+        self,
+        channel: _C.host.Channel,
+        spaces: Sequence[DeviceWorkspace],
+        alarm: _C.calls.Alarm | None = None,
+    ) -> None:
         self.error: TpkernelsError | None = None
-        self._channel, self._spaces = channel, spaces
+        self._channel, self._spaces, self._alarm = channel, spaces, alarm
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="tpkernels-watch", daemon=True)
 
@@ -31,6 +36,8 @@ class Watch:
                 self._channel.watch(Phase.RESULT, 0.0)
             except TpkernelsError as error:
                 self.error = error
+                if self._alarm is not None:
+                    self._alarm.raised = True
                 for space in tuple(self._spaces):
                     space.abort(0 if error.peer is None else error.peer)
                 return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tpkernels import cuda
+from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
@@ -42,6 +43,7 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@gathers_in_rank_order
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
@@ -65,6 +67,7 @@ def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.T
     return out
 
 
+@scatters_in_rank_order
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """``pipelined`` on GPUs: one vendor matmul per peer, overlapped with peer copies.
 
-Algorithm: the current stream runs one matmul per peer, a second stream the peer copies.
+Algorithm: the current stream runs one matmul per peer, two others the peer copies in turn.
 all_gather_matmul      multiplies this rank's rows first, then those of rank+1, rank+2, ... when
                        they have been fetched.
 matmul_reduce_scatter  computes the partials for rank+1, rank+2, ... and publishes each to its owner
@@ -14,7 +14,7 @@ up what is queued behind it. No order of launches deadlocks, since a rank publis
 but with all fetches in front no product would overlap with them.
 
 Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side_stream.py forks
-and joins the second stream. A rank's memory holds its partial of all rows, at the same place on all
+and joins the side streams. A rank's memory holds its partial of all rows, at the same place on all
 ranks.
 """
 
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
 from tpkernels.algorithms.shards import as_rows, shard_shape
@@ -35,13 +36,14 @@ from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.side_stream import Mark, SideStream
+from tpkernels.symm.side_stream import SideStream
 
 # Words of a call: the first and the last are the call's own.
 DATA, _RESULT, _WORDS = 1, 2, 4
 _ALIGNMENT = 256  # bytes, of the results
 
 
+@gathers_in_rank_order
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
@@ -55,10 +57,14 @@ def all_gather_matmul(
     whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
     rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
     factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
+    results = outs if gathered is None else [whole, *outs]
     with (
         queued(call, x.device, _WORDS, ceil_div(max(sizes) * row_bytes, 2)) as memory,
-        CopyCall(memory.current, call.plan.signature, [whole, *outs]) as copies,
+        CopyCall(memory.current, call.plan.signature, results, memory.segments.find(x)) as copies,
     ):
+        if gathered is not None:
+            begin = sum(sizes[: copies.rank])
+            as_rows(gathered).narrow(0, begin, rows.shape[0]).copy_(rows)
         gather_and_multiply(
             copies, memory.side, call.peers_in_ring_order, sizes, rows, as_rows(whole), factors
         )
@@ -73,30 +79,39 @@ def gather_and_multiply(
     whole: torch.Tensor,
     factors: list[tuple[Weight, torch.Tensor | None, torch.Tensor]],
 ) -> None:
-    """Within a call: gathers ``rows`` [sizes[rank], K] of all ranks into ``whole`` [sum(sizes), K],
-    in the order of ``peers``, and multiplies them for each (w, bias, out)."""
+    """Within a call: gathers the peers' ``rows`` [sizes[rank], K] into ``whole`` [sum(sizes), K],
+    in the order of ``peers``, and multiplies them and the own rows for each (w, bias, out)."""
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
     side.fork()
     with side.current():
-        copies.put(rows, 0)
+        if copies.in_place is None:
+            copies.put(rows, 0)
         copies.publish(DATA)
-    arrived: Mark = None
+    arrived = side.copied
     try:
-        whole.narrow(0, begins[copies.rank], sizes[copies.rank]).copy_(rows)
         for owner, following in zip((copies.rank, *peers), (*peers, None), strict=True):
             side.wait(arrived)
             at = slice(begins[owner], begins[owner] + sizes[owner])
             for w, bias, out in factors:
                 local_matmul(rows if owner == copies.rank else whole[at], w, out[at], bias)
             if following is not None:
-                with side.current():
-                    there = whole.narrow(0, begins[following], sizes[following])
-                    copies.fetch(following, DATA, there, 0)
-                    arrived = side.mark()
+                there = whole.narrow(0, begins[following], sizes[following])
+                fetch(copies, side, following, there, 0)
+                arrived = side.copied
     finally:
         side.join()
 
 
+def fetch(copies: CopyCall, side: SideStream, source: int, to: torch.Tensor, offset: int) -> None:
+    """Queues a copy from ``source``, once its data are there. The wait for them runs while the copy
+    before is under way."""
+    with side.next():
+        copies.await_word(source, DATA)
+        with side.copying():
+            copies.copy_from(source, to, offset)
+
+
+@scatters_in_rank_order
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
@@ -143,8 +158,7 @@ def multiply_and_scatter(
                 local_matmul(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
                 copies.publish(DATA, owner)
             if source is not None:
-                with side.current():
-                    copies.fetch(source, DATA, partials[source], begins[rank] * row_bytes)
+                fetch(copies, side, source, partials[source], begins[rank] * row_bytes)
     finally:
         side.join()
     return partials

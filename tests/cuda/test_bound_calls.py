@@ -1,0 +1,171 @@
+"""Warm calls of `fused` on the way of CUDA tensors: what is bound to a planned call, and what makes
+it be bound anew. Launches do nothing, or run under Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from benchmarks.host_time import functions_called
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
+from tests.support.faults import Ending
+from tests.support.tiers import sweep
+from tpkernels import backends, groups
+from tpkernels.call import Call
+from tpkernels.ops import _planning
+
+# Functions of Python in a warm call, those of Triton's launcher included.
+MOST_FUNCTIONS = {"all_gather_matmul": 62, "matmul_reduce_scatter": 45, "matmul_all_reduce": 43}
+
+
+@contextlib.contextmanager
+def rehearsed() -> Iterator[tuple[Any, list[Any]]]:
+    """A group's calls on the way of CUDA tensors; the launches, which do nothing."""
+    from tests.support.fake_triton import launching
+    from tpkernels.kernels import configs
+
+    launches: list[Any] = []
+    with pretending() as patch, launching(launches):
+        patch.setattr(configs, "_properties", lambda device: (90, 132))
+        patch.setattr(configs, "INTERPRETED", False)
+        yield patch, launches
+
+
+def call_of(op: str, group: dist.ProcessGroup, rows: int = 32) -> Callable[[], Any]:
+    x = torch.ones(rows, 64, dtype=torch.bfloat16)
+    w = torch.ones(48, 64, dtype=torch.bfloat16).t()
+    return functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
+
+
+def warm_job(op: str) -> tuple[list[str], int]:
+    """What a warm call runs of what a cold one does, and its functions of Python."""
+    with rehearsed() as (patch, launches):
+        call = call_of(op, faults.new_group())
+        call()
+        ran: list[str] = []
+        run = backends.run
+        patch.setattr(backends, "run", lambda *given: ran.append("run") or run(*given))
+        patch.setattr(f"tpkernels.kernels.{op}.prepare", lambda *_: ran.append("prepare"))
+        before = len(launches)
+        call()
+        count = functions_called(call)
+        assert len(launches) > before
+        return ran, count
+
+
+@pytest.mark.parametrize("op", sweep(FUSED_OPS))
+def test_a_warm_call_only_launches(ranks: RanksFixture, op: str) -> None:
+    for ran, functions in ranks(2).run(warm_job, op):
+        assert ran == [] and functions <= MOST_FUNCTIONS[op], (ran, functions)
+
+
+def changed_job() -> list[bool]:
+    """Whether launches have the workspace and the timeout that hold when they are made."""
+    with rehearsed() as (_, launches):
+        group = faults.new_group()
+        workspace = faults.workspace_of(group)
+        small, large = (call_of("matmul_reduce_scatter", group, rows) for rows in (32, 4096))
+        found = []
+        small()
+        memory = space_of(group)
+        first = memory.current
+        for change in (
+            lambda: None,
+            large,
+            lambda: workspace.set_timeouts(9.0, 7.0),
+            lambda: workspace.set_chaos(seed=3, max_delay_us=5),
+        ):
+            change()
+            small()
+            *_, space, _, _, timeout_ns, seed, _, _ = launches[-1][2]
+            now = memory.current
+            found.append(space is now.argument and (timeout_ns, seed) == (now.timeout_ns, now.seed))
+        return [*found, memory.current is not first, memory.current.seed == 3]
+
+
+def test_calls_are_bound_anew_when_the_workspace_changes(ranks: RanksFixture) -> None:
+    assert ranks(2).run(changed_job) == [[True] * 6] * 2
+
+
+def killed_job() -> list[Ending] | None:
+    """No kernel runs that could notice: the thread that watches does."""
+    with rehearsed():
+        group = faults.new_group()
+        call = call_of("matmul_reduce_scatter", group)
+        call()
+        dist.barrier()
+        if group.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2.0)
+        return [faults.ending_of(call), faults.ending_of(call)]
+
+
+def test_a_warm_call_finds_that_a_peer_is_lost() -> None:
+    with faults.watched_ranks(2) as ranks:
+        told = faults.values(faults.collect(ranks, killed_job), 1)[0]
+        assert [each.error for each in told] == ["PeerLostError", "GroupBrokenError"], told
+
+
+def flag_job() -> list[str]:
+    """The numerics of what was planned in each of the calls, as torch's flag changes."""
+    with rehearsed() as (patch, _):
+        group = faults.new_group()
+        patch.setattr("tpkernels.groups.group.Group.by_gloo", lambda *_: False)
+        patch.setattr("tpkernels.groups.group.Group.has_times", lambda *_: False)
+        call, found = call_of("matmul_all_reduce", group), [""] * 6
+        plan = _planning._plan_call
+        for at, flag in enumerate((False, False, True, True, True, False)):
+
+            def note(*given: Any, at: int = at) -> Call:
+                made = plan(*given)
+                found[at] = made.problem.numerics
+                return made
+
+            patch.setattr(_planning, "_plan_call", note)
+            torch.use_deterministic_algorithms(flag)
+            call()
+        return found
+
+
+def test_torchs_flag_makes_a_warm_call_be_planned_anew(ranks: RanksFixture) -> None:
+    """The call that finds the change plans for itself, and the next one for all that follow."""
+    for found in ranks(2).run(flag_job):
+        assert found == ["vendor", "", "ordered", "ordered", "", "vendor"]
+
+
+def layouts_job(op: str) -> list[str]:
+    """Calls with one key whose operands lie otherwise each time; which were wrong."""
+    with pretending():
+        group, wrong = faults.new_group(), []
+        call = functools.partial(getattr(tpkernels, op), group=group, algorithm="fused")
+        for turn in range(2):
+            x, w = torch.arange(20.0).view(4, 5), torch.arange(35.0).view(5, 7)
+            xs = x, x.t().contiguous().t(), torch.cat([x, x], 1)[:, :5]
+            ws = w, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :7]
+            for i, (own, factor) in enumerate(zip(xs, ws, strict=True)):
+                got = call(own + turn, factor) if i < 2 else call(own, factor)
+                want = (x + turn if i < 2 else x) @ w
+                whole = torch.cat([want] * 2) if "gather" in op else 2 * want
+                if "scatter" in op:
+                    whole = whole[2 * group.rank() :][:2]
+                if not torch.equal(got, whole):
+                    wrong.append(f"{turn}, {i}")
+        (planned,) = groups.get(group.group_name).planned_calls()
+        return [*wrong, *(["bound for one layout only"] if len(planned.kept) < 2 else [])]
+
+
+@pytest.mark.parametrize("op", sweep(FUSED_OPS))
+def test_operands_of_any_layout(interpreting: RanksFixture, op: str) -> None:
+    assert interpreting(2).run(layouts_job, op) == [[]] * 2

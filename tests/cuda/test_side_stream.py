@@ -1,0 +1,124 @@
+"""What the copies of a call wait for on its side streams, and what they do not: streams and events
+that only note what comes before what."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tpkernels.algorithms import fused
+from tpkernels.algorithms.pipelined import cuda as pipelined
+from tpkernels.symm.side_stream import SideStream
+
+
+class Stream:
+    """``before``: all that runs before what is queued next."""
+
+    def __init__(self, *_: object) -> None:
+        self.before = frozenset[str]()
+
+    def record_event(self) -> frozenset[str]:
+        return self.before
+
+    def wait_event(self, event: frozenset[str]) -> None:
+        self.before |= event
+
+    def wait_stream(self, other: Stream) -> None:
+        self.before |= other.before
+
+
+class Device:
+    """A GPU's streams, and copies that note what has run before them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.rank, self.last_word, self.in_place = 0, 7, None
+        self.stream = self.main = Stream()
+        self.before: dict[str, frozenset[str]] = {}
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "stream", self.use)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: self.stream)
+        patch.setattr(pipelined, "local_matmul", lambda *_: self.queue("product"))
+        self.side = SideStream(torch.device("cuda", 0))
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+    def queue(self, name: str) -> None:
+        while name in self.before:
+            name += "'"
+        self.before[name] = self.stream.before
+        self.stream.before |= {name}
+
+    def put(self, src: torch.Tensor, offset: int) -> None:
+        self.queue("put")
+
+    def publish(self, index: int, to: int | None = None) -> None:
+        self.queue("publish" if to is None else f"publish to {to}")
+
+    def pass_on(self, source: int, index: int) -> None:
+        self.queue(f"pass on {source}")
+
+    def await_word(self, source: int, index: int) -> None:
+        self.queue(f"wait for {source}")
+
+    def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
+        self.queue(f"copy of {source}")
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return Device(monkeypatch)
+
+
+def test_chunks_of_fused(device: Any) -> None:
+    """Two peers with two chunks each: one wait for a peer, copies in a chain, and words that no
+    copy but the one after the next waits for."""
+    rows, whole = torch.empty(2, 4), torch.empty(6, 4)
+    device.queue("before")
+    fused.bring_rows(device, device.side, (1, 2), rows, whole, (2, 2, 2), 1)
+    before = device.before
+    copies = ["copy of 1", "copy of 1'", "copy of 2", "copy of 2'"]
+    passed = [name.replace("copy of", "pass on") for name in copies]
+    assert set(before) == {"before", "put", "publish", "wait for 1", "wait for 2", *copies, *passed}
+    for at, copy in enumerate(copies):
+        assert {"before", "wait for 1", *copies[:at]} <= before[copy]
+        assert copy in before[passed[at]]
+        assert at == 0 or passed[at - 1] not in before[copy]
+    assert "wait for 2" in before["copy of 2"] and "wait for 2" in before["copy of 2'"]
+    assert "copy of 1'" not in before["wait for 2"]  # which runs meanwhile
+    assert not device.main.before & set(copies)
+    device.side.join()
+    assert set(before) <= device.main.before
+
+
+def test_shards_of_a_gather(device: Any) -> None:
+    rows, whole, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
+    factors = [(w, None, out)]
+    pipelined.gather_and_multiply(device, device.side, (1, 2), [1, 1, 1], rows, whole, factors)
+    before = device.before
+    assert before["product"] == set()
+    assert "copy of 1" in before["product'"] and "copy of 2" not in before["product'"]
+    assert {"copy of 1", "copy of 2"} <= before["product''"]
+    assert "copy of 1" in before["copy of 2"] and "copy of 1" not in before["wait for 2"]
+    assert set(before) == device.main.before
+
+
+def test_partials_of_a_scatter(device: Any) -> None:
+    x, w = torch.empty(3, 2), torch.empty(2, 2)
+    peers, sizes = (1, 2), [1, 1, 1]
+    pipelined.multiply_and_scatter(device, device.side, peers, sizes, x, w, torch.float32)
+    before = device.before
+    assert "wait for 2" in before["copy of 2"] <= before["copy of 1"]
+    assert "copy of 2" not in before["wait for 1"]
+    assert not before["product''"] & {"copy of 1", "copy of 2"}
+    assert set(before) == device.main.before

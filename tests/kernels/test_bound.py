@@ -1,0 +1,155 @@
+"""Bound launches are Triton's own, without its search for the compiled kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fake_triton import Launches, launching
+from tpkernels.kernels import (
+    all_gather_matmul,
+    configs,
+    matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from tpkernels.kernels.bound import BoundKernel
+from tpkernels.kernels.configs import Descriptor, MatmulConfig
+from tpkernels.symm.device import DeviceWorkspace, Prepared
+
+BF16 = torch.bfloat16
+SIZES = (16, 16)
+CONFIG = replace(configs.TABLE[90, 2, True], programs=132)
+
+
+def gather(config: MatmulConfig, x: torch.Tensor, w: torch.Tensor) -> tuple[Prepared, Any]:
+    gathered, out = x.new_empty(32, 64), x.new_empty(32, 48)
+    prepared = all_gather_matmul.prepare(config, x[:16], [w, w], gathered, BF16, SIZES)
+    return prepared, (x[:16], [w, w], [None, None], [out, out.clone()], gathered)
+
+
+def scatter(config: MatmulConfig, x: torch.Tensor, w: torch.Tensor) -> tuple[Prepared, Any]:
+    prepared = matmul_reduce_scatter.prepare(config, x, w, SIZES, BF16)
+    return prepared, (x, w, None, None, x.new_empty(16, 48))
+
+
+def reduce(config: MatmulConfig, x: torch.Tensor, w: torch.Tensor) -> tuple[Prepared, Any]:
+    prepared = matmul_all_reduce.prepare(config, x, w, BF16, 2, BF16)
+    return prepared, (x, w, x.new_ones(48), None, x.new_empty(32, 48))
+
+
+OPS = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter, "matmul_all_reduce": reduce}
+Compiled = tuple[Launches, list[str]]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
+    """The launches, and the names of the kernels that were compiled for them."""
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    launches: Launches = []
+    with launching(launches) as compiled:
+        yield launches, compiled
+
+
+def workspace() -> DeviceWorkspace:
+    region = torch.zeros(1 << 12, dtype=torch.uint8)
+    return DeviceWorkspace([SimpleNamespace(address=region.data_ptr())] * 2, 0, 64, 64, 1.0)
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(32, 64, dtype=BF16), torch.ones(48, 64, dtype=BF16).t()
+
+
+def comparable(arguments: Any) -> Any:
+    """Descriptors by what is in them."""
+    if isinstance(arguments, Descriptor):
+        given = arguments.shape, arguments.strides, arguments.block_shape
+        return arguments.base.data_ptr(), *given
+    if isinstance(arguments, torch.Tensor):
+        return arguments.data_ptr(), arguments.dtype
+    if isinstance(arguments, tuple):
+        return tuple(map(comparable, arguments))
+    return getattr(arguments, "value", arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_bound_launch_is_the_one_of_triton(gpu: Compiled, op: str) -> None:
+    launches, compiled = gpu
+    prepared, tensors = OPS[op](CONFIG, *operands())
+    run = prepared.bind(workspace(), 77)
+    run(*tensors)
+    kernels, first = len(compiled), list(launches)
+    launches.clear()
+    run(*tensors)
+    assert len(compiled) == kernels  # Triton's own launches would compile nothing either
+    assert first and list(map(comparable, launches)) == list(map(comparable, first))
+
+
+def test_a_warm_launch_does_not_ask_triton(gpu: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, _ = gpu
+    prepared, tensors = scatter(CONFIG, *operands())
+    run = prepared.bind(workspace(), 77)
+    run(*tensors)
+    monkeypatch.setattr(matmul_reduce_scatter.matmul_reduce_scatter_kernel, "run", None)
+    run(*tensors)
+    assert len(launches) == 2
+
+
+def moved(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose address is odd for the loads of 16 bytes."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def test_other_alignments_are_another_kernel(gpu: Compiled) -> None:
+    launches, compiled = gpu
+    prepared, (x, w, bias, residual, out) = scatter(CONFIG, *operands())
+    run = prepared.bind(workspace(), 77)
+    for result in (out, moved(out), torch.empty_like(out), moved(out)):
+        run(x, w, bias, residual, result)
+    assert len(compiled) == 2 and len(launches) == 4
+    assert [each[2][4] is not launches[0][2][4] for each in launches[1:]] == [True] * 3
+
+
+def test_addresses_are_those_of_the_call(gpu: Compiled) -> None:
+    launches, _ = gpu
+    prepared, (x, w, bias, residual, out) = scatter(CONFIG, *operands())
+    run = prepared.bind(workspace(), 77)
+    others = x.clone(), w.t().clone().t(), bias, residual, out.clone()
+    for tensors in ((x, w, bias, residual, out), others):
+        run(*tensors)
+        a, b = launches[-1][2][:2]
+        assert isinstance(a, Descriptor) and isinstance(b, Descriptor)
+        assert a.base is tensors[0] and b.base is tensors[1] and launches[-1][2][4] is tensors[4]
+
+
+def test_hooks_are_called_before_every_launch(
+    gpu: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def hook(*given: Any, **_: Any) -> None:
+        calls.append(given)
+
+    monkeypatch.setattr(matmul.matmul_kernel, "pre_run_hooks", [hook])
+    run = matmul.bind_matmul(CONFIG, *operands(), BF16)
+    for _ in range(3):
+        run(*operands(), None, torch.empty(32, 48, dtype=BF16))
+    assert len(calls) == 3
+
+
+def test_the_interpreter_gets_every_launch() -> None:
+    launched: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **options: launched.append((grid, given, options))
+
+    launch = BoundKernel(Kernel(), 3, (1, 2), {"num_warps": 4})
+    launch(None)
+    launch(None)
+    assert launched == [((3, 1, 1), (None, 1, 2), {"num_warps": 4})] * 2
