@@ -1,4 +1,5 @@
-"""All-reduces of few bytes for the GPU suite: low-latency, one-shot with words, and NCCL's."""
+"""All-reduces of few bytes for the GPU suite: low-latency, one-shot with words, and NCCL's; and
+with the rows of the sum normalised, in one launch and in two."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks
 from tpkernels import cuda
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10)  # bytes
+NORMED_SIZES, COLUMNS = (16 << 10, 128 << 10, 256 << 10, 1 << 20), 8192
 CALLS, REPLAYS = 20, 30
 
 
@@ -46,9 +48,38 @@ def _times_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
     return times, torch.equal(outs[0], outs[1])
 
 
+def _normed_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
+    """Of rows of COLUMNS with a residual: in one launch, with torch's norm behind our sum, behind
+    NCCL's; and whether the first two have the same sum."""
+    generator = torch.Generator(made.device).manual_seed(made.rank)
+    x = torch.randn(nbytes // 2, generator=generator, device=made.device).to(torch.bfloat16)
+    x = x.view(-1, COLUMNS)
+    weight, residual = torch.ones_like(x[0]), torch.ones_like(x)
+    normed, total, behind, theirs = (torch.empty_like(x) for _ in range(4))
+    fused = cuda.prepare_normed_all_reduce(
+        made.world, x, total, normed, weight, 1e-5, residual=residual
+    )
+
+    def in_steps() -> None:
+        cuda.all_reduce(made.space, 1, x, behind, residual=residual)
+        torch.nn.functional.rms_norm(behind, [COLUMNS], weight, 1e-5)
+
+    def by_nccl() -> None:
+        dist.all_reduce(theirs.copy_(x))
+        torch.nn.functional.rms_norm(theirs.add_(residual), [COLUMNS], weight, 1e-5)
+
+    times = [_call_us(call) for call in (lambda: fused.run(made.space, 1), in_steps, by_nccl)]
+    return times, torch.equal(total, behind)
+
+
 def _small_job(device: str) -> list[tuple[list[float], bool]]:
     made = CudaCalls(device)
-    return [_times_us(made, nbytes) for nbytes in SIZES]
+    plain = [_times_us(made, nbytes) for nbytes in SIZES]
+    return [*plain, *(_normed_us(made, nbytes) for nbytes in NORMED_SIZES)]
+
+
+_PLAIN = ("all_reduce", ("low_latency", "one_shot", "NCCL"))
+_NORMED = ("all_reduce, residual and norm", ("one launch", "two launches", "NCCL and torch"))
 
 
 def small_speed(setting: Setting) -> Iterator[Result]:
@@ -62,8 +93,9 @@ def small_speed(setting: Setting) -> Iterator[Result]:
         if world == 1:
             continue
         ranks = over_ranks(setting, world, _small_job, backend="nccl")
-        for nbytes, told in zip(SIZES, zip(*ranks, strict=True), strict=True):
-            ours, words, theirs = (max(times[i] for times, _ in told) for i in range(3))
-            value = f"low_latency {ours:.2f} us, one_shot {words:.2f} us, NCCL {theirs:.2f} us"
-            what = f"all_reduce of {nbytes >> 10} KiB bf16, {world} ranks"
+        measured = [*((_PLAIN, n) for n in SIZES), *((_NORMED, n) for n in NORMED_SIZES)]
+        for ((op, ways), nbytes), told in zip(measured, zip(*ranks, strict=True), strict=True):
+            slowest = [max(times[i] for times, _ in told) for i in range(3)]
+            value = ", ".join(f"{way} {us:.2f} us" for way, us in zip(ways, slowest, strict=True))
+            what = f"{op} of {nbytes >> 10} KiB bf16, {world} ranks"
             yield Result("small_speed", what, value, all(right for _, right in told))

@@ -28,6 +28,10 @@ Kernels::Kernels(int device, const void* image) {
   all_reduce_[1] = function("two_shot_all_reduce");
   if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
   all_reduce_[3] = function("low_latency_all_reduce");
+  normed_[0] = function("one_shot_normed_all_reduce");
+  normed_[1] = function("two_shot_normed_all_reduce");
+  normed_[3] = function("low_latency_normed_all_reduce");
+  norm_ = function("rms_norm_of_rows");
   low_latency_gather_ = function("low_latency_all_gather");
   low_latency_scatter_ = function("low_latency_reduce_scatter");
   gather_ = function("one_shot_gather");
@@ -68,6 +72,27 @@ void Kernels::launch(Handle function, int blocks, int threads, Stream stream,
           "cuLaunchKernel");
 }
 
+// Blocks of kRowThreads.
+template <class... Arguments>
+void Kernels::launch_rows(Handle function, Shape shape, Stream stream,
+                          const Arguments&... arguments) {
+  if (shape.cluster == 1) return launch(function, shape.blocks, kRowThreads, stream, arguments...);
+  const Driver& d = driver();
+  const ContextGuard guard(context_);
+  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  LaunchAttribute cluster{};
+  cluster.id = kClusterDimension;
+  cluster.value.cluster[0] = shape.cluster;
+  cluster.value.cluster[1] = cluster.value.cluster[2] = 1;
+  const LaunchConfig config{{static_cast<unsigned>(shape.blocks), 1, 1},
+                            {kRowThreads, 1, 1},
+                            0,
+                            stream_handle(stream),
+                            &cluster,
+                            1};
+  d.check(d.launch_with(&config, function, parameters, nullptr), "cuLaunchKernelEx");
+}
+
 void Kernels::all_reduce(Stream stream, const Space& space, Way way, int blocks,
                          const AllReduce& call) {
   const Handle kernel = all_reduce_[static_cast<int>(way)];
@@ -98,6 +123,17 @@ void Kernels::low_latency_scatter(Stream stream, const Space& space, int blocks,
 
 void Kernels::sum_partials(Stream stream, int blocks, const SumPartials& call) {
   launch(sum_, blocks, kSumThreads, stream, call);
+}
+
+void Kernels::normed_all_reduce(Stream stream, const Space& space, Way way, Shape shape,
+                                const AllReduce& call, const RmsNorm& norm) {
+  const Handle kernel = normed_[static_cast<int>(way)];
+  if (kernel == nullptr) throw Unsupported("the switch sums, and no kernel normalises its rows");
+  launch_rows(kernel, shape, stream, space, call, norm);
+}
+
+void Kernels::rms_norm(Stream stream, Shape shape, const Rows& rows, const RmsNorm& norm) {
+  launch_rows(norm_, shape, stream, rows, norm);
 }
 
 void Kernels::barrier(Stream stream, const Space& space) {

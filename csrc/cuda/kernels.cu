@@ -2,6 +2,7 @@
 // compiles the same file at first use. So it includes only headers of this folder.
 #include "cuda/all_reduce.cuh"
 #include "cuda/low_latency.cuh"
+#include "cuda/normed.cuh"
 #include "cuda/paced_copy.cuh"
 #include "cuda/shards.cuh"
 
@@ -27,6 +28,10 @@ TPK_DEVICE void within_low_latency_call(const Space& space, const Output& output
 
 TPK_DEVICE Output output_of(const AllReduce& call) {
   return {call.out, call.count * size_of(call.epilogue.out_dtype)};
+}
+
+TPK_DEVICE Output output_of(const AllReduce& call, const RmsNorm& norm) {
+  return {call.out, call.count * size_of(call.wire), norm.normed};
 }
 
 TPK_DEVICE u64 elements(const Shards& shards, int first, int last) {
@@ -104,6 +109,42 @@ low_latency_reduce_scatter(TPK_PARAM Space space, TPK_PARAM Shards shards) {
     if (shards.wire == kF16) return low_latency_scatter<kF16>(peers, shards);
     low_latency_scatter<kBF16>(peers, shards);
   });
+}
+
+TPK_KERNEL(kRowThreads)
+low_latency_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
+                              TPK_PARAM RmsNorm norm) {
+  const Peers peers = enter_low_latency(space);
+  if (call.wire == kF32) low_latency_normed<kF32>(peers, call, norm);
+  if (call.wire == kF16) low_latency_normed<kF16>(peers, call, norm);
+  if (call.wire == kBF16) low_latency_normed<kBF16>(peers, call, norm);
+  if (finish_low_latency(peers)) poison(output_of(call, norm));
+}
+
+TPK_KERNEL(kRowThreads)
+one_shot_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
+                           TPK_PARAM RmsNorm norm) {
+  const Peers peers = enter(space);
+  if (call.wire == kF32) one_shot_normed<kF32>(peers, call, norm);
+  if (call.wire == kF16) one_shot_normed<kF16>(peers, call, norm);
+  if (call.wire == kBF16) one_shot_normed<kBF16>(peers, call, norm);
+  if (finish(peers)) poison(output_of(call, norm));
+}
+
+TPK_KERNEL(kRowThreads)
+two_shot_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
+                           TPK_PARAM RmsNorm norm) {
+  const Peers peers = enter(space);
+  if (call.wire == kF32) two_shot_normed<kF32>(peers, call, norm);
+  if (call.wire == kF16) two_shot_normed<kF16>(peers, call, norm);
+  if (call.wire == kBF16) two_shot_normed<kBF16>(peers, call, norm);
+  if (finish(peers)) poison(output_of(call, norm));
+}
+
+TPK_KERNEL(kRowThreads) rms_norm_of_rows(TPK_PARAM Rows rows, TPK_PARAM RmsNorm norm) {
+  if (rows.dtype == kF32) return normalise_rows<kF32>(rows, norm);
+  if (rows.dtype == kF16) return normalise_rows<kF16>(rows, norm);
+  normalise_rows<kBF16>(rows, norm);
 }
 
 TPK_KERNEL(kSumThreads) sum_of_partials(TPK_PARAM SumPartials call) {

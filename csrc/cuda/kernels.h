@@ -23,6 +23,12 @@ const Image& embedded_image();
 
 enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency };
 
+// Of a grid.
+struct Shape {
+  int blocks;
+  int cluster;  // 1 below compute capability 9.0
+};
+
 class Kernels {
  public:
   // `image` is a cubin, a fat binary or PTX. Throws Unsupported.
@@ -38,6 +44,11 @@ class Kernels {
   void low_latency_gather(Stream stream, const Space& space, int blocks, const Shards& shards);
   void low_latency_scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
   void sum_partials(Stream stream, int blocks, const SumPartials& call);
+  // `call.segment` is whole rows in two-shot. Blocks come in clusters, whose size divides `blocks`.
+  // Everything is aligned to 16 bytes.
+  void normed_all_reduce(Stream stream, const Space& space, Way way, Shape shape,
+                         const AllReduce& call, const RmsNorm& norm);
+  void rms_norm(Stream stream, Shape shape, const Rows& rows, const RmsNorm& norm);
   void barrier(Stream stream, const Space& space);
   void paced_copy(Stream stream, int blocks, const PacedCopy& call);
 
@@ -55,12 +66,14 @@ class Kernels {
   template <class... Arguments>
   void launch(Handle function, int blocks, int threads, Stream stream,
               const Arguments&... arguments);
+  template <class... Arguments>
+  void launch_rows(Handle function, Shape shape, Stream stream, const Arguments&... arguments);
 
   Handle context_ = nullptr;
   Handle module_ = nullptr;
-  Handle all_reduce_[4] = {};
+  Handle all_reduce_[4] = {}, normed_[4] = {};
   Handle gather_, scatter_, low_latency_gather_, low_latency_scatter_, sum_, barrier_, paced_,
-      begin_, publish_, wait_, end_, poison_;
+      begin_, publish_, wait_, end_, poison_, norm_;
 };
 
 }  // namespace tpkernels::cuda

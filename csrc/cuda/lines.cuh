@@ -114,28 +114,34 @@ TPK_DEVICE bool look_again(const Peers& peers, int late, int looks, u64 begin) {
   return true;
 }
 
+// Pushes the P packs of a piece from `first` on to every peer.
+template <int P>
+TPK_DEVICE void push_packs(const Peers& peers, const Piece& piece, u64 first) {
+  const int rank = peers.space.rank, world = peers.space.world;
+  const u64 packs = packs_in(piece.bytes);
+  Pack held[P];
+#pragma unroll
+  for (int p = 0; p < P; ++p) {
+    const u64 at = (first + p) * sizeof(Pack);
+    if (at < piece.bytes) held[p] = load_some(piece.from + at, piece.bytes - at);
+  }
+#pragma unroll 4
+  for (int i = 1; i < world; ++i) {
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      if (first + p < packs) send_pack(peers, (rank + i) % world, packs, first + p, held[p]);
+    }
+  }
+}
+
 // Pushes a piece to every peer. A lane takes P packs at a time. It has the same packs in `receive`,
 // so a result may replace what was sent.
 template <int P>
 TPK_DEVICE void push_to_all(const Peers& peers, const Piece& piece) {
-  const int rank = peers.space.rank, world = peers.space.world;
   const u64 packs = packs_in(piece.bytes);
   delay(peers, thread());
-  for (u64 first = lane() * P; first < packs; first += lanes() * P) {
-    Pack held[P];
-#pragma unroll
-    for (int p = 0; p < P; ++p) {
-      const u64 at = (first + p) * sizeof(Pack);
-      if (at < piece.bytes) held[p] = load_some(piece.from + at, piece.bytes - at);
-    }
-#pragma unroll 4
-    for (int i = 1; i < world; ++i) {
-#pragma unroll
-      for (int p = 0; p < P; ++p) {
-        if (first + p < packs) send_pack(peers, (rank + i) % world, packs, first + p, held[p]);
-      }
-    }
-  }
+  for (u64 first = lane() * P; first < packs; first += lanes() * P)
+    push_packs<P>(peers, piece, first);
 }
 
 // Pushes `piece_for(to)` to every peer; the lanes as above.

@@ -38,25 +38,32 @@
 
 namespace tpkernels::cuda {
 
+// acc = the elements of vector `v` of sum_r(x_r), where `own` is this rank's x.
+template <int D>
+TPK_DEVICE void add_up_arriving(float (&acc)[kVector], const Peers& peers, const Piece& own,
+                                u64 v) {
+  constexpr int kPacks = kVector / kLanes<D>;
+  const auto sum = [&](int source, const Pack(&packs)[kPacks]) {
+    float next[kVector];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) widen<D>(next, p * kLanes<D>, packs[p]);
+    if (source > 0) return add(acc, next);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) acc[k] = next[k];
+  };
+  receive<kPacks>(peers, v * kPacks, [&](int) { return own; }, sum);
+}
+
 // out = round(sum_r(x_r) + bias + residual), where `own` is this rank's x.
 template <int D>
 TPK_DEVICE void sum_arriving(const Peers& peers, const Piece& own, u64 out, u64 begin,
                              const Epilogue& epilogue) {
-  constexpr int kPacks = kVector / kLanes<D>;
   const u64 count = own.bytes / size_of(D);
   const bool vectorized = aligned(out) && aligned(address_of(epilogue.residual));
   delay(peers, thread() + 1);
   for (u64 v = lane(); v * kVector < count; v += lanes()) {
     float acc[kVector] = {};
-    const auto sum = [&](int source, const Pack(&packs)[kPacks]) {
-      float next[kVector];
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) widen<D>(next, p * kLanes<D>, packs[p]);
-      if (source > 0) return add(acc, next);
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) acc[k] = next[k];
-    };
-    receive<kPacks>(peers, v * kPacks, [&](int) { return own; }, sum);
+    add_up_arriving<D>(acc, peers, own, v);
     const u64 i = v * kVector, left = least(count - i, kVector);
     if (vectorized && left == kVector) {
       store_sum(acc, out, begin, i, epilogue);

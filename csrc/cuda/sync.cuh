@@ -223,8 +223,11 @@ TPK_DEVICE bool finish(const Peers& peers) {
 // Sets all bits of the output, which is NaN in every dtype but fp4, so it cannot be mistaken for a
 // result. fp4 has no NaN: a gathered fp4 tensor is full of -6, and only the error tells.
 TPK_DEVICE void poison(const Output& output) {
-  auto* out = static_cast<unsigned short*>(output.out);
-  for (u64 i = thread(); i < output.bytes / sizeof(*out); i += threads()) out[i] = 0xffff;
+  for (void* each : {output.out, output.more}) {
+    auto* out = static_cast<unsigned short*>(each);
+    const u64 count = each == nullptr ? 0 : output.bytes / sizeof(*out);
+    for (u64 i = thread(); i < count; i += threads()) out[i] = 0xffff;
+  }
 }
 
 // Begins a call of several launches of one block each. When it returns, no peer is in an earlier

@@ -9,7 +9,7 @@ import torch
 
 from tpkernels import cuda
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
+from tpkernels.algorithms.rms_norm import RmsNorm, Rows, behind_all_reduce
 from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue
@@ -85,5 +85,30 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     return out
 
 
-all_reduce_rms_norm = behind_all_reduce(all_reduce)
-matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
+_in_steps = behind_all_reduce(all_reduce)
+
+
+def all_reduce_rms_norm(call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm) -> Rows:
+    """One launch, where the kernels take rows of that length; all ranks decide alike."""
+    if not cuda.normalises(x.dtype, norm.weight.numel()):
+        return _in_steps(call, x, reduction, norm)
+    total = empty(x.shape, reduction.out_dtype, x.device)
+    normed = empty(x.shape, reduction.out_dtype, x.device)
+    launch = cuda.prepare_normed_all_reduce(
+        call.problem.world,
+        x.contiguous(),
+        total,
+        normed,
+        norm.weight,
+        norm.eps,
+        reduction.bias,
+        reduction.residual,
+    )
+    queue(call, x.device, launch)
+    return normed, total
+
+
+def matmul_all_reduce_rms_norm(
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction, norm: RmsNorm
+) -> Rows:
+    return all_reduce_rms_norm(call, matmul_partial(call, x, w), reduction, norm)
