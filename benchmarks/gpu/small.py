@@ -13,7 +13,7 @@ from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks
 from tpkernels import cuda
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10)  # bytes
-NORMED_SIZES, COLUMNS = (16 << 10, 128 << 10, 256 << 10, 1 << 20), 8192
+ROWS_BYTES, COLUMNS = (16 << 10, 128 << 10, 256 << 10, 1 << 20), 8192
 CALLS, REPLAYS = 20, 30
 
 
@@ -72,14 +72,36 @@ def _normed_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
     return times, torch.equal(total, behind)
 
 
+def _behind_product_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
+    """Of a product of COLUMNS / world x COLUMNS and the sum of its rows: by a kernel that starts
+    while the product runs, by one that does not, by NCCL; and whether the first two agree."""
+    generator = torch.Generator(made.device).manual_seed(made.rank)
+    rows, k = nbytes // 2 // COLUMNS, COLUMNS // made.world
+    x = torch.randn(rows, k, generator=generator, device=made.device).to(torch.bfloat16)
+    w = torch.randn(COLUMNS, k, generator=generator, device=made.device).to(torch.bfloat16).t()
+    partial, early, late = (x.new_empty(rows, COLUMNS) for _ in range(3))
+
+    def behind(out: torch.Tensor, starts_early: bool) -> None:
+        torch.mm(x, w, out=partial)
+        cuda.all_reduce(made.space, 1, partial, out, early=starts_early)
+
+    def by_nccl() -> None:
+        dist.all_reduce(torch.mm(x, w, out=partial))
+
+    calls = (lambda: behind(early, True), lambda: behind(late, False), by_nccl)
+    return [_call_us(call) for call in calls], torch.equal(early, late)
+
+
 def _small_job(device: str) -> list[tuple[list[float], bool]]:
     made = CudaCalls(device)
     plain = [_times_us(made, nbytes) for nbytes in SIZES]
-    return [*plain, *(_normed_us(made, nbytes) for nbytes in NORMED_SIZES)]
+    normed = [_normed_us(made, nbytes) for nbytes in ROWS_BYTES]
+    return [*plain, *normed, *(_behind_product_us(made, nbytes) for nbytes in ROWS_BYTES)]
 
 
 _PLAIN = ("all_reduce", ("low_latency", "one_shot", "NCCL"))
 _NORMED = ("all_reduce, residual and norm", ("one launch", "two launches", "NCCL and torch"))
+_BEHIND_PRODUCT = ("product and all_reduce", ("started early", "not early", "NCCL"))
 
 
 def small_speed(setting: Setting) -> Iterator[Result]:
@@ -93,7 +115,8 @@ def small_speed(setting: Setting) -> Iterator[Result]:
         if world == 1:
             continue
         ranks = over_ranks(setting, world, _small_job, backend="nccl")
-        measured = [*((_PLAIN, n) for n in SIZES), *((_NORMED, n) for n in NORMED_SIZES)]
+        measured = [(_PLAIN, nbytes) for nbytes in SIZES]
+        measured += [(what, n) for what in (_NORMED, _BEHIND_PRODUCT) for n in ROWS_BYTES]
         for ((op, ways), nbytes), told in zip(measured, zip(*ranks, strict=True), strict=True):
             slowest = [max(times[i] for times, _ in told) for i in range(3)]
             value = ", ".join(f"{way} {us:.2f} us" for way, us in zip(ways, slowest, strict=True))

@@ -61,6 +61,14 @@ TPK_DEVICE void sync_cluster() { sync_block(); }
 TPK_DEVICE void store_in_block(float* to, int, float value) { *to = value; }
 #endif
 
+// Returns when the kernels queued before this one have ended and their results are visible. Unless
+// a kernel was launched early (Shape in cuda/kernels.h), that was so when it started.
+TPK_DEVICE void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 TPK_DEVICE u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");

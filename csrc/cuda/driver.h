@@ -25,10 +25,11 @@ struct LaunchAttribute {
   int unused;
   union {
     unsigned cluster[3];  // kClusterDimension: blocks
+    int early;            // kProgrammaticSerialization: 1
     std::uint64_t bytes[8];
   } value;
 };
-constexpr int kClusterDimension = 4;
+constexpr int kClusterDimension = 4, kProgrammaticSerialization = 6;
 
 struct LaunchConfig {
   unsigned grid[3];

@@ -4,6 +4,8 @@ namespace tpkernels::cuda {
 namespace {
 
 constexpr int kMultimemCapability = 90;
+// Early launches; captured into graphs since CUDA 12.3.
+constexpr int kEarlyCapability = 90, kEarlyDriver = 12030;
 
 Handle stream_handle(Stream stream) { return reinterpret_cast<Handle>(stream); }
 
@@ -23,6 +25,7 @@ Kernels::Kernels(int device, const void* image) {
                       std::to_string(capability) +
                       "): " + (text != nullptr ? text : "no reason given"));
   }
+  launches_early_ = capability >= kEarlyCapability && driver_version() >= kEarlyDriver;
   // Load all functions now: loading one at its first launch would invalidate a stream capture.
   all_reduce_[0] = function("one_shot_all_reduce");
   all_reduce_[1] = function("two_shot_all_reduce");
@@ -72,35 +75,43 @@ void Kernels::launch(Handle function, int blocks, int threads, Stream stream,
           "cuLaunchKernel");
 }
 
-// Blocks of kRowThreads.
 template <class... Arguments>
-void Kernels::launch_rows(Handle function, Shape shape, Stream stream,
-                          const Arguments&... arguments) {
-  if (shape.cluster == 1) return launch(function, shape.blocks, kRowThreads, stream, arguments...);
+void Kernels::launch_as(Handle function, Shape shape, int threads, Stream stream,
+                        const Arguments&... arguments) {
+  LaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (shape.cluster > 1) {
+    LaunchAttribute& cluster = attributes[count++];
+    cluster.id = kClusterDimension;
+    cluster.value.cluster[0] = shape.cluster;
+    cluster.value.cluster[1] = cluster.value.cluster[2] = 1;
+  }
+  if (shape.early && launches_early_) {
+    LaunchAttribute& early = attributes[count++];
+    early.id = kProgrammaticSerialization;
+    early.value.early = 1;
+  }
+  if (count == 0) return launch(function, shape.blocks, threads, stream, arguments...);
   const Driver& d = driver();
   const ContextGuard guard(context_);
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-  LaunchAttribute cluster{};
-  cluster.id = kClusterDimension;
-  cluster.value.cluster[0] = shape.cluster;
-  cluster.value.cluster[1] = cluster.value.cluster[2] = 1;
   const LaunchConfig config{{static_cast<unsigned>(shape.blocks), 1, 1},
-                            {kRowThreads, 1, 1},
+                            {static_cast<unsigned>(threads), 1, 1},
                             0,
                             stream_handle(stream),
-                            &cluster,
-                            1};
+                            attributes,
+                            count};
   d.check(d.launch_with(&config, function, parameters, nullptr), "cuLaunchKernelEx");
 }
 
-void Kernels::all_reduce(Stream stream, const Space& space, Way way, int blocks,
+void Kernels::all_reduce(Stream stream, const Space& space, Way way, Shape shape,
                          const AllReduce& call) {
   const Handle kernel = all_reduce_[static_cast<int>(way)];
   if (kernel == nullptr) {
     throw Unsupported("a multimem all-reduce needs a GPU of compute capability 9.0 or higher");
   }
   const int threads = way == Way::kLowLatency ? kLowLatencyThreads : kReduceThreads;
-  launch(kernel, blocks, threads, stream, space, call);
+  launch_as(kernel, shape, threads, stream, space, call);
 }
 
 void Kernels::gather(Stream stream, const Space& space, int blocks, const Shards& shards) {
@@ -129,11 +140,11 @@ void Kernels::normed_all_reduce(Stream stream, const Space& space, Way way, Shap
                                 const AllReduce& call, const RmsNorm& norm) {
   const Handle kernel = normed_[static_cast<int>(way)];
   if (kernel == nullptr) throw Unsupported("the switch sums, and no kernel normalises its rows");
-  launch_rows(kernel, shape, stream, space, call, norm);
+  launch_as(kernel, shape, kRowThreads, stream, space, call, norm);
 }
 
 void Kernels::rms_norm(Stream stream, Shape shape, const Rows& rows, const RmsNorm& norm) {
-  launch_rows(norm_, shape, stream, rows, norm);
+  launch_as(norm_, shape, kRowThreads, stream, rows, norm);
 }
 
 void Kernels::barrier(Stream stream, const Space& space) {

@@ -14,6 +14,7 @@ namespace {
 template <class Run>
 TPK_DEVICE void within_call(const Space& space, const Output& output, const Run& run) {
   const Peers peers = enter(space);
+  await_previous();
   if (peers.usable) run(peers);
   if (finish(peers)) poison(output);
 }
@@ -22,6 +23,7 @@ TPK_DEVICE void within_call(const Space& space, const Output& output, const Run&
 template <class Run>
 TPK_DEVICE void within_low_latency_call(const Space& space, const Output& output, const Run& run) {
   const Peers peers = enter_low_latency(space);
+  await_previous();
   if (peers.usable) run(peers);
   if (finish_low_latency(peers)) poison(output);
 }
@@ -115,6 +117,8 @@ TPK_KERNEL(kRowThreads)
 low_latency_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
                               TPK_PARAM RmsNorm norm) {
   const Peers peers = enter_low_latency(space);
+  prefetch_operands(call, norm);
+  await_previous();
   if (call.wire == kF32) low_latency_normed<kF32>(peers, call, norm);
   if (call.wire == kF16) low_latency_normed<kF16>(peers, call, norm);
   if (call.wire == kBF16) low_latency_normed<kBF16>(peers, call, norm);
@@ -125,6 +129,8 @@ TPK_KERNEL(kRowThreads)
 one_shot_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
                            TPK_PARAM RmsNorm norm) {
   const Peers peers = enter(space);
+  prefetch_operands(call, norm);
+  await_previous();
   if (call.wire == kF32) one_shot_normed<kF32>(peers, call, norm);
   if (call.wire == kF16) one_shot_normed<kF16>(peers, call, norm);
   if (call.wire == kBF16) one_shot_normed<kBF16>(peers, call, norm);
@@ -135,6 +141,8 @@ TPK_KERNEL(kRowThreads)
 two_shot_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
                            TPK_PARAM RmsNorm norm) {
   const Peers peers = enter(space);
+  prefetch_operands(call, norm);
+  await_previous();
   if (call.wire == kF32) two_shot_normed<kF32>(peers, call, norm);
   if (call.wire == kF16) two_shot_normed<kF16>(peers, call, norm);
   if (call.wire == kBF16) two_shot_normed<kBF16>(peers, call, norm);

@@ -23,10 +23,12 @@ const Image& embedded_image();
 
 enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency };
 
-// Of a grid.
+// Of a launch. An early one may start while the kernel queued before it still runs, where the GPU
+// and the driver can do that; see cuda/sync.cuh for what it needs.
 struct Shape {
   int blocks;
   int cluster;  // 1 below compute capability 9.0
+  bool early;
 };
 
 class Kernels {
@@ -38,7 +40,7 @@ class Kernels {
   Kernels& operator=(const Kernels&) = delete;
 
   // Calls that are a single launch.
-  void all_reduce(Stream stream, const Space& space, Way way, int blocks, const AllReduce& call);
+  void all_reduce(Stream stream, const Space& space, Way way, Shape shape, const AllReduce& call);
   void gather(Stream stream, const Space& space, int blocks, const Shards& shards);
   void scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
   void low_latency_gather(Stream stream, const Space& space, int blocks, const Shards& shards);
@@ -67,10 +69,12 @@ class Kernels {
   void launch(Handle function, int blocks, int threads, Stream stream,
               const Arguments&... arguments);
   template <class... Arguments>
-  void launch_rows(Handle function, Shape shape, Stream stream, const Arguments&... arguments);
+  void launch_as(Handle function, Shape shape, int threads, Stream stream,
+                 const Arguments&... arguments);
 
   Handle context_ = nullptr;
   Handle module_ = nullptr;
+  bool launches_early_ = false;
   Handle all_reduce_[4] = {}, normed_[4] = {};
   Handle gather_, scatter_, low_latency_gather_, low_latency_scatter_, sum_, barrier_, paced_,
       begin_, publish_, wait_, end_, poison_, norm_;

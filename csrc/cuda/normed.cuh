@@ -25,8 +25,8 @@ namespace tpkernels::cuda {
 template <int D>
 constexpr int kVectorPacks = kVector / kLanes<D>;
 
-// What is needed after the sum, and does not depend on peers.
-TPK_DEVICE void prefetch_operands(const AllReduce& call, const RmsNorm& norm, u64 rows) {
+// What is needed after the sum, and no product behind which this kernel starts early has made.
+TPK_DEVICE void prefetch_operands(const AllReduce& call, const RmsNorm& norm) {
   const Epilogue& after = call.epilogue;
   for_vectors(norm.cols, [&](u64 v) {
     const u64 i = v * kVector;
@@ -34,10 +34,10 @@ TPK_DEVICE void prefetch_operands(const AllReduce& call, const RmsNorm& norm, u6
     if (after.bias == nullptr) return;
     prefetch(static_cast<const char*>(after.bias) + i * size_of(after.bias_dtype));
   });
-  if (after.residual == nullptr) return;
+  if (after.residual == nullptr || call.segment < call.count) return;
   const auto* residual = static_cast<const char*>(after.residual);
   const u64 size = size_of(after.residual_dtype);
-  for_rows(rows, [&](u64 row) {
+  for_rows(call.count / norm.cols, [&](u64 row) {
     for_vectors(norm.cols,
                 [&](u64 v) { prefetch(residual + (row * norm.cols + v * kVector) * size); });
   });
@@ -56,7 +56,6 @@ TPK_DEVICE void low_latency_normed(const Peers& peers, const AllReduce& call, co
       });
     });
   }
-  prefetch_operands(call, norm, rows);
   sync_cluster();  // its blocks run now, so their scratch is there
   delay(peers, thread() + 1);
   unsigned turn = 0;
@@ -154,14 +153,13 @@ template <int D>
 TPK_DEVICE void one_shot_normed(const Peers& peers, const AllReduce& call, const RmsNorm& norm) {
   const int word = kTiles + block();
   const Range all = segment_of(call, 0);
-  const u64 cols = norm.cols, rows = call.count / cols, out = address_of(call.out);
+  const u64 cols = norm.cols, out = address_of(call.out);
   if (peers.usable) push_rows<D>(peers, call, cols);
   publish_to_all(peers, word);
-  prefetch_operands(call, norm, rows);
   sync_cluster();  // its blocks run now, so their scratch is there
   wait_for_all(peers, word);
   unsigned turn = 0;
-  for_rows(rows, [&](u64 row) {
+  for_rows(call.count / cols, [&](u64 row) {
     const auto value = [&](u64 v, float (&x)[kVector]) {
       const u64 i = row * cols + v * kVector;
       sum_vector<D>(peers, call, all, i, x);
@@ -200,7 +198,6 @@ TPK_DEVICE void two_shot_normed(const Peers& peers, const AllReduce& call, const
   wait_for_all(peers, word);
   sum_own_rows<D>(peers, call, cols);
   publish_to_all(peers, result);
-  prefetch_operands(call, norm, 0);
   sync_cluster();  // its blocks run now, so their scratch is there
   unsigned turn = 0;
   for (int i = 0; i < world; ++i) {

@@ -18,6 +18,11 @@
 // returns when every peer has published DONE, so nobody reads what this call wrote. The calls
 // before and after it see an epoch like any other.
 //
+// Early launches: an all-reduce behind a product may start while the product still runs. Until
+// `await_previous` it only looks at the state, announces itself and prefetches. For this the
+// group's previous call must have ended when the product began: both are on one stream, with
+// nothing between them that could wait for another stream, and the product was not launched early.
+//
 // Failure: the same as there, with one addition. Calls are queued before their failure is known. So
 // a grid that starts after a failed wait neither publishes nor stores into a peer's memory: that
 // peer may be one epoch further behind than the proof allows.

@@ -141,9 +141,17 @@ def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it(kernel: 
     for at in stores:
         assert found[at + 1 : at + 3] == ["barrier.cluster.arrive", "barrier.cluster.wait"], found
         assert found[at + 3].startswith("ld.shared"), found
-    for arch in ARCHITECTURES:
-        waits = "UCGABAR_WAIT" in cuda_builds.sass_of(embedded(), arch)[kernel]
-        assert waits == (arch != "sm_80"), arch
+
+
+@pytest.mark.parametrize("kernel", [*REDUCES, "low_latency_all_reduce", LOW_LATENCY_NORMED])
+def test_no_data_is_touched_before_the_previous_kernel_has_ended(kernel: str) -> None:
+    """An early launch announces itself, and looks at the state of its group; no more."""
+    ptx = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel]
+    before, after = ptx.split("griddepcontrol.wait;")  # which comes once
+    data = r"(?:ld|st)\.global\.v4|\.v2\.u64|multimem\.|(?:ld|st)\.global\.[fbu](?:8|16|32)\b"
+    assert not re.search(data, before), re.search(data, before)
+    assert re.search(data, after)
+    assert re.search(r"st\.(?:relaxed|release)\.sys\.global\.u64", before)
 
 
 @pytest.mark.parametrize("arch", sweep(ARCHITECTURES))
@@ -159,6 +167,9 @@ def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
         assert ("STG.E.128" in kernels[name]) == moves, name
         assert ".CONSTANT" not in kernels[name], name
         assert not re.search(r"\b(LDL|STL)\b", kernels[name]), name
+        assert ("UCGABAR_WAIT" in kernels[name]) == (name in NORMS and arch != "sm_80"), name
+        early = name in (*REDUCES, *SHARES, *LOW_LATENCY) and arch != "sm_80"
+        assert ("ACQBULK" in kernels[name]) == early, name
         fences = re.search(r"MEMBAR\.\w+\.SYS", kernels[name])
         assert (fences is not None) == (name not in quiet)
         assert (re.search(r"LDGMC\.", kernels[name]) is not None) == ("multimem" in name), name

@@ -38,11 +38,12 @@ def launch(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
+    early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, total) of one call."""
     normed, total = torch.empty_like(x), torch.empty_like(x) if total is None else total
     cuda.prepare_normed_all_reduce(
-        space.world, x, total, normed, weight, EPS, bias, residual, way
+        space.world, x, total, normed, weight, EPS, bias, residual, way, early
     ).run(space, signature)
     return normed, total
 

@@ -89,6 +89,7 @@ def all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     way: str = "auto",
+    early: bool = False,
 ) -> None:
     """``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
 
@@ -101,6 +102,8 @@ def all_reduce(
             for twice the bytes), ``two_shot`` (every rank sums a part), ``auto`` (one of these, by
             size) or ``multimem``: the switch sums, in its own order, so
             the bits may differ from run to run.
+        early: the kernel may start while the last kernel queued on the stream runs. That must be
+            a product which was queued behind the workspace's previous call, on the same stream.
 
     Raises:
         ValueError: an argument does not fit the others, or the workspace is too small.
@@ -129,6 +132,7 @@ def all_reduce(
             words,
             WAYS.index(way),
             plan.blocks,
+            early and begin == 0,
             x.data_ptr() + begin * sizes[0],
             out.data_ptr() + begin * sizes[1],
             count,
@@ -148,13 +152,14 @@ def prepare_all_reduce(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    early: bool = False,
 ) -> Launch:
     """An ``all_reduce`` over ``world`` ranks that goes in one piece."""
     way = all_reduce_way(x)
     needs = layout(way, x.numel(), world, x.element_size(), out.element_size())
 
     def run(space: DeviceWorkspace, signature: int) -> None:
-        all_reduce(space, signature, x, out, bias, residual, way)
+        all_reduce(space, signature, x, out, bias, residual, way, early)
 
     return Launch(needs.words, needs.nbytes, (), run)
 

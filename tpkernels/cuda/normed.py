@@ -51,6 +51,7 @@ def prepare_normed_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     way: str = "auto",
+    early: bool = False,
 ) -> Launch:
     """``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
     ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32.
@@ -59,7 +60,7 @@ def prepare_normed_all_reduce(
         x: [..., N], contiguous, fp32, fp16 or bf16, N a multiple of 8.
         total, normed: like x; ``total`` may be x.
         weight: [N], bias: [N], residual: like x, each of any of the dtypes.
-        way: as for ``all_reduce``, but not ``multimem``.
+        way, early: as for ``all_reduce``, but not ``multimem``.
 
     Raises:
         ValueError: an unknown way.
@@ -96,6 +97,7 @@ def prepare_normed_all_reduce(
             WAYS.index(way),
             needs.blocks,
             cluster,
+            early,
             given.data_ptr(),
             total.data_ptr(),
             x.numel(),

@@ -65,11 +65,25 @@ std::map<std::string, Entry> entries{
 
 std::string failing;
 int failing_code = 0, capability = 90, pushes = 0, threads_of_block = 2;
+int early_launches = 0, version_of_driver = 13000;
 emulated::Counts most;
 void* current = nullptr;
 char context, module_handle;
 
 int code_of(const char* function) { return failing == function ? failing_code : 0; }
+
+// Takes the results of the previous kernel away, and brings them back a while later.
+std::thread end_previous_later() {
+  emulated::Previous& previous = emulated::previous;
+  std::memcpy(previous.results.data(), previous.to, previous.results.size());
+  std::memset(previous.to, 0xff, previous.results.size());
+  previous.ended = false;
+  return std::thread([&previous] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    std::memcpy(previous.to, previous.results.data(), previous.results.size());
+    previous.ended = true;
+  });
+}
 
 int launch(const char* what, void* function, unsigned blocks, unsigned threads, unsigned cluster,
            void** parameters) {
@@ -103,6 +117,14 @@ void emulated_fail(const char* function, int code) {
 void emulated_capability(int value) { capability = value; }
 int emulated_depth() { return pushes; }  // contexts pushed but not popped
 void emulated_tear(int how) { emulated::tearing = static_cast<emulated::Tearing>(how); }
+// What the kernel before an early launch writes; `awaited` false: the early one does not wait.
+void emulated_previous(char* results, std::size_t bytes, bool awaited) {
+  emulated::previous.to = results;
+  emulated::previous.results.resize(bytes);
+  emulated::previous.awaited = awaited;
+}
+int emulated_early_launches() { return early_launches; }
+void emulated_driver_version(int version) { version_of_driver = version; }
 void emulated_loose(bool loose) { emulated::loose = loose; }
 void emulated_threads(int number) { threads_of_block = number; }
 // What the thread that did the most did in the last launch: barriers, releases, atomics.
@@ -114,7 +136,7 @@ void emulated_counts(int* counts) {
 
 int cuInit(unsigned) { return code_of("cuInit"); }
 int cuDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = version_of_driver;
   return 0;
 }
 int cuGetErrorName(int code, const char** name) {
@@ -181,13 +203,24 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** paramete
   const unsigned *grid = config->grid, *block = config->block;
   if (grid[1] * grid[2] * block[1] * block[2] != 1) return 1;
   unsigned cluster = 1;
+  bool early = false;
   for (unsigned i = 0; i < config->attribute_count; ++i) {
     const LaunchAttribute& attribute = config->attributes[i];
-    if (attribute.id != kClusterDimension || capability < 90) return 1;
+    if (capability < 90) return 1;
+    if (attribute.id == kProgrammaticSerialization) {
+      early = attribute.value.early == 1;
+      continue;
+    }
+    if (attribute.id != kClusterDimension) return 1;
     if (attribute.value.cluster[1] * attribute.value.cluster[2] != 1) return 1;
     cluster = attribute.value.cluster[0];
   }
-  return launch("cuLaunchKernelEx", function, grid[0], block[0], cluster, parameters);
+  early_launches += early;
+  const bool hides = early && emulated::previous.to != nullptr;
+  std::thread previous = hides ? end_previous_later() : std::thread();
+  const int code = launch("cuLaunchKernelEx", function, grid[0], block[0], cluster, parameters);
+  if (hides) previous.join();
+  return code;
 }
 
 }  // extern "C"

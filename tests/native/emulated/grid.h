@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -33,6 +34,15 @@ inline Tearing tearing = Tearing::kBetweenWords;
 
 // Negative control of clusters: their barriers only hold a block's own threads.
 inline bool loose = false;
+
+// The kernel queued before an early launch: its results appear only while the early one runs.
+struct Previous {
+  std::vector<char> results;
+  char* to = nullptr;
+  std::atomic<bool> ended{true};
+  bool awaited = true;  // negative control: nobody waits for it
+};
+inline Previous previous;
 
 struct Grid {
   int blocks;

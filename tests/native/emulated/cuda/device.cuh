@@ -45,6 +45,10 @@ inline void store_in_block(float* to, int block, float value) {
   emulated::here.cluster->blocks[block]->scratch[to - scratch()] = value;
 }
 
+inline void await_previous() {
+  while (emulated::previous.awaited && !emulated::previous.ended) std::this_thread::yield();
+}
+
 inline u64 clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void pause() { std::this_thread::yield(); }
 
