@@ -12,7 +12,8 @@ from benchmarks.gpu.cuda import CudaCalls
 from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks
 from tpkernels import cuda
 
-SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10)  # bytes
+SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)  # bytes
+OURS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
 ROWS_BYTES, COLUMNS = (16 << 10, 128 << 10, 256 << 10, 1 << 20), 8192
 CALLS, REPLAYS = 20, 30
 
@@ -39,13 +40,14 @@ def _times_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
     """Of each way, and whether ours agree to the bit."""
     generator = torch.Generator(made.device).manual_seed(made.rank)
     x = torch.randn(nbytes // 2, generator=generator, device=made.device).to(torch.bfloat16)
-    outs = torch.empty_like(x), torch.empty_like(x), x.clone()
+    outs = [torch.empty_like(x) for _ in OURS]
     times = [
-        _call_us(lambda: cuda.all_reduce(made.space, 1, x, outs[0], way="low_latency")),
-        _call_us(lambda: cuda.all_reduce(made.space, 1, x, outs[1], way="one_shot")),
-        _call_us(lambda: dist.all_reduce(outs[2])),
+        _call_us(lambda way=way, out=out: cuda.all_reduce(made.space, 1, x, out, way=way))  # type: ignore[misc]
+        for way, out in zip(OURS, outs, strict=True)
     ]
-    return times, torch.equal(outs[0], outs[1])
+    theirs = x.clone()
+    times.append(_call_us(lambda: dist.all_reduce(theirs)))
+    return times, all(torch.equal(outs[0], out) for out in outs)
 
 
 def _normed_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
@@ -99,7 +101,7 @@ def _small_job(device: str) -> list[tuple[list[float], bool]]:
     return [*plain, *normed, *(_behind_product_us(made, nbytes) for nbytes in ROWS_BYTES)]
 
 
-_PLAIN = ("all_reduce", ("low_latency", "one_shot", "NCCL"))
+_PLAIN = ("all_reduce", (*OURS, "NCCL"))
 _NORMED = ("all_reduce, residual and norm", ("one launch", "two launches", "NCCL and torch"))
 _BEHIND_PRODUCT = ("product and all_reduce", ("started early", "not early", "NCCL"))
 
@@ -118,7 +120,7 @@ def small_speed(setting: Setting) -> Iterator[Result]:
         measured = [(_PLAIN, nbytes) for nbytes in SIZES]
         measured += [(what, n) for what in (_NORMED, _BEHIND_PRODUCT) for n in ROWS_BYTES]
         for ((op, ways), nbytes), told in zip(measured, zip(*ranks, strict=True), strict=True):
-            slowest = [max(times[i] for times, _ in told) for i in range(3)]
+            slowest = [max(times[i] for times, _ in told) for i in range(len(ways))]
             value = ", ".join(f"{way} {us:.2f} us" for way, us in zip(ways, slowest, strict=True))
             what = f"{op} of {nbytes >> 10} KiB bf16, {world} ranks"
             yield Result("small_speed", what, value, all(right for _, right in told))

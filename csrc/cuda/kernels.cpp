@@ -31,6 +31,7 @@ Kernels::Kernels(int device, const void* image) {
   all_reduce_[1] = function("two_shot_all_reduce");
   if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
   all_reduce_[3] = function("low_latency_all_reduce");
+  all_reduce_[4] = function("low_latency_two_shot_all_reduce");
   normed_[0] = function("one_shot_normed_all_reduce");
   normed_[1] = function("two_shot_normed_all_reduce");
   normed_[3] = function("low_latency_normed_all_reduce");
@@ -110,7 +111,7 @@ void Kernels::all_reduce(Stream stream, const Space& space, Way way, Shape shape
   if (kernel == nullptr) {
     throw Unsupported("a multimem all-reduce needs a GPU of compute capability 9.0 or higher");
   }
-  const int threads = way == Way::kLowLatency ? kLowLatencyThreads : kReduceThreads;
+  const int threads = way >= Way::kLowLatency ? kLowLatencyThreads : kReduceThreads;
   launch_as(kernel, shape, threads, stream, space, call);
 }
 

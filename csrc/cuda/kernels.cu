@@ -99,6 +99,15 @@ low_latency_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
 }
 
 TPK_KERNEL(kLowLatencyThreads)
+low_latency_two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
+  within_low_latency_call(space, output_of(call), [&](const Peers& peers) {
+    if (call.wire == kF32) return low_latency_two_shot<kF32>(peers, call);
+    if (call.wire == kF16) return low_latency_two_shot<kF16>(peers, call);
+    low_latency_two_shot<kBF16>(peers, call);
+  });
+}
+
+TPK_KERNEL(kLowLatencyThreads)
 low_latency_all_gather(TPK_PARAM Space space, TPK_PARAM Shards shards) {
   within_low_latency_call(space, gathered(space, shards),
                           [&](const Peers& peers) { low_latency_gather(peers, shards); });

@@ -11,8 +11,8 @@ import functools
 import torch
 
 from tpkernels import _C
-from tpkernels.cuda import low_latency
-from tpkernels.cuda.calls import WAYS, BufferLayout, all_reduce_way
+from tpkernels.cuda import calls, low_latency
+from tpkernels.cuda.calls import WAYS, BufferLayout
 from tpkernels.cuda.checks import (
     DTYPES,
     check_alike,
@@ -69,7 +69,7 @@ def prepare_normed_all_reduce(
         ValueError: an argument does not fit the others, or the workspace is too small.
         NotImplementedError: no driver or GPU; a dtype; rows of another length.
     """
-    way = all_reduce_way(x) if way == "auto" else way
+    way = _way(x) if way == "auto" else way
     if way not in ("low_latency", "one_shot", "two_shot"):
         raise ValueError(f"way is {way!r}; it must be auto, low_latency, one_shot or two_shot")
     rows, columns = _matrix(x)
@@ -132,6 +132,13 @@ def rms_norm(rows: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps
 
 
 _MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
+
+
+def _way(x: torch.Tensor) -> str:
+    nbytes = x.numel() * x.element_size()
+    if low_latency.takes(nbytes):
+        return "low_latency"
+    return "one_shot" if nbytes <= calls.ONE_SHOT_BYTES else "two_shot"
 
 
 def _matrix(x: torch.Tensor) -> tuple[int, int]:

@@ -47,6 +47,8 @@ std::map<std::string, Entry> entries{
     {"one_shot_gather", {with(one_shot_gather), true, kReduceThreads}},
     {"one_shot_scatter", {with(one_shot_scatter), true, kReduceThreads}},
     {"low_latency_all_reduce", {with(low_latency_all_reduce), true, kLowLatencyThreads}},
+    {"low_latency_two_shot_all_reduce",
+     {with(low_latency_two_shot_all_reduce), true, kLowLatencyThreads}},
     {"low_latency_all_gather", {with(low_latency_all_gather), true, kLowLatencyThreads}},
     {"low_latency_reduce_scatter", {with(low_latency_reduce_scatter), true, kLowLatencyThreads}},
     {"one_shot_normed_all_reduce", {with(one_shot_normed_all_reduce), true, kRowThreads}},
