@@ -13,9 +13,10 @@ from tpkernels.algorithms import fused
 from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace
 
-WORDS, BUFFER_BYTES = 1 << 14, 256 << 20
+WORDS, BUFFER_BYTES = 1 << 16, 256 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COUNTS = (1, 1000, 65_537, 3_000_001)
+ROWS = ((1, 512), (5, 2056), (3, 8192), (70, 64))
 RATES = (50.0, 150.0, 300.0, 450.0)  # GB/s
 PACED_BYTES = 64 << 20
 _NEEDS = "needs a GPU: csrc/cuda has no interpreter"
@@ -71,6 +72,23 @@ class CudaCalls:
         synchronize(self.device)
         return torch.equal(out.cpu(), _host_sum(xs))
 
+    def normed(self, way: str, dtype: torch.dtype, rows: int, columns: int) -> bool:
+        """Whether the sum is the host's, and its rows are normalised as they are alone, to the bit,
+        and as torch does it, nearly."""
+        shape, count = (rows, columns), rows * columns
+        xs = [_values(count + r, self.device, dtype, count).view(shape) for r in range(self.world)]
+        weight = _values(9, self.device, dtype, columns)
+        total, normed, alone = (torch.empty_like(xs[0]) for _ in range(3))
+        launch = cuda.prepare_normed_all_reduce(
+            self.world, xs[self.rank], total, normed, weight, 1e-5, way=way
+        )
+        launch.run(self.space, self.next())
+        cuda.rms_norm(total, alone, weight, 1e-5)
+        synchronize(self.device)
+        wide = torch.nn.functional.rms_norm(total.double(), [columns], weight.double(), 1e-5)
+        near = torch.allclose(normed.double(), wide, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        return near and torch.equal(normed, alone) and torch.equal(total.cpu(), _host_sum(xs))
+
     def shards(self, way: str, dtype: torch.dtype, row: int) -> bool:
         """Whether an all-gather and a reduce-scatter of uneven shards are right, to the bit."""
         sizes = tuple(1 + 5 * (r % 3) for r in range(self.world))
@@ -112,11 +130,15 @@ class CudaCalls:
     def replays(self, count: int) -> bool:
         """Whether every replay of a graph of an all-reduce and a copy is right, with new input."""
         x = torch.zeros(5000, dtype=torch.float32, device=self.device)
-        total, again, got = (torch.empty_like(x) for _ in range(3))
+        total, again, summed, got = (torch.empty_like(x) for _ in range(4))
 
         def calls() -> None:
             cuda.all_reduce(self.space, self.next(), x, total, way="two_shot")
             cuda.all_reduce(self.space, self.next(), x, again, way="low_latency")
+            normed = cuda.prepare_normed_all_reduce(
+                self.world, x, summed, torch.empty_like(x), torch.ones_like(x), 0.0
+            )
+            normed.run(self.space, self.next())
             self.exchange(x, got)
 
         stream = torch.cuda.Stream()
@@ -133,6 +155,7 @@ class CudaCalls:
             torch.cuda.synchronize()
             want = self.world * i + sum(range(self.world))
             right = right and bool((total == want).all()) and torch.equal(total, again)
+            right = right and torch.equal(total, summed)
             right = right and bool((got == i + (self.rank - 1) % self.world).all())
         return right
 
@@ -141,7 +164,7 @@ def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     """The calls on one rank, and whether each was right."""
     made = CudaCalls(device)
     made.space.set_chaos(seed=made.rank, max_delay_us=delay_us)
-    ways = ["one_shot", "two_shot", "low_latency"]
+    ways = ["one_shot", "two_shot", "low_latency", "low_latency_two_shot"]
     checks: dict[str, Callable[[], bool]] = {
         f"{way} all-reduce": lambda way=way: all(  # type: ignore[misc]
             made.reduce(way, dtype, count) for dtype in DTYPES for count in COUNTS[:calls]
@@ -151,6 +174,12 @@ def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     for way in ("one_shot", "low_latency"):
         checks[f"{way} shards"] = lambda way=way: all(  # type: ignore[misc]
             made.shards(way, dtype, row) for dtype in DTYPES for row in (1, 40, 513)
+        )
+    for way in ways[:3]:
+        checks[f"{way} all-reduce of normalised rows"] = (
+            lambda way=way: all(  # type: ignore[misc]
+                made.normed(way, dtype, *shape) for dtype in DTYPES for shape in ROWS[:calls]
+            )
         )
     checks["peer copies"] = lambda: made.copies(calls)
     if device == "cuda":

@@ -1,4 +1,5 @@
-"""All-reduces of few bytes for the GPU suite: low-latency, one-shot with words, and NCCL's."""
+"""All-reduces of few bytes for the GPU suite: low-latency, one-shot with words, and NCCL's; and
+with the rows of the sum normalised, in one launch and in two."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from benchmarks.gpu.cuda import CudaCalls
 from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks
 from tpkernels import cuda
 
-SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10)  # bytes
+SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)  # bytes
+OURS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
+ROWS_BYTES, COLUMNS = (16 << 10, 128 << 10, 256 << 10, 1 << 20), 8192
 CALLS, REPLAYS = 20, 30
 
 
@@ -37,18 +40,70 @@ def _times_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
     """Of each way, and whether ours agree to the bit."""
     generator = torch.Generator(made.device).manual_seed(made.rank)
     x = torch.randn(nbytes // 2, generator=generator, device=made.device).to(torch.bfloat16)
-    outs = torch.empty_like(x), torch.empty_like(x), x.clone()
+    outs = [torch.empty_like(x) for _ in OURS]
     times = [
-        _call_us(lambda: cuda.all_reduce(made.space, 1, x, outs[0], way="low_latency")),
-        _call_us(lambda: cuda.all_reduce(made.space, 1, x, outs[1], way="one_shot")),
-        _call_us(lambda: dist.all_reduce(outs[2])),
+        _call_us(lambda way=way, out=out: cuda.all_reduce(made.space, 1, x, out, way=way))  # type: ignore[misc]
+        for way, out in zip(OURS, outs, strict=True)
     ]
-    return times, torch.equal(outs[0], outs[1])
+    theirs = x.clone()
+    times.append(_call_us(lambda: dist.all_reduce(theirs)))
+    return times, all(torch.equal(outs[0], out) for out in outs)
+
+
+def _normed_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
+    """Of rows of COLUMNS with a residual: in one launch, with torch's norm behind our sum, behind
+    NCCL's; and whether the first two have the same sum."""
+    generator = torch.Generator(made.device).manual_seed(made.rank)
+    x = torch.randn(nbytes // 2, generator=generator, device=made.device).to(torch.bfloat16)
+    x = x.view(-1, COLUMNS)
+    weight, residual = torch.ones_like(x[0]), torch.ones_like(x)
+    normed, total, behind, theirs = (torch.empty_like(x) for _ in range(4))
+    fused = cuda.prepare_normed_all_reduce(
+        made.world, x, total, normed, weight, 1e-5, residual=residual
+    )
+
+    def in_steps() -> None:
+        cuda.all_reduce(made.space, 1, x, behind, residual=residual)
+        torch.nn.functional.rms_norm(behind, [COLUMNS], weight, 1e-5)
+
+    def by_nccl() -> None:
+        dist.all_reduce(theirs.copy_(x))
+        torch.nn.functional.rms_norm(theirs.add_(residual), [COLUMNS], weight, 1e-5)
+
+    times = [_call_us(call) for call in (lambda: fused.run(made.space, 1), in_steps, by_nccl)]
+    return times, torch.equal(total, behind)
+
+
+def _behind_product_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
+    """Of a product of COLUMNS / world x COLUMNS and the sum of its rows: by a kernel that starts
+    while the product runs, by one that does not, by NCCL; and whether the first two agree."""
+    generator = torch.Generator(made.device).manual_seed(made.rank)
+    rows, k = nbytes // 2 // COLUMNS, COLUMNS // made.world
+    x = torch.randn(rows, k, generator=generator, device=made.device).to(torch.bfloat16)
+    w = torch.randn(COLUMNS, k, generator=generator, device=made.device).to(torch.bfloat16).t()
+    partial, early, late = (x.new_empty(rows, COLUMNS) for _ in range(3))
+
+    def behind(out: torch.Tensor, starts_early: bool) -> None:
+        torch.mm(x, w, out=partial)
+        cuda.all_reduce(made.space, 1, partial, out, early=starts_early)
+
+    def by_nccl() -> None:
+        dist.all_reduce(torch.mm(x, w, out=partial))
+
+    calls = (lambda: behind(early, True), lambda: behind(late, False), by_nccl)
+    return [_call_us(call) for call in calls], torch.equal(early, late)
 
 
 def _small_job(device: str) -> list[tuple[list[float], bool]]:
     made = CudaCalls(device)
-    return [_times_us(made, nbytes) for nbytes in SIZES]
+    plain = [_times_us(made, nbytes) for nbytes in SIZES]
+    normed = [_normed_us(made, nbytes) for nbytes in ROWS_BYTES]
+    return [*plain, *normed, *(_behind_product_us(made, nbytes) for nbytes in ROWS_BYTES)]
+
+
+_PLAIN = ("all_reduce", (*OURS, "NCCL"))
+_NORMED = ("all_reduce, residual and norm", ("one launch", "two launches", "NCCL and torch"))
+_BEHIND_PRODUCT = ("product and all_reduce", ("started early", "not early", "NCCL"))
 
 
 def small_speed(setting: Setting) -> Iterator[Result]:
@@ -62,8 +117,10 @@ def small_speed(setting: Setting) -> Iterator[Result]:
         if world == 1:
             continue
         ranks = over_ranks(setting, world, _small_job, backend="nccl")
-        for nbytes, told in zip(SIZES, zip(*ranks, strict=True), strict=True):
-            ours, words, theirs = (max(times[i] for times, _ in told) for i in range(3))
-            value = f"low_latency {ours:.2f} us, one_shot {words:.2f} us, NCCL {theirs:.2f} us"
-            what = f"all_reduce of {nbytes >> 10} KiB bf16, {world} ranks"
+        measured = [(_PLAIN, nbytes) for nbytes in SIZES]
+        measured += [(what, n) for what in (_NORMED, _BEHIND_PRODUCT) for n in ROWS_BYTES]
+        for ((op, ways), nbytes), told in zip(measured, zip(*ranks, strict=True), strict=True):
+            slowest = [max(times[i] for times, _ in told) for i in range(len(ways))]
+            value = ", ".join(f"{way} {us:.2f} us" for way, us in zip(ways, slowest, strict=True))
+            what = f"{op} of {nbytes >> 10} KiB bf16, {world} ranks"
             yield Result("small_speed", what, value, all(right for _, right in told))

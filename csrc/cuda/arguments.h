@@ -49,6 +49,21 @@ struct AllReduce {
   u64 multicast;   // multicast address of all ranks' regions
 };
 
+// The normalisation of rows: y = round(x / sqrt(mean(x^2) + eps) * weight).
+struct RmsNorm {
+  void* normed;  // of the rows' dtype
+  const void* weight;
+  u64 cols;  // a multiple of kVector
+  int weight_dtype;
+  float eps;
+};
+
+struct Rows {
+  const void* x;
+  u64 count;  // of elements
+  int dtype;
+};
+
 // The shards of a tensor with rows of `row` elements: rank r holds, or receives, rows [starts[r],
 // starts[r+1]).
 struct Shards {
@@ -84,6 +99,7 @@ struct Signal {
 struct Output {
   void* out;
   u64 bytes;
+  void* more = nullptr;  // another of the same size
 };
 
 struct PacedCopy {
@@ -96,6 +112,7 @@ struct PacedCopy {
 
 constexpr int kReduceThreads = 512;
 constexpr int kLowLatencyThreads = 256;
+constexpr int kRowThreads = 256;
 constexpr int kSumThreads = 256;
 constexpr int kSignalThreads = 32;
 constexpr int kPacedThreads = 1024;

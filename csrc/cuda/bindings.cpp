@@ -64,18 +64,18 @@ void bind_calls(py::class_<Kernels>& kernels) {
   kernels
       .def(
           "all_reduce",
-          [](Kernels& k, Stream stream, const Space& space, int way, int blocks, Address x,
-             Address out, std::uint64_t count, std::uint64_t begin, int wire,
+          [](Kernels& k, Stream stream, const Space& space, int way, int blocks, bool early,
+             Address x, Address out, std::uint64_t count, std::uint64_t begin, int wire,
              const Epilogue& epilogue, std::uint64_t segment, std::uint64_t slot_bytes,
              std::uint64_t results_at, Address multicast) {
-            k.all_reduce(stream, space, static_cast<Way>(way), blocks,
+            k.all_reduce(stream, space, static_cast<Way>(way), {blocks, 1, early},
                          {pointer<const void>(x), pointer<void>(out), count, begin, wire, epilogue,
                           segment, slot_bytes, results_at, multicast});
           },
-          py::arg("stream"), py::arg("space"), py::arg("way"), py::arg("blocks"), py::arg("x"),
-          py::arg("out"), py::arg("count"), py::arg("begin"), py::arg("wire"), py::arg("epilogue"),
-          py::arg("segment"), py::arg("slot_bytes"), py::arg("results_at"), py::arg("multicast"),
-          ReleaseGil())
+          py::arg("stream"), py::arg("space"), py::arg("way"), py::arg("blocks"), py::arg("early"),
+          py::arg("x"), py::arg("out"), py::arg("count"), py::arg("begin"), py::arg("wire"),
+          py::arg("epilogue"), py::arg("segment"), py::arg("slot_bytes"), py::arg("results_at"),
+          py::arg("multicast"), ReleaseGil())
       .def(
           "sum_partials",
           [](Kernels& k, Stream stream, int blocks, Address out,
@@ -109,6 +109,38 @@ void bind_calls(py::class_<Kernels>& kernels) {
           },
           py::arg("stream"), py::arg("blocks"), py::arg("dst"), py::arg("src"), py::arg("nbytes"),
           py::arg("latency_ns"), py::arg("ns_per_byte"), ReleaseGil());
+}
+
+RmsNorm make_norm(Address normed, Address weight, std::uint64_t cols, int weight_dtype, float eps) {
+  return {pointer<void>(normed), pointer<const void>(weight), cols, weight_dtype, eps};
+}
+
+void bind_norms(py::class_<Kernels>& kernels) {
+  kernels
+      .def(
+          "normed_all_reduce",
+          [](Kernels& k, Stream stream, const Space& space, int way, int blocks, int cluster,
+             bool early, Address x, Address out, std::uint64_t count, int wire,
+             const Epilogue& epilogue, std::uint64_t segment, std::uint64_t slot_bytes,
+             std::uint64_t results_at, const RmsNorm& norm) {
+            k.normed_all_reduce(stream, space, static_cast<Way>(way), {blocks, cluster, early},
+                                {pointer<const void>(x), pointer<void>(out), count, 0, wire,
+                                 epilogue, segment, slot_bytes, results_at, 0},
+                                norm);
+          },
+          py::arg("stream"), py::arg("space"), py::arg("way"), py::arg("blocks"),
+          py::arg("cluster"), py::arg("early"), py::arg("x"), py::arg("out"), py::arg("count"),
+          py::arg("wire"), py::arg("epilogue"), py::arg("segment"), py::arg("slot_bytes"),
+          py::arg("results_at"), py::arg("norm"), ReleaseGil())
+      .def(
+          "rms_norm",
+          [](Kernels& k, Stream stream, int blocks, int cluster, Address x, std::uint64_t count,
+             int dtype, const RmsNorm& norm) {
+            k.rms_norm(stream, {blocks, cluster, false}, {pointer<const void>(x), count, dtype},
+                       norm);
+          },
+          py::arg("stream"), py::arg("blocks"), py::arg("cluster"), py::arg("x"), py::arg("count"),
+          py::arg("dtype"), py::arg("norm"), ReleaseGil());
 }
 
 // `starts` is the address of world + 1 ints in device memory.
@@ -188,9 +220,13 @@ void bind(py::module_& m) {
   py::class_<Epilogue>(m, "Epilogue")
       .def(py::init(&make_epilogue), py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1,
            py::arg("bias_dtype") = 0, py::arg("residual") = 0, py::arg("residual_dtype") = 0);
+  py::class_<RmsNorm>(m, "RmsNorm")
+      .def(py::init(&make_norm), py::arg("normed"), py::arg("weight"), py::arg("cols"),
+           py::arg("weight_dtype"), py::arg("eps"));
   py::class_<Kernels> kernels(m, "Kernels");
   kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"));
   bind_calls(kernels);
+  bind_norms(kernels);
   bind_shards(kernels);
   bind_signals(kernels);
   m.attr("MAX_WORLD") = kMaxWorld;

@@ -21,6 +21,54 @@ TPK_DEVICE void sync_block() { __syncthreads(); }
 // The same. Returns whether any thread of the block passed true.
 TPK_DEVICE bool sync_block_or(bool value) { return __syncthreads_or(value) != 0; }
 
+// Shared memory of a block, for the kernels that normalise rows.
+constexpr int kScratchFloats = 1120;
+TPK_DEVICE float* scratch() {
+  __shared__ float memory[kScratchFloats];
+  return memory;
+}
+
+// A cluster's blocks run at the same time, and have consecutive numbers.
+#if __CUDA_ARCH__ >= 900
+TPK_DEVICE int cluster_blocks() {
+  unsigned count;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
+  return count;
+}
+
+TPK_DEVICE int block_in_cluster() {
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// A barrier of all threads of the cluster, which covers what they stored in each other's blocks.
+TPK_DEVICE void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Stores to the scratch of another block of the cluster, where this block has `to`.
+TPK_DEVICE void store_in_block(float* to, int block, float value) {
+  const auto here = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+#else
+TPK_DEVICE int cluster_blocks() { return 1; }
+TPK_DEVICE int block_in_cluster() { return 0; }
+TPK_DEVICE void sync_cluster() { sync_block(); }
+TPK_DEVICE void store_in_block(float* to, int, float value) { *to = value; }
+#endif
+
+// Returns when the kernels queued before this one have ended and their results are visible. Unless
+// a kernel was launched early (Shape in cuda/kernels.h), that was so when it started.
+TPK_DEVICE void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 TPK_DEVICE u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
@@ -93,6 +141,9 @@ TPK_DEVICE void store_pack(void* to, Pack pack) {
                : "memory");
 }
 
+// Brings a line near, for a load that comes much later.
+TPK_DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // Two words that are stored at a time. Each is whole or not there yet; which comes first is open:
 // to PTX, an access to a vector is one access to each element, in no order.
 struct alignas(16) Line {
@@ -116,6 +167,10 @@ TPK_DEVICE void store_line_sys(Line* to, Line line) {
 
 TPK_DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
 TPK_DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }
+
+TPK_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TPK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+TPK_DEVICE float square_root(float value) { return __fsqrt_rn(value); }
 
 TPK_DEVICE float widen_f16(unsigned short half) {
   float value;

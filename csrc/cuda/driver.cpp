@@ -42,6 +42,7 @@ Driver load() {
   find(library, "cuModuleUnload", d.unload_module);
   find(library, "cuModuleGetFunction", d.function);
   find(library, "cuLaunchKernel", d.launch);
+  find(library, "cuLaunchKernelEx", d.launch_with);
   find(library, "cuMemcpyAsync", d.copy_async);
   if (const int code = d.init(0); code != 0) {
     const char* text = nullptr;

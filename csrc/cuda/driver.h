@@ -19,6 +19,27 @@ using Address = std::uint64_t;
 using Stream = std::uint64_t;  // a CUstream as an integer; 0 is the default stream
 using Handle = void*;          // CUcontext, CUmodule, CUfunction
 
+// CUlaunchAttribute and CUlaunchConfig.
+struct LaunchAttribute {
+  int id;
+  int unused;
+  union {
+    unsigned cluster[3];  // kClusterDimension: blocks
+    int early;            // kProgrammaticSerialization: 1
+    std::uint64_t bytes[8];
+  } value;
+};
+constexpr int kClusterDimension = 4, kProgrammaticSerialization = 6;
+
+struct LaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  Handle stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
 struct Driver {
   int (*init)(unsigned flags);
   int (*driver_version)(int* version);
@@ -37,6 +58,7 @@ struct Driver {
   int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                 unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                 Handle stream, void** parameters, void** extra);
+  int (*launch_with)(const LaunchConfig* config, Handle function, void** parameters, void** extra);
   int (*copy_async)(Address dst, Address src, std::size_t bytes, Handle stream);
 
   // Unless `code` is 0, throws std::runtime_error with the name of the call and the driver's text.

@@ -4,6 +4,8 @@ namespace tpkernels::cuda {
 namespace {
 
 constexpr int kMultimemCapability = 90;
+// Early launches; captured into graphs since CUDA 12.3.
+constexpr int kEarlyCapability = 90, kEarlyDriver = 12030;
 
 Handle stream_handle(Stream stream) { return reinterpret_cast<Handle>(stream); }
 
@@ -23,11 +25,17 @@ Kernels::Kernels(int device, const void* image) {
                       std::to_string(capability) +
                       "): " + (text != nullptr ? text : "no reason given"));
   }
+  launches_early_ = capability >= kEarlyCapability && driver_version() >= kEarlyDriver;
   // Load all functions now: loading one at its first launch would invalidate a stream capture.
   all_reduce_[0] = function("one_shot_all_reduce");
   all_reduce_[1] = function("two_shot_all_reduce");
   if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
   all_reduce_[3] = function("low_latency_all_reduce");
+  all_reduce_[4] = function("low_latency_two_shot_all_reduce");
+  normed_[0] = function("one_shot_normed_all_reduce");
+  normed_[1] = function("two_shot_normed_all_reduce");
+  normed_[3] = function("low_latency_normed_all_reduce");
+  norm_ = function("rms_norm_of_rows");
   low_latency_gather_ = function("low_latency_all_gather");
   low_latency_scatter_ = function("low_latency_reduce_scatter");
   gather_ = function("one_shot_gather");
@@ -68,14 +76,43 @@ void Kernels::launch(Handle function, int blocks, int threads, Stream stream,
           "cuLaunchKernel");
 }
 
-void Kernels::all_reduce(Stream stream, const Space& space, Way way, int blocks,
+template <class... Arguments>
+void Kernels::launch_as(Handle function, Shape shape, int threads, Stream stream,
+                        const Arguments&... arguments) {
+  LaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (shape.cluster > 1) {
+    LaunchAttribute& cluster = attributes[count++];
+    cluster.id = kClusterDimension;
+    cluster.value.cluster[0] = shape.cluster;
+    cluster.value.cluster[1] = cluster.value.cluster[2] = 1;
+  }
+  if (shape.early && launches_early_) {
+    LaunchAttribute& early = attributes[count++];
+    early.id = kProgrammaticSerialization;
+    early.value.early = 1;
+  }
+  if (count == 0) return launch(function, shape.blocks, threads, stream, arguments...);
+  const Driver& d = driver();
+  const ContextGuard guard(context_);
+  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  const LaunchConfig config{{static_cast<unsigned>(shape.blocks), 1, 1},
+                            {static_cast<unsigned>(threads), 1, 1},
+                            0,
+                            stream_handle(stream),
+                            attributes,
+                            count};
+  d.check(d.launch_with(&config, function, parameters, nullptr), "cuLaunchKernelEx");
+}
+
+void Kernels::all_reduce(Stream stream, const Space& space, Way way, Shape shape,
                          const AllReduce& call) {
   const Handle kernel = all_reduce_[static_cast<int>(way)];
   if (kernel == nullptr) {
     throw Unsupported("a multimem all-reduce needs a GPU of compute capability 9.0 or higher");
   }
-  const int threads = way == Way::kLowLatency ? kLowLatencyThreads : kReduceThreads;
-  launch(kernel, blocks, threads, stream, space, call);
+  const int threads = way >= Way::kLowLatency ? kLowLatencyThreads : kReduceThreads;
+  launch_as(kernel, shape, threads, stream, space, call);
 }
 
 void Kernels::gather(Stream stream, const Space& space, int blocks, const Shards& shards) {
@@ -98,6 +135,17 @@ void Kernels::low_latency_scatter(Stream stream, const Space& space, int blocks,
 
 void Kernels::sum_partials(Stream stream, int blocks, const SumPartials& call) {
   launch(sum_, blocks, kSumThreads, stream, call);
+}
+
+void Kernels::normed_all_reduce(Stream stream, const Space& space, Way way, Shape shape,
+                                const AllReduce& call, const RmsNorm& norm) {
+  const Handle kernel = normed_[static_cast<int>(way)];
+  if (kernel == nullptr) throw Unsupported("the switch sums, and no kernel normalises its rows");
+  launch_as(kernel, shape, kRowThreads, stream, space, call, norm);
+}
+
+void Kernels::rms_norm(Stream stream, Shape shape, const Rows& rows, const RmsNorm& norm) {
+  launch_as(norm_, shape, kRowThreads, stream, rows, norm);
 }
 
 void Kernels::barrier(Stream stream, const Space& space) {

@@ -2,6 +2,7 @@
 // compiles the same file at first use. So it includes only headers of this folder.
 #include "cuda/all_reduce.cuh"
 #include "cuda/low_latency.cuh"
+#include "cuda/normed.cuh"
 #include "cuda/paced_copy.cuh"
 #include "cuda/shards.cuh"
 
@@ -13,6 +14,7 @@ namespace {
 template <class Run>
 TPK_DEVICE void within_call(const Space& space, const Output& output, const Run& run) {
   const Peers peers = enter(space);
+  await_previous();
   if (peers.usable) run(peers);
   if (finish(peers)) poison(output);
 }
@@ -21,12 +23,17 @@ TPK_DEVICE void within_call(const Space& space, const Output& output, const Run&
 template <class Run>
 TPK_DEVICE void within_low_latency_call(const Space& space, const Output& output, const Run& run) {
   const Peers peers = enter_low_latency(space);
+  await_previous();
   if (peers.usable) run(peers);
   if (finish_low_latency(peers)) poison(output);
 }
 
 TPK_DEVICE Output output_of(const AllReduce& call) {
   return {call.out, call.count * size_of(call.epilogue.out_dtype)};
+}
+
+TPK_DEVICE Output output_of(const AllReduce& call, const RmsNorm& norm) {
+  return {call.out, call.count * size_of(call.wire), norm.normed};
 }
 
 TPK_DEVICE u64 elements(const Shards& shards, int first, int last) {
@@ -92,6 +99,15 @@ low_latency_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
 }
 
 TPK_KERNEL(kLowLatencyThreads)
+low_latency_two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
+  within_low_latency_call(space, output_of(call), [&](const Peers& peers) {
+    if (call.wire == kF32) return low_latency_two_shot<kF32>(peers, call);
+    if (call.wire == kF16) return low_latency_two_shot<kF16>(peers, call);
+    low_latency_two_shot<kBF16>(peers, call);
+  });
+}
+
+TPK_KERNEL(kLowLatencyThreads)
 low_latency_all_gather(TPK_PARAM Space space, TPK_PARAM Shards shards) {
   within_low_latency_call(space, gathered(space, shards),
                           [&](const Peers& peers) { low_latency_gather(peers, shards); });
@@ -104,6 +120,48 @@ low_latency_reduce_scatter(TPK_PARAM Space space, TPK_PARAM Shards shards) {
     if (shards.wire == kF16) return low_latency_scatter<kF16>(peers, shards);
     low_latency_scatter<kBF16>(peers, shards);
   });
+}
+
+TPK_KERNEL(kRowThreads)
+low_latency_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
+                              TPK_PARAM RmsNorm norm) {
+  const Peers peers = enter_low_latency(space);
+  prefetch_operands(call, norm);
+  await_previous();
+  if (call.wire == kF32) low_latency_normed<kF32>(peers, call, norm);
+  if (call.wire == kF16) low_latency_normed<kF16>(peers, call, norm);
+  if (call.wire == kBF16) low_latency_normed<kBF16>(peers, call, norm);
+  if (finish_low_latency(peers)) poison(output_of(call, norm));
+}
+
+TPK_KERNEL(kRowThreads)
+one_shot_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
+                           TPK_PARAM RmsNorm norm) {
+  const Peers peers = enter(space);
+  prefetch_operands(call, norm);
+  await_previous();
+  if (call.wire == kF32) one_shot_normed<kF32>(peers, call, norm);
+  if (call.wire == kF16) one_shot_normed<kF16>(peers, call, norm);
+  if (call.wire == kBF16) one_shot_normed<kBF16>(peers, call, norm);
+  if (finish(peers)) poison(output_of(call, norm));
+}
+
+TPK_KERNEL(kRowThreads)
+two_shot_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
+                           TPK_PARAM RmsNorm norm) {
+  const Peers peers = enter(space);
+  prefetch_operands(call, norm);
+  await_previous();
+  if (call.wire == kF32) two_shot_normed<kF32>(peers, call, norm);
+  if (call.wire == kF16) two_shot_normed<kF16>(peers, call, norm);
+  if (call.wire == kBF16) two_shot_normed<kBF16>(peers, call, norm);
+  if (finish(peers)) poison(output_of(call, norm));
+}
+
+TPK_KERNEL(kRowThreads) rms_norm_of_rows(TPK_PARAM Rows rows, TPK_PARAM RmsNorm norm) {
+  if (rows.dtype == kF32) return normalise_rows<kF32>(rows, norm);
+  if (rows.dtype == kF16) return normalise_rows<kF16>(rows, norm);
+  normalise_rows<kBF16>(rows, norm);
 }
 
 TPK_KERNEL(kSumThreads) sum_of_partials(TPK_PARAM SumPartials call) {

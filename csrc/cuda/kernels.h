@@ -21,7 +21,15 @@ struct Image {
 };
 const Image& embedded_image();
 
-enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency };
+enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency, kLowLatencyTwoShot };
+
+// Of a launch. An early one may start while the kernel queued before it still runs, where the GPU
+// and the driver can do that; see cuda/sync.cuh for what it needs.
+struct Shape {
+  int blocks;
+  int cluster;  // 1 below compute capability 9.0
+  bool early;
+};
 
 class Kernels {
  public:
@@ -32,12 +40,17 @@ class Kernels {
   Kernels& operator=(const Kernels&) = delete;
 
   // Calls that are a single launch.
-  void all_reduce(Stream stream, const Space& space, Way way, int blocks, const AllReduce& call);
+  void all_reduce(Stream stream, const Space& space, Way way, Shape shape, const AllReduce& call);
   void gather(Stream stream, const Space& space, int blocks, const Shards& shards);
   void scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
   void low_latency_gather(Stream stream, const Space& space, int blocks, const Shards& shards);
   void low_latency_scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
   void sum_partials(Stream stream, int blocks, const SumPartials& call);
+  // `call.segment` is whole rows in two-shot. Blocks come in clusters, whose size divides `blocks`.
+  // Everything is aligned to 16 bytes.
+  void normed_all_reduce(Stream stream, const Space& space, Way way, Shape shape,
+                         const AllReduce& call, const RmsNorm& norm);
+  void rms_norm(Stream stream, Shape shape, const Rows& rows, const RmsNorm& norm);
   void barrier(Stream stream, const Space& space);
   void paced_copy(Stream stream, int blocks, const PacedCopy& call);
 
@@ -55,12 +68,16 @@ class Kernels {
   template <class... Arguments>
   void launch(Handle function, int blocks, int threads, Stream stream,
               const Arguments&... arguments);
+  template <class... Arguments>
+  void launch_as(Handle function, Shape shape, int threads, Stream stream,
+                 const Arguments&... arguments);
 
   Handle context_ = nullptr;
   Handle module_ = nullptr;
-  Handle all_reduce_[4] = {};
+  bool launches_early_ = false;
+  Handle all_reduce_[5] = {}, normed_[5] = {};
   Handle gather_, scatter_, low_latency_gather_, low_latency_scatter_, sum_, barrier_, paced_,
-      begin_, publish_, wait_, end_, poison_;
+      begin_, publish_, wait_, end_, poison_, norm_;
 };
 
 }  // namespace tpkernels::cuda

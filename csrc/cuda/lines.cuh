@@ -15,10 +15,12 @@ constexpr int kPacksAtOnce = 8;
 // A thread's looks at lines for each look for failure, which reads the host's memory.
 constexpr int kLooksAlone = 1024;
 
-// What a rank sends to another: `from` is its address at the sender.
+// What a rank sends to another: `from` is its address at the sender, `begin` the line at which its
+// lines begin at the receiver.
 struct Piece {
   u64 from;
   u64 bytes;
+  u64 begin = 0;
 };
 
 struct Lines {
@@ -29,10 +31,12 @@ TPK_DEVICE u64 packs_in(u64 bytes) { return (bytes + sizeof(Pack) - 1) / sizeof(
 TPK_DEVICE u64 lane() { return static_cast<u64>(block()) * threads() + thread(); }
 TPK_DEVICE u64 lanes() { return static_cast<u64>(blocks()) * threads(); }
 
-// The half of pack `at` in the piece from `source`, in the region of `rank`. The same halves of all
+// The half of pack `at` in a piece from `source`, in the region of `rank`. The same halves of all
 // packs are neighbours, so that the threads of a warp access neighbouring lines.
-TPK_DEVICE Line* line_of(const Peers& peers, int rank, int source, u64 packs, u64 at, int half) {
-  return reinterpret_cast<Line*>(word_of(peers, rank, source, kFirstData)) + half * packs + at;
+TPK_DEVICE Line* line_of(const Peers& peers, int rank, int source, const Piece& piece, u64 at,
+                         int half) {
+  return reinterpret_cast<Line*>(word_of(peers, rank, source, kFirstData)) + piece.begin +
+         half * packs_in(piece.bytes) + at;
 }
 
 // The pack at `from`; `left` bytes are there.
@@ -63,22 +67,23 @@ TPK_DEVICE void store_some(u64 to, const Pack& pack, u64 left) {
   }
 }
 
-TPK_DEVICE void send_pack(const Peers& peers, int to, u64 packs, u64 at, const Pack& pack) {
+TPK_DEVICE void send_pack(const Peers& peers, int to, const Piece& piece, u64 at,
+                          const Pack& pack) {
   const u64 epoch = peers.word & kEpochMask;
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     Line line;
     line.word[0] = static_cast<u64>(pack.word[2 * half]) << 32 | epoch;
     line.word[1] = static_cast<u64>(pack.word[2 * half + 1]) << 32 | epoch;
-    store_line_sys(line_of(peers, to, peers.space.rank, packs, at, half), line);
+    store_line_sys(line_of(peers, to, peers.space.rank, piece, at, half), line);
   }
 }
 
-TPK_DEVICE Lines look_at(const Peers& peers, int source, u64 packs, u64 at) {
+TPK_DEVICE Lines look_at(const Peers& peers, int source, const Piece& piece, u64 at) {
   Lines seen;
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    seen.half[half] = load_line_sys(line_of(peers, peers.space.rank, source, packs, at, half));
+    seen.half[half] = load_line_sys(line_of(peers, peers.space.rank, source, piece, at, half));
   }
   return seen;
 }
@@ -114,28 +119,34 @@ TPK_DEVICE bool look_again(const Peers& peers, int late, int looks, u64 begin) {
   return true;
 }
 
+// Pushes the P packs of a piece from `first` on to every peer.
+template <int P>
+TPK_DEVICE void push_packs(const Peers& peers, const Piece& piece, u64 first) {
+  const int rank = peers.space.rank, world = peers.space.world;
+  const u64 packs = packs_in(piece.bytes);
+  Pack held[P];
+#pragma unroll
+  for (int p = 0; p < P; ++p) {
+    const u64 at = (first + p) * sizeof(Pack);
+    if (at < piece.bytes) held[p] = load_some(piece.from + at, piece.bytes - at);
+  }
+#pragma unroll 4
+  for (int i = 1; i < world; ++i) {
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      if (first + p < packs) send_pack(peers, (rank + i) % world, piece, first + p, held[p]);
+    }
+  }
+}
+
 // Pushes a piece to every peer. A lane takes P packs at a time. It has the same packs in `receive`,
 // so a result may replace what was sent.
 template <int P>
 TPK_DEVICE void push_to_all(const Peers& peers, const Piece& piece) {
-  const int rank = peers.space.rank, world = peers.space.world;
   const u64 packs = packs_in(piece.bytes);
   delay(peers, thread());
-  for (u64 first = lane() * P; first < packs; first += lanes() * P) {
-    Pack held[P];
-#pragma unroll
-    for (int p = 0; p < P; ++p) {
-      const u64 at = (first + p) * sizeof(Pack);
-      if (at < piece.bytes) held[p] = load_some(piece.from + at, piece.bytes - at);
-    }
-#pragma unroll 4
-    for (int i = 1; i < world; ++i) {
-#pragma unroll
-      for (int p = 0; p < P; ++p) {
-        if (first + p < packs) send_pack(peers, (rank + i) % world, packs, first + p, held[p]);
-      }
-    }
-  }
+  for (u64 first = lane() * P; first < packs; first += lanes() * P)
+    push_packs<P>(peers, piece, first);
 }
 
 // Pushes `piece_for(to)` to every peer; the lanes as above.
@@ -159,8 +170,9 @@ TPK_DEVICE void push_each(const Peers& peers, u64 most, const PieceFor& piece_fo
       for (int k = 0; k < kAtOnce; ++k) {
         if (turn + k >= P * (world - 1)) continue;
         const int to = (rank + 1 + (turn + k) / P) % world;
-        const u64 at = first + (turn + k) % P, packs = packs_in(piece_for(to).bytes);
-        if (at < packs) send_pack(peers, to, packs, at, held[k]);
+        const u64 at = first + (turn + k) % P;
+        const Piece piece = piece_for(to);
+        if (at < packs_in(piece.bytes)) send_pack(peers, to, piece, at, held[k]);
       }
     }
   }
@@ -178,7 +190,7 @@ TPK_DEVICE int look_at_all(const Peers& peers, u64 first, int begin, const Piece
     const int source = begin + k / P;
     const u64 at = first + k % P;
     awaited[k] = source < world && source != rank && at < packs_in(piece_for(source).bytes);
-    if (awaited[k]) seen[k] = look_at(peers, source, packs_in(piece_for(source).bytes), at);
+    if (awaited[k]) seen[k] = look_at(peers, source, piece_for(source), at);
   }
   int late = -1;
 #pragma unroll

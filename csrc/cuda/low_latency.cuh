@@ -32,31 +32,39 @@
 // entered.
 #pragma once
 
+#include "cuda/all_reduce.cuh"
 #include "cuda/lines.cuh"
 #include "cuda/shards.cuh"
 #include "cuda/sync.cuh"
 
 namespace tpkernels::cuda {
 
+// acc = the elements of vector `v` of sum_r(x_r), where `own` is this rank's x.
+template <int D>
+TPK_DEVICE void add_up_arriving(float (&acc)[kVector], const Peers& peers, const Piece& own,
+                                u64 v) {
+  constexpr int kPacks = kVector / kLanes<D>;
+  const auto sum = [&](int source, const Pack(&packs)[kPacks]) {
+    float next[kVector];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) widen<D>(next, p * kLanes<D>, packs[p]);
+    if (source > 0) return add(acc, next);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) acc[k] = next[k];
+  };
+  receive<kPacks>(peers, v * kPacks, [&](int) { return own; }, sum);
+}
+
 // out = round(sum_r(x_r) + bias + residual), where `own` is this rank's x.
 template <int D>
 TPK_DEVICE void sum_arriving(const Peers& peers, const Piece& own, u64 out, u64 begin,
                              const Epilogue& epilogue) {
-  constexpr int kPacks = kVector / kLanes<D>;
   const u64 count = own.bytes / size_of(D);
   const bool vectorized = aligned(out) && aligned(address_of(epilogue.residual));
   delay(peers, thread() + 1);
   for (u64 v = lane(); v * kVector < count; v += lanes()) {
     float acc[kVector] = {};
-    const auto sum = [&](int source, const Pack(&packs)[kPacks]) {
-      float next[kVector];
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) widen<D>(next, p * kLanes<D>, packs[p]);
-      if (source > 0) return add(acc, next);
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) acc[k] = next[k];
-    };
-    receive<kPacks>(peers, v * kPacks, [&](int) { return own; }, sum);
+    add_up_arriving<D>(acc, peers, own, v);
     const u64 i = v * kVector, left = least(count - i, kVector);
     if (vectorized && left == kVector) {
       store_sum(acc, out, begin, i, epilogue);
@@ -77,6 +85,56 @@ TPK_DEVICE void low_latency_reduce(const Peers& peers, const AllReduce& call) {
   const Piece own{address_of(call.x), call.count * size_of(D)};
   push_to_all<kVector / kLanes<D>>(peers, own);
   sum_arriving<D>(peers, own, address_of(call.out), call.begin, call.epilogue);
+}
+
+// Of this rank's segment, whose sum is at its place in `out`: pushes it to all peers, and receives
+// theirs. `theirs(owner)` has no bytes for this rank itself. A lane takes the vectors that it
+// summed, so a block waits only for blocks of the same number.
+template <int P, class PieceFor>
+TPK_DEVICE void exchange_sums(const Peers& peers, const AllReduce& call, const Piece& own,
+                              const PieceFor& theirs) {
+  for (u64 v = lane(); v * P < packs_in(own.bytes); v += lanes()) push_packs<P>(peers, own, v * P);
+  delay(peers, thread() + 2);
+  for (u64 v = lane(); v * kVector < call.segment; v += lanes()) {
+    receive<P>(peers, v * P, theirs, [&](int source, const Pack(&found)[P]) {
+      const Piece piece = theirs(source);
+#pragma unroll
+      for (int p = 0; p < P; ++p) {
+        const u64 at = (v * P + p) * sizeof(Pack);
+        if (at < piece.bytes) store_some(piece.from + at, found[p], piece.bytes - at);
+      }
+    });
+  }
+}
+
+// Every rank sums a segment and pushes its sum, whose lines are behind those of the partials: fewer
+// bytes than in one hop, from three ranks on, for two hops. `out` may be x: a sum arrives only
+// where this rank's partial has been sent.
+template <int D>
+TPK_DEVICE void low_latency_two_shot(const Peers& peers, const AllReduce& call) {
+  const int rank = peers.space.rank;
+  const u64 in = size_of(D), out = size_of(call.epilogue.out_dtype);
+  const auto partial_for = [&](int owner) {
+    const Range segment = segment_of(call, owner);
+    return Piece{address_of(call.x) + segment.first * in, length(segment) * in};
+  };
+  const auto sum_for = [&](int owner) {
+    const Range segment = segment_of(call, owner);
+    const u64 behind = kHalves * packs_in(call.segment * in);
+    return Piece{address_of(call.out) + segment.first * out, length(segment) * out, behind};
+  };
+  const auto theirs = [&](int owner) { return owner == rank ? Piece{0, 0} : sum_for(owner); };
+  push_each<kVector / kLanes<D>>(peers, packs_in(call.segment * in), partial_for);
+  const u64 first = segment_of(call, rank).first;
+  Epilogue epilogue = call.epilogue;
+  if (epilogue.residual != nullptr) {
+    const u64 size = size_of(epilogue.residual_dtype);
+    epilogue.residual = static_cast<const char*>(epilogue.residual) + first * size;
+  }
+  const Piece sum = sum_for(rank);
+  sum_arriving<D>(peers, partial_for(rank), sum.from, call.begin + first, epilogue);
+  if (out == 4) return exchange_sums<2>(peers, call, sum, theirs);
+  exchange_sums<1>(peers, call, sum, theirs);
 }
 
 // The most packs of a shard with rows of `row_bytes`.

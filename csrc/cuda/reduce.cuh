@@ -118,9 +118,9 @@ TPK_DEVICE void add(float (&to)[N], const float (&more)[N]) {
   for (int i = 0; i < N; ++i) to[i] += more[i];
 }
 
-// out[i] = round(acc + bias + residual) for N elements starting at i.
+// acc += bias + residual for N elements starting at i.
 template <int N>
-TPK_DEVICE void store_sum(float (&acc)[N], u64 out, u64 begin, u64 i, const Epilogue& epilogue) {
+TPK_DEVICE void add_epilogue(float (&acc)[N], u64 begin, u64 i, const Epilogue& epilogue) {
   if (epilogue.bias != nullptr) {
     u64 column = (begin + i) % epilogue.cols;
     const int dtype = epilogue.bias_dtype;
@@ -139,15 +139,19 @@ TPK_DEVICE void store_sum(float (&acc)[N], u64 out, u64 begin, u64 i, const Epil
     load_any(next, address_of(epilogue.residual) + i * size_of(dtype), dtype);
     add(acc, next);
   }
+}
+
+// out[i] = round(acc + bias + residual) for N elements starting at i.
+template <int N>
+TPK_DEVICE void store_sum(float (&acc)[N], u64 out, u64 begin, u64 i, const Epilogue& epilogue) {
+  add_epilogue(acc, begin, i, epilogue);
   store_any(out + i * size_of(epilogue.out_dtype), acc, epilogue.out_dtype);
 }
 
-// out[i] = round(sum over r of partials(r)[i] + bias + residual) for N elements starting at i.
-// `partials(r)` is the address of the first element of rank r.
+// acc = sum over r of partials(r)[i] for N elements starting at i. `partials(r)` is the address of
+// the first element of rank r.
 template <int D, int N, class Partials>
-TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 begin, u64 i,
-                             const Epilogue& epilogue) {
-  float acc[N];
+TPK_DEVICE void add_up(float (&acc)[N], const Partials& partials, int world, u64 i) {
   load<D>(acc, partials(0) + i * size_of(D));
 #pragma unroll 4
   for (int r = 1; r < world; ++r) {
@@ -155,6 +159,14 @@ TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 b
     load<D>(next, partials(r) + i * size_of(D));
     add(acc, next);
   }
+}
+
+// out[i] = round(sum over r of partials(r)[i] + bias + residual) for N elements starting at i.
+template <int D, int N, class Partials>
+TPK_DEVICE void sum_elements(const Partials& partials, int world, u64 out, u64 begin, u64 i,
+                             const Epilogue& epilogue) {
+  float acc[N];
+  add_up<D>(acc, partials, world, i);
   store_sum(acc, out, begin, i, epilogue);
 }
 

@@ -18,6 +18,11 @@
 // returns when every peer has published DONE, so nobody reads what this call wrote. The calls
 // before and after it see an epoch like any other.
 //
+// Early launches: an all-reduce behind a product may start while the product still runs. Until
+// `await_previous` it only looks at the state, announces itself and prefetches. For this the
+// group's previous call must have ended when the product began: both are on one stream, with
+// nothing between them that could wait for another stream, and the product was not launched early.
+//
 // Failure: the same as there, with one addition. Calls are queued before their failure is known. So
 // a grid that starts after a failed wait neither publishes nor stores into a peer's memory: that
 // peer may be one epoch further behind than the proof allows.
@@ -223,8 +228,11 @@ TPK_DEVICE bool finish(const Peers& peers) {
 // Sets all bits of the output, which is NaN in every dtype but fp4, so it cannot be mistaken for a
 // result. fp4 has no NaN: a gathered fp4 tensor is full of -6, and only the error tells.
 TPK_DEVICE void poison(const Output& output) {
-  auto* out = static_cast<unsigned short*>(output.out);
-  for (u64 i = thread(); i < output.bytes / sizeof(*out); i += threads()) out[i] = 0xffff;
+  for (void* each : {output.out, output.more}) {
+    auto* out = static_cast<unsigned short*>(each);
+    const u64 count = each == nullptr ? 0 : output.bytes / sizeof(*out);
+    for (u64 i = thread(); i < count; i += threads()) out[i] = 0xffff;
+  }
 }
 
 // Begins a call of several launches of one block each. When it returns, no peer is in an earlier

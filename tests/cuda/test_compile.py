@@ -21,8 +21,13 @@ from tpkernels.kernels import sync
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 REDUCES = ("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_reduce")
+REDUCES += ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce")
+LOW_LATENCY_NORMED = "low_latency_normed_all_reduce"
+NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", LOW_LATENCY_NORMED)
+NORMS += ("rms_norm_of_rows",)
 SHARES = ("one_shot_gather", "one_shot_scatter")
 LOW_LATENCY = ("low_latency_all_reduce", "low_latency_all_gather", "low_latency_reduce_scatter")
+LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce")
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -77,7 +82,7 @@ def test_spills_would_be_seen() -> None:
 def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
     kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
     assert set(kernels) == entries()
-    others = {"sum_of_partials", "paced_copy", "call_poison", *LOW_LATENCY}
+    others = {"sum_of_partials", "paced_copy", "call_poison", "rms_norm_of_rows", *LOW_LATENCY}
     waits, tells = entries() - others - {"call_publish"}, entries() - others - {"call_wait"}
     assert {name for name, ptx in kernels.items() if re.search(ACQUIRE, ptx)} == waits
     assert {name for name, ptx in kernels.items() if re.search(RELEASE, ptx)} == tells
@@ -118,23 +123,53 @@ def test_a_low_latency_call_has_no_fence(kernel: str) -> None:
     ptx = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel]
     assert re.search(r"st\.relaxed\.sys\.global\.v2\.u64", ptx)
     assert re.search(r"ld\.relaxed\.sys\.global\.v2\.u64", ptx)
-    assert not re.search(r"fence|membar|(?<!bar\.)red\.|\.(?:acquire|release)\.", ptx)
+    assert not re.search(r"fence|membar|(?<!bar\.)\bred\.|\.(?:acquire|release)\.", ptx)
     assert len(re.findall(r"atom\.acq_rel\.gpu\.global\.add", ptx)) == 1
-    assert len(re.findall(BARRIER, ptx)) == 2  # both at the end
+    ends = BARRIER.replace("|barrier", r"|barrier(?!\.cluster)")
+    rows = 3 if kernel in NORMS else 0  # one of the block for each of the dtypes
+    assert len(re.findall(ends, ptx)) == 2 + rows  # two at the end
+
+
+@pytest.mark.parametrize("kernel", NORMS)
+def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it(kernel: str) -> None:
+    """On sm_80 there are no clusters: a row has one block."""
+    lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
+    shared = r"barrier\.cluster\.(arrive|wait)|(st)\.shared::cluster|(ld)\.shared\.(?:f32|v4)"
+    found = [match[0] for line in lines if (match := re.search(shared, line))]
+    stores = [at for at, what in enumerate(found) if what.startswith("st.")]
+    assert len(stores) == 3 and found[0] == "barrier.cluster.arrive"  # the dtypes
+    for at in stores:
+        assert found[at + 1 : at + 3] == ["barrier.cluster.arrive", "barrier.cluster.wait"], found
+        assert found[at + 3].startswith("ld.shared"), found
+
+
+@pytest.mark.parametrize("kernel", [*REDUCES, "low_latency_all_reduce", LOW_LATENCY_NORMED])
+def test_no_data_is_touched_before_the_previous_kernel_has_ended(kernel: str) -> None:
+    """An early launch announces itself, and looks at the state of its group; no more."""
+    ptx = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel]
+    before, after = ptx.split("griddepcontrol.wait;")  # which comes once
+    data = r"(?:ld|st)\.global\.v4|\.v2\.u64|multimem\.|(?:ld|st)\.global\.[fbu](?:8|16|32)\b"
+    assert not re.search(data, before), re.search(data, before)
+    assert re.search(data, after)
+    assert re.search(r"st\.(?:relaxed|release)\.sys\.global\.u64", before)
 
 
 @pytest.mark.parametrize("arch", sweep(ARCHITECTURES))
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
-    quiet = ("sum_of_partials", "paced_copy", "call_wait", "call_poison", *LOW_LATENCY)
+    local = ("sum_of_partials", "paced_copy", "rms_norm_of_rows")  # of one rank alone
+    quiet = ("call_wait", "call_poison", *local, *LOW_LATENCY)
     for name in entries() & set(kernels):
-        moves = name in (*REDUCES, *SHARES, *LOW_LATENCY, "sum_of_partials", "paced_copy")
+        moves = name in (*REDUCES, *SHARES, *LOW_LATENCY, *local)
         assert ("LDG.E.128.STRONG.SYS" in kernels[name]) == (name in LOW_LATENCY), name
         assert "STG.E.128.STRONG.SYS" in kernels[name] or name not in LOW_LATENCY, name
         assert ("LDG.E.128" in kernels[name]) == moves, name
         assert ("STG.E.128" in kernels[name]) == moves, name
         assert ".CONSTANT" not in kernels[name], name
         assert not re.search(r"\b(LDL|STL)\b", kernels[name]), name
+        assert ("UCGABAR_WAIT" in kernels[name]) == (name in NORMS and arch != "sm_80"), name
+        early = name in (*REDUCES, *SHARES, *LOW_LATENCY) and arch != "sm_80"
+        assert ("ACQBULK" in kernels[name]) == early, name
         fences = re.search(r"MEMBAR\.\w+\.SYS", kernels[name])
         assert (fences is not None) == (name not in quiet)
         assert (re.search(r"LDGMC\.", kernels[name]) is not None) == ("multimem" in name), name

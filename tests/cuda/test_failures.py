@@ -21,6 +21,8 @@ from tpkernels.symm import device
 from tpkernels.symm.device import DeviceWorkspace
 
 TIMEOUT = 0.8
+MOST_WAYS = [*sweep(["two_shot", "barrier", "copies", "one_shot"]), "low_latency"]
+MOST_WAYS += sweep(["low_latency_two_shot"])
 PROMPT = 5.0  # other waits would take 20 s
 Failure = tuple[int, int, int, int] | None
 
@@ -85,9 +87,7 @@ def mismatch_job(driver: str, way: str) -> tuple[Failure, float]:
     return space.failure(), time.monotonic() - begin
 
 
-@pytest.mark.parametrize(
-    "way", [*sweep(["two_shot", "barrier", "copies", "one_shot"]), "low_latency"]
-)
+@pytest.mark.parametrize("way", MOST_WAYS)
 def test_another_call_is_a_mismatch_on_both(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -139,9 +139,7 @@ def queued_job(driver: str, way: str) -> tuple[Failure, bool, bool]:
     return None, True, True
 
 
-@pytest.mark.parametrize(
-    "way", [*sweep(["two_shot", "barrier", "copies", "one_shot"]), "low_latency"]
-)
+@pytest.mark.parametrize("way", MOST_WAYS)
 def test_calls_queued_behind_a_failure_touch_no_peer(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:

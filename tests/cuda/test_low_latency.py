@@ -20,7 +20,7 @@ from tpkernels.symm.device import EPOCH, LAST_EPOCH, MISMATCH, DeviceWorkspace
 
 COUNTS = (0, 1, 7, 8, 9, 64, 1001)
 WORDS = low_latency.words(4 * max(COUNTS))
-WAY = "low_latency"
+WAY, TWO_SHOT = "low_latency", "low_latency_two_shot"
 
 
 def shards_of(space: DeviceWorkspace, rows: int) -> tuple[int, ...]:
@@ -79,9 +79,11 @@ def blocks_job(driver: str) -> list[bool]:
     space = emulated.space_of(driver, words=1 << 14)
     x = torch.full((12_000,), 1.0 + space.rank)
     cuda.all_reduce(space, 1, x, x, way=WAY)
+    wide = torch.full((20_000,), 1.0 + space.rank, dtype=BF16)  # whose sums take twice the lines
+    cuda.all_reduce(space, 4, wide, out := torch.empty(20_000), way=TWO_SHOT)
     total = sum(1.0 + r for r in range(space.world))
     return [
-        bool((x == total).all()),
+        bool((x == total).all() and (out == total).all()),
         gather(space, 2, 2000, F32, WAY),
         scatter(space, 3, 2000, F32, WAY),
         space.failure() is None,
@@ -108,7 +110,7 @@ def delays_job(driver: str, delay_us: int, skip_waits: bool, first: int = 0) -> 
             shards = (gather, scatter)[call // 4 % 2]
             wrong += not shards(space, call + 1, 5 + call, F32, ("one_shot", WAY)[call // 8 % 2])
             continue
-        way = "two_shot" if call % 4 == 2 else WAY
+        way = (WAY, TWO_SHOT, ("two_shot", TWO_SHOT)[call // 4 % 2])[call % 4]
         count = 200 + 37 * (call % 5)
         out = torch.full((count,), call * 3 + space.rank, dtype=F32)
         cuda.all_reduce(space, call + 1, out, out, way=way)
@@ -154,10 +156,15 @@ def test_words_of_another_call_are_no_result(ranks: RanksFixture, cuda_driver: s
 
 
 def test_what_auto_takes() -> None:
-    for nbytes, way in ((131_072, WAY), (131_074, "one_shot"), (262_146, "two_shot")):
+    for nbytes, way in (
+        (131_072, WAY),
+        (131_074, TWO_SHOT),
+        (524_288, TWO_SHOT),
+        (524_290, "two_shot"),
+    ):
         x = torch.empty(nbytes // 2, dtype=BF16)
         needs = cuda.prepare_all_reduce(2, x, x)
-        assert (needs.buffer_bytes == 0) == (way == WAY)
+        assert (needs.buffer_bytes == 0) == (way in (WAY, TWO_SHOT))
         assert cuda.calls.all_reduce_way(x) == way
     sizes = (64, 64)  # 128 KiB and one row more
     for rows, small in ((64, True), (65, False)):
@@ -183,7 +190,7 @@ def torn_job(driver: str, how: str) -> int:
         for call in range(150):
             x = torch.arange(64).add(call + 2 * space.rank).to(F32)
             out = torch.empty_like(x)
-            cuda.all_reduce(space, call + 1, x, out, way=WAY)
+            cuda.all_reduce(space, call + 1, x, out, way=(WAY, TWO_SHOT)[call % 2])
             xs = [torch.arange(64).add(call + 2 * r) for r in range(space.world)]
             wrong += not torch.equal(out, torch.stack(xs).sum(0).to(F32))
     finally:
@@ -217,7 +224,7 @@ def counts_job(driver: str) -> dict[str, tuple[int, ...]]:
         found[what] = tuple(counts)
 
     try:
-        for way in ("one_shot", "two_shot", WAY):
+        for way in ("one_shot", "two_shot", WAY, TWO_SHOT):
             cuda.all_reduce(space, 1, x, x, way=way)
             count(f"all_reduce {way}")
         for way in ("one_shot", WAY):
@@ -240,6 +247,7 @@ def test_what_a_call_does_in_turn(ranks: RanksFixture, cuda_driver: str, world: 
             "all_reduce one_shot": (6, 2, 0),
             "all_reduce two_shot": (8 + world - 1, 3, 0),
             "all_reduce low_latency": (2, 0, 0),
+            "all_reduce low_latency_two_shot": (2, 0, 0),
             "all_gather one_shot": (5 + world - 1, 2, 0),
             "reduce_scatter one_shot": (6, 2, 0),
             "all_gather low_latency": (2, 0, 0),

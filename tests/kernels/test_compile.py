@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import triton.language as tl
 from tests.support import kernel_builds
 from tests.support.kernel_builds import KERNELS, build
 from tests.support.tiers import sweep, thorough
-from tpkernels.kernels import all_gather_matmul
+from tpkernels.kernels import all_gather_matmul, configs
 from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -43,6 +44,7 @@ ENTRIES = [
     for dtype in DTYPES[size]
 ]
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a block may have
+SMALLER = {86: 99 << 10, 89: 99 << 10, 120: 99 << 10}  # which take the blocks of 80
 TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
 RELEASE = r"st\.release\.sys\.global\.u64"
@@ -74,6 +76,40 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     assert (found.count(ACQUIRE) > 0) == communicates
     assert (found.count(RELEASE) > 0) == communicates
     assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
+
+
+def smaller() -> Iterator[Any]:
+    for name, arch, size, few in itertools.product(KERNELS, SMALLER, DTYPES, (False, True)):
+        quick = (name, arch, size, few) == ("two_shot", 120, 2, False)
+        thorough = name in ("matmul", "two_shot") and size == 2
+        marks = [] if quick else [pytest.mark.thorough if thorough else pytest.mark.slow]
+        what = f"{name}-sm_{arch}-{8 * size}-{'few' if few else 'many'}"
+        given = name, arch, DTYPES[size][0], TABLE[80, size, few]
+        yield pytest.param(*given, id=what, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "arch", "dtype", "config"), list(smaller()))
+def test_less_shared_memory(name: str, arch: int, dtype: Any, config: MatmulConfig) -> None:
+    """A wider wire takes no more, because no loads run ahead of its epilogue then."""
+    wider = {"WIRE": tl.float32}
+    for changed in ({}, wider) if name == "two_shot" else ({},):
+        each = build(name, dtype, arch, config, **changed)
+        assert each.stack == 0 and each.shared <= SMALLER[arch], each
+        assert (each.count(TENSOR_CORES[80]) > 0) == (dtype is not tl.float32 and name != "shard")
+
+
+def test_too_much_shared_memory_would_be_seen() -> None:
+    """Negative control: more loads in flight."""
+    config = replace(TABLE[80, 2, False], num_stages=7)
+    assert build("two_shot", tl.bfloat16, 120, config).shared > SMALLER[120]
+
+
+def test_the_table_gives_them_the_blocks_of_80(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    for arch, few in itertools.product(SMALLER, (True, False)):
+        monkeypatch.setattr(configs, "_properties", lambda _, arch=arch: (arch, 84))
+        chosen = configs._chosen.__wrapped__(torch.device("cpu"), torch.bfloat16, few, ())
+        assert replace(chosen, programs=0) == TABLE[80, 2, few]
 
 
 @pytest.mark.slow

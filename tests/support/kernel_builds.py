@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 
 from tpkernels.kernels import (
     all_gather_matmul,
+    configs,
     matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -86,7 +87,8 @@ def build(
     """Compiles one kernel; addresses are multiples of 16, and so are sizes if ``divisible``.
     ``even``: all segments have as many rows."""
     kernel, own = KERNELS[name]
-    ahead = changed.get("WIRE", dtype).primitive_bitwidth <= dtype.primitive_bitwidth
+    wire = changed.get("WIRE", dtype)
+    ahead = configs.loads_ahead(dtype.primitive_bitwidth, wire.primitive_bitwidth)
     constants: dict[str, Any] = {
         "WIRE": dtype,
         "world": WORLD,

@@ -132,6 +132,11 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
     def sum_partials(out: torch.Tensor, partials: Sequence[torch.Tensor], *more: Any) -> None:
         queue.kernel("sum_partials", [out, *partials, *more[:2]])
 
+    def rms_norm(
+        rows: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None:
+        queue.kernel("rms_norm", [rows, normed, weight])
+
     def copy_(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         queue.kernel("copy_", [to, source])  # torch's asks for the device
         return to
@@ -155,6 +160,7 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
     with (
         mock.patch.object(cuda, "available", lambda device: True),
         mock.patch.object(cuda, "sum_partials", sum_partials),
+        mock.patch.object(cuda, "rms_norm", rms_norm),
         mock.patch.object(torch.Tensor, "copy_", copy_),
         mock.patch.object(torch.Tensor, "__getitem__", sliced),
         FakeTensorMode(),

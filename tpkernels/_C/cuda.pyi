@@ -32,6 +32,11 @@ class Epilogue:
         residual_dtype: int = 0,
     ) -> None: ...
 
+class RmsNorm:
+    def __init__(
+        self, normed: int, weight: int, cols: int, weight_dtype: int, eps: float
+    ) -> None: ...
+
 class Kernels:
     def __init__(self, device: int, image: bytes | None) -> None: ...
     def all_reduce(
@@ -40,6 +45,7 @@ class Kernels:
         space: Space,
         way: int,
         blocks: int,
+        early: bool,
         x: int,
         out: int,
         count: int,
@@ -50,6 +56,34 @@ class Kernels:
         slot_bytes: int,
         results_at: int,
         multicast: int,
+    ) -> None: ...
+    def normed_all_reduce(
+        self,
+        stream: int,
+        space: Space,
+        way: int,
+        blocks: int,
+        cluster: int,
+        early: bool,
+        x: int,
+        out: int,
+        count: int,
+        wire: int,
+        epilogue: Epilogue,
+        segment: int,
+        slot_bytes: int,
+        results_at: int,
+        norm: RmsNorm,
+    ) -> None: ...
+    def rms_norm(
+        self,
+        stream: int,
+        blocks: int,
+        cluster: int,
+        x: int,
+        count: int,
+        dtype: int,
+        norm: RmsNorm,
     ) -> None: ...
     def gather(
         self,

@@ -23,9 +23,14 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
+def partial_for(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
+    """Memory for `matmul_partial`."""
+    return empty((*x.shape[:-1], columns_of(w)), call.problem.dtype, x.device)
+
+
 def matmul_partial(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
     """``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N] -> [..., N]."""
-    partial = empty((*x.shape[:-1], columns_of(w)), call.problem.dtype, x.device)
+    partial = partial_for(call, x, w)
     local_matmul(as_rows(x), w, as_rows(partial))
     return partial
 

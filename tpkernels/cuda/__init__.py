@@ -18,6 +18,7 @@ from tpkernels.cuda.calls import (
 from tpkernels.cuda.checks import DTYPES
 from tpkernels.cuda.copies import CopyCall
 from tpkernels.cuda.image import available, driver_status, image_status, unsupported
+from tpkernels.cuda.normed import normalises, prepare_normed_all_reduce, rms_norm
 from tpkernels.cuda.shards import (
     all_gather,
     prepare_all_gather,
@@ -36,11 +37,14 @@ __all__ = [
     "barrier",
     "driver_status",
     "image_status",
+    "normalises",
     "paced_copy",
     "prepare_all_gather",
     "prepare_all_reduce",
+    "prepare_normed_all_reduce",
     "prepare_reduce_scatter",
     "reduce_scatter",
+    "rms_norm",
     "sum_partials",
     "unsupported",
 ]

@@ -28,9 +28,10 @@ from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
-WAYS = ("one_shot", "two_shot", "multimem", "low_latency")  # the codes of csrc/cuda/kernels.h
+# The codes of csrc/cuda/kernels.h.
+WAYS = ("one_shot", "two_shot", "multimem", "low_latency", "low_latency_two_shot")
 
-# Largest x, in bytes, that is reduced one-shot. Not measured.
+# Largest x, in bytes, that is reduced one-shot where no low-latency kernel is. Not measured.
 ONE_SHOT_BYTES = 256 << 10
 # Most blocks of an all-reduce, and fewest elements for each. The same on all ranks, and few, since
 # blocks take SMs from a matmul. Not measured.
@@ -59,6 +60,11 @@ def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Bu
     if way == "low_latency":
         blocks = low_latency.blocks(count * x_bytes, _LANE * x_bytes)
         return BufferLayout(blocks, count, 0, 0, 0, low_latency.words(count * x_bytes))
+    if way == "low_latency_two_shot":
+        segment = round_up(ceil_div(count, world), _SEGMENT_UNIT)
+        blocks = low_latency.blocks(segment * x_bytes, _LANE * x_bytes)
+        words = low_latency.words(segment * x_bytes, segment * out_bytes)
+        return BufferLayout(blocks, segment, 0, 0, 0, words)
     blocks = min(_REDUCE_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARD)))
     segment = count if way == "one_shot" else round_up(ceil_div(count, world), _SEGMENT_UNIT)
     slot = 0 if way == "multimem" else round_up(segment * x_bytes, _SLOT_ALIGNMENT)
@@ -78,7 +84,7 @@ def all_reduce_way(x: torch.Tensor) -> str:
     nbytes = x.numel() * x.element_size()
     if low_latency.takes(nbytes):
         return "low_latency"
-    return "one_shot" if nbytes <= ONE_SHOT_BYTES else "two_shot"
+    return "low_latency_two_shot" if low_latency.takes_two_shot(nbytes) else "two_shot"
 
 
 def all_reduce(
@@ -89,6 +95,7 @@ def all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     way: str = "auto",
+    early: bool = False,
 ) -> None:
     """``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
 
@@ -97,10 +104,12 @@ def all_reduce(
         out: of x's shape, any of the dtypes; may be x.
         bias: [x.shape[-1]], any of the dtypes.
         residual: of x's shape, any of the dtypes.
-        way: ``one_shot`` (every rank sums everything), ``low_latency`` (the same, without fences,
-            for twice the bytes), ``two_shot`` (every rank sums a part), ``auto`` (one of these, by
-            size) or ``multimem``: the switch sums, in its own order, so
-            the bits may differ from run to run.
+        way: ``one_shot`` (every rank sums everything), ``two_shot`` (every rank sums a part),
+            ``low_latency`` and ``low_latency_two_shot`` (the same without fences, for twice the
+            bytes), ``auto`` (one of these, by size) or ``multimem``: the switch sums, in its own
+            order, so the bits may differ from run to run.
+        early: the kernel may start while the last kernel queued on the stream runs. That must be
+            a product which was queued behind the workspace's previous call, on the same stream.
 
     Raises:
         ValueError: an argument does not fit the others, or the workspace is too small.
@@ -129,6 +138,7 @@ def all_reduce(
             words,
             WAYS.index(way),
             plan.blocks,
+            early and begin == 0,
             x.data_ptr() + begin * sizes[0],
             out.data_ptr() + begin * sizes[1],
             count,
@@ -148,13 +158,14 @@ def prepare_all_reduce(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    early: bool = False,
 ) -> Launch:
     """An ``all_reduce`` over ``world`` ranks that goes in one piece."""
     way = all_reduce_way(x)
     needs = layout(way, x.numel(), world, x.element_size(), out.element_size())
 
     def run(space: DeviceWorkspace, signature: int) -> None:
-        all_reduce(space, signature, x, out, bias, residual, way)
+        all_reduce(space, signature, x, out, bias, residual, way, early)
 
     return Launch(needs.words, needs.nbytes, (), run)
 

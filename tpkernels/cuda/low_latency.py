@@ -10,6 +10,8 @@ from tpkernels.integers import ceil_div
 
 # Largest tensor of a low-latency call, in bytes. NCCL's range for LL; untuned: no GPU has run it.
 LOW_LATENCY_BYTES = 128 << 10
+# The same of an all-reduce in two hops: 64 rows of 4096 in bf16. Untuned as well.
+TWO_SHOT_BYTES = 512 << 10
 _THREADS, _MOST_BLOCKS = 256, 64  # kLowLatencyThreads; as other calls
 _FIRST_DATA, _PACK_BYTES, _PACK_WORDS = 2, 16, 4  # csrc/cuda/lines.cuh
 
@@ -20,9 +22,14 @@ def takes(nbytes: int) -> bool:
     return nbytes <= LOW_LATENCY_BYTES
 
 
-def words(nbytes: int) -> int:
-    """Words from each source, for at most ``nbytes`` from one rank to another."""
-    return _FIRST_DATA + _PACK_WORDS * ceil_div(nbytes, _PACK_BYTES)
+def takes_two_shot(nbytes: int) -> bool:
+    """The same of an all-reduce in two hops."""
+    return nbytes <= TWO_SHOT_BYTES
+
+
+def words(*nbytes: int) -> int:
+    """Words from each source, for at most so many bytes from one rank to another, in each hop."""
+    return _FIRST_DATA + _PACK_WORDS * sum(ceil_div(each, _PACK_BYTES) for each in nbytes)
 
 
 def blocks(nbytes: int, lane_bytes: int) -> int:

@@ -36,6 +36,12 @@ class Tiling(NamedTuple):
     ahead: bool  # whether loads of the next tile may be in flight in the epilogue
 
 
+def loads_ahead(operand_bits: int, stored_bits: int) -> bool:
+    """Whether loads of the next tile may be in flight in the epilogue: shared memory has room for
+    both if what is stored is no wider than the operands."""
+    return stored_bits <= operand_bits
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatmulConfig:
     """One way to run the tile loop.
@@ -62,13 +68,12 @@ class MatmulConfig:
     def operands(self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype) -> Operands:
         """How the kernels take a [M, K] and b [K, N], and any others of their shapes, strides and
         alignments: as descriptors where TMA can load them. The tile loop's epilogue stores tiles of
-        the dtype ``stored``. Shared memory has room for the epilogue beside loads if these are as
-        wide as what is stored.
+        the dtype ``stored``.
         """
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
         a_matrix: Matrix | None = None
         b_matrix: Matrix | None = None
-        b_tma, ahead = "no", stored.itemsize <= a.element_size()
+        b_tma, ahead = "no", loads_ahead(8 * a.element_size(), 8 * stored.itemsize)
         if self.tma:
             (rows, k), (k_stride, n_stride), n = a.shape, b.stride(), b.shape[1]
             stride, unit = a.stride()
@@ -192,7 +197,8 @@ def _chosen(device: torch.device, dtype: torch.dtype, few: bool, tuned: Config) 
         raise NotImplementedError(
             f"the Triton kernels need compute capability 8.0; {device} has {capability / 10:.1f}"
         )
-    # Devices from 12.0 on have the matrix instructions and the shared memory of 8.0.
+    # Devices from 12.0 on have the matrix instructions of 8.0 and, as 8.6 and 8.9, 99 KiB of shared
+    # memory for a block; the blocks of 8.0 take 80 at most.
     known = 80 if capability >= 120 else max(arch for arch, _, _ in TABLE if arch <= capability)
     config = TABLE[known, dtype.itemsize, few]
     better = dict[str, Any](tuned if tuned in _candidates(dtype, few) else ())

@@ -103,8 +103,9 @@ def all_reduce_rms_norm(
         ``eps_dtype`` is ``torch.finfo``'s. Both have the same bits on every rank and in every run,
         and on CPUs by every algorithm. On CUDA tensors ``numerics`` of `init` decides.
 
-    On CPUs `direct` normalises each row while the sum is in the cache. Everywhere else a
-    normalisation follows the all-reduce.
+    `direct` normalises each row as soon as it is summed: on CPUs while it is in the cache, on CUDA
+    tensors in the kernel that sums, if N is a multiple of 8. Everywhere else a normalisation
+    follows the all-reduce.
 
     All ranks compute the same loss from the results, so its gradient is the same on all ranks and
     the backward is local. For an input that all ranks share see `all_reduce`.

@@ -1,6 +1,8 @@
 // A libcuda.so.1 whose only device is the CPU. It "loads" any image and runs the kernels of
 // csrc/cuda/kernels.cu, compiled for the CPU. With it the launch code, the Python bindings, the
 // kernels and the protocol between processes run without a GPU. It also fails on request.
+#include "cuda/driver.h"
+
 #include <cstring>
 #include <functional>
 #include <map>
@@ -27,6 +29,11 @@ std::function<void(void**)> with(void (*kernel)(T, U)) {
   return [kernel](void** p) { kernel(given<T>(p, 0), given<U>(p, 1)); };
 }
 
+template <class T, class U, class V>
+std::function<void(void**)> with(void (*kernel)(T, U, V)) {
+  return [kernel](void** p) { kernel(given<T>(p, 0), given<U>(p, 1), given<V>(p, 2)); };
+}
+
 struct Entry {
   std::function<void(void**)> call;
   bool has_space;
@@ -40,8 +47,14 @@ std::map<std::string, Entry> entries{
     {"one_shot_gather", {with(one_shot_gather), true, kReduceThreads}},
     {"one_shot_scatter", {with(one_shot_scatter), true, kReduceThreads}},
     {"low_latency_all_reduce", {with(low_latency_all_reduce), true, kLowLatencyThreads}},
+    {"low_latency_two_shot_all_reduce",
+     {with(low_latency_two_shot_all_reduce), true, kLowLatencyThreads}},
     {"low_latency_all_gather", {with(low_latency_all_gather), true, kLowLatencyThreads}},
     {"low_latency_reduce_scatter", {with(low_latency_reduce_scatter), true, kLowLatencyThreads}},
+    {"one_shot_normed_all_reduce", {with(one_shot_normed_all_reduce), true, kRowThreads}},
+    {"two_shot_normed_all_reduce", {with(two_shot_normed_all_reduce), true, kRowThreads}},
+    {"low_latency_normed_all_reduce", {with(low_latency_normed_all_reduce), true, kRowThreads}},
+    {"rms_norm_of_rows", {with(rms_norm_of_rows), false, kRowThreads}},
     {"sum_of_partials", {with(sum_of_partials), false, kSumThreads}},
     {"paced_copy", {with(paced_copy), false, kPacedThreads}},
     {"call_barrier", {with(call_barrier), true, kSignalThreads}},
@@ -54,11 +67,45 @@ std::map<std::string, Entry> entries{
 
 std::string failing;
 int failing_code = 0, capability = 90, pushes = 0, threads_of_block = 2;
+int early_launches = 0, version_of_driver = 13000;
 emulated::Counts most;
 void* current = nullptr;
 char context, module_handle;
 
 int code_of(const char* function) { return failing == function ? failing_code : 0; }
+
+// Takes the results of the previous kernel away, and brings them back a while later.
+std::thread end_previous_later() {
+  emulated::Previous& previous = emulated::previous;
+  std::memcpy(previous.results.data(), previous.to, previous.results.size());
+  std::memset(previous.to, 0xff, previous.results.size());
+  previous.ended = false;
+  return std::thread([&previous] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    std::memcpy(previous.to, previous.results.data(), previous.results.size());
+    previous.ended = true;
+  });
+}
+
+int launch(const char* what, void* function, unsigned blocks, unsigned threads, unsigned cluster,
+           void** parameters) {
+  const Entry& entry = *static_cast<Entry*>(function);
+  const bool invalid = static_cast<int>(threads) != entry.threads || blocks == 0 || cluster == 0 ||
+                       blocks % cluster != 0 || current != &context;
+  if (invalid) return 1;
+  if (const int code = code_of(what); code != 0) return code;
+  most = {};
+  emulated::Grid grid{static_cast<int>(blocks), threads_of_block};
+  grid.most = &most;
+  grid.cluster = static_cast<int>(cluster);
+  if (entry.has_space) {
+    const auto& space = given<Space>(parameters, 0);
+    grid.world = space.world;
+    grid.regions = space.regions;
+  }
+  emulated::run(grid, kAtOnce, [&] { entry.call(parameters); });
+  return 0;
+}
 
 }  // namespace
 
@@ -72,6 +119,15 @@ void emulated_fail(const char* function, int code) {
 void emulated_capability(int value) { capability = value; }
 int emulated_depth() { return pushes; }  // contexts pushed but not popped
 void emulated_tear(int how) { emulated::tearing = static_cast<emulated::Tearing>(how); }
+// What the kernel before an early launch writes; `awaited` false: the early one does not wait.
+void emulated_previous(char* results, std::size_t bytes, bool awaited) {
+  emulated::previous.to = results;
+  emulated::previous.results.resize(bytes);
+  emulated::previous.awaited = awaited;
+}
+int emulated_early_launches() { return early_launches; }
+void emulated_driver_version(int version) { version_of_driver = version; }
+void emulated_loose(bool loose) { emulated::loose = loose; }
 void emulated_threads(int number) { threads_of_block = number; }
 // What the thread that did the most did in the last launch: barriers, releases, atomics.
 void emulated_counts(int* counts) {
@@ -82,7 +138,7 @@ void emulated_counts(int* counts) {
 
 int cuInit(unsigned) { return code_of("cuInit"); }
 int cuDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = version_of_driver;
   return 0;
 }
 int cuGetErrorName(int code, const char** name) {
@@ -142,21 +198,31 @@ int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t bytes, void*
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                    unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void*,
                    void** parameters, void**) {
-  const Entry& entry = *static_cast<Entry*>(function);
-  const bool invalid = static_cast<int>(block_x) != entry.threads || grid_x == 0 ||
-                       grid_y * grid_z * block_y * block_z != 1 || current != &context;
-  if (invalid) return 1;
-  if (const int code = code_of("cuLaunchKernel"); code != 0) return code;
-  most = {};
-  emulated::Grid grid{static_cast<int>(grid_x), threads_of_block};
-  grid.most = &most;
-  if (entry.has_space) {
-    const auto& space = given<Space>(parameters, 0);
-    grid.world = space.world;
-    grid.regions = space.regions;
+  if (grid_y * grid_z * block_y * block_z != 1) return 1;
+  return launch("cuLaunchKernel", function, grid_x, block_x, 1, parameters);
+}
+int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** parameters, void**) {
+  const unsigned *grid = config->grid, *block = config->block;
+  if (grid[1] * grid[2] * block[1] * block[2] != 1) return 1;
+  unsigned cluster = 1;
+  bool early = false;
+  for (unsigned i = 0; i < config->attribute_count; ++i) {
+    const LaunchAttribute& attribute = config->attributes[i];
+    if (capability < 90) return 1;
+    if (attribute.id == kProgrammaticSerialization) {
+      early = attribute.value.early == 1;
+      continue;
+    }
+    if (attribute.id != kClusterDimension) return 1;
+    if (attribute.value.cluster[1] * attribute.value.cluster[2] != 1) return 1;
+    cluster = attribute.value.cluster[0];
   }
-  emulated::run(grid, kAtOnce, [&] { entry.call(parameters); });
-  return 0;
+  early_launches += early;
+  const bool hides = early && emulated::previous.to != nullptr;
+  std::thread previous = hides ? end_previous_later() : std::thread();
+  const int code = launch("cuLaunchKernelEx", function, grid[0], block[0], cluster, parameters);
+  if (hides) previous.join();
+  return code;
 }
 
 }  // extern "C"

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -31,12 +32,25 @@ enum class Tearing {
 };
 inline Tearing tearing = Tearing::kBetweenWords;
 
+// Negative control of clusters: their barriers only hold a block's own threads.
+inline bool loose = false;
+
+// The kernel queued before an early launch: its results appear only while the early one runs.
+struct Previous {
+  std::vector<char> results;
+  char* to = nullptr;
+  std::atomic<bool> ended{true};
+  bool awaited = true;  // negative control: nobody waits for it
+};
+inline Previous previous;
+
 struct Grid {
   int blocks;
   int threads;  // per block
   int world = 1;
   const unsigned long long* regions = nullptr;  // for multicast
   Counts* most = nullptr;                       // of any thread, if asked for
+  int cluster = 1;                              // blocks that run at the same time
 };
 
 // The barrier of a block's threads. It returns whether any thread passed true.
@@ -68,8 +82,27 @@ class BlockBarrier {
   bool any_ = false, result_ = false;
 };
 
+constexpr int kScratchFloats = 1120;
+
+// What the threads of a block share.
+struct Block {
+  explicit Block(int threads) : barrier(threads) {}
+  BlockBarrier barrier;
+  alignas(16) float scratch[kScratchFloats] = {};
+};
+
+struct Cluster {
+  explicit Cluster(const Grid& grid) : barrier(grid.cluster * grid.threads) {
+    for (int b = 0; b < grid.cluster; ++b) blocks.push_back(std::make_unique<Block>(grid.threads));
+  }
+  BlockBarrier barrier;
+  std::vector<std::unique_ptr<Block>> blocks;
+  int number = 0;  // of those of the grid
+};
+
 struct Here {
   const Grid* grid = nullptr;
+  Cluster* cluster = nullptr;
   BlockBarrier* barrier = nullptr;
   int block = 0;
   int thread = 0;
@@ -84,30 +117,33 @@ inline void take_most(Counts& most, const Counts& counts) {
   most.atomics = std::max(most.atomics, counts.atomics);
 }
 
-// Runs a kernel, at most `at_once` blocks at a time.
+// Runs a kernel, at most `at_once` blocks at a time, but a whole cluster.
 inline void run(const Grid& grid, int at_once, const std::function<void()>& kernel) {
   std::atomic<int> next{0};
   std::mutex counting;
-  std::vector<std::unique_ptr<BlockBarrier>> barriers;
-  std::vector<int> block_of(at_once);
+  std::vector<std::unique_ptr<Cluster>> clusters;
   std::vector<std::thread> all;
-  for (int lane = 0; lane < at_once; ++lane) {
-    barriers.push_back(std::make_unique<BlockBarrier>(grid.threads));
-    for (int thread = 0; thread < grid.threads; ++thread) {
-      all.emplace_back([&, lane, thread, barrier = barriers.back().get()] {
-        for (;;) {
-          if (thread == 0) block_of[lane] = next.fetch_add(1);
-          barrier->arrive_and_wait(false);
-          if (block_of[lane] >= grid.blocks) return;
-          here = {&grid, barrier, block_of[lane], thread};
-          kernel();
-          if (grid.most != nullptr) {
-            const std::lock_guard lock(counting);
-            take_most(*grid.most, here.counts);
-          }
-          barrier->arrive_and_wait(false);
-        }
-      });
+  const auto run_thread = [&](Cluster* cluster, int block, int thread) {
+    for (;;) {
+      if (block == 0 && thread == 0) cluster->number = next.fetch_add(1);
+      cluster->barrier.arrive_and_wait(false);
+      const int number = cluster->number * grid.cluster + block;
+      if (number >= grid.blocks) return;
+      here = {&grid, cluster, &cluster->blocks[block]->barrier, number, thread};
+      kernel();
+      if (grid.most != nullptr) {
+        const std::lock_guard lock(counting);
+        take_most(*grid.most, here.counts);
+      }
+      cluster->barrier.arrive_and_wait(false);
+    }
+  };
+  for (int i = 0; i < std::max(1, at_once / grid.cluster); ++i) {
+    clusters.push_back(std::make_unique<Cluster>(grid));
+    for (int block = 0; block < grid.cluster; ++block) {
+      for (int thread = 0; thread < grid.threads; ++thread) {
+        all.emplace_back(run_thread, clusters.back().get(), block, thread);
+      }
     }
   }
   for (std::thread& one : all) one.join();

@@ -10,14 +10,15 @@ import torch
 from tpkernels import cuda
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.rms_norm import behind_all_reduce, behind_matmul_all_reduce
-from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
+from tpkernels.algorithms.rms_norm import RmsNorm, Rows, behind_all_reduce
+from tpkernels.algorithms.shards import as_rows, matmul_partial, partial_for, shard_shape
 from tpkernels.call import Call
-from tpkernels.cuda.queued import queue
+from tpkernels.cuda.queued import queue, queued
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.planning.problem import Problem
+from tpkernels.symm.device import Launch
 
 
 def rows_by_rank(problem: Problem) -> tuple[int, ...]:
@@ -76,17 +77,78 @@ def matmul_reduce_scatter(
 
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """``out`` may be ``x``."""
-    x, world = x.contiguous(), call.problem.world
-    launch = cuda.prepare_all_reduce(world, x, out, reduction.bias, reduction.residual)
-    queue(call, x.device, launch)
+    queue(call, x.device, _all_reduce(call, x.contiguous(), out, reduction))
+
+
+def _all_reduce(
+    call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction, early: bool = False
+) -> Launch:
+    world, bias, residual = call.problem.world, reduction.bias, reduction.residual
+    return cuda.prepare_all_reduce(world, x, out, bias, residual, early)
 
 
 def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
-    partial = matmul_partial(call, x, w)
+    partial = partial_for(call, x, w)
     out = empty(partial.shape, reduction.out_dtype, x.device)
-    all_reduce(call, partial, out, reduction)
+    launch = _all_reduce(call, partial, out, reduction, _starts_early(partial, w))
+    _queue_behind_product(call, x, w, partial, launch)
     return out
 
 
-all_reduce_rms_norm = behind_all_reduce(all_reduce)
-matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
+def _starts_early(partial: torch.Tensor, w: Weight) -> bool:
+    """Whether the kernel behind ``partial = x @ w`` may start while the product runs: it is torch's
+    and a kernel. What a caller's product queues is not known, nor whether it queues anything."""
+    return isinstance(w, torch.Tensor) and partial.numel() > 0
+
+
+def _queue_behind_product(
+    call: Call, x: torch.Tensor, w: Weight, partial: torch.Tensor, launch: Launch
+) -> None:
+    """The product within the call's turn, so that nothing comes between it and the launch."""
+    with queued(call, x.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
+        local_matmul(as_rows(x), w, as_rows(partial))
+        launch.run(memory.current, call.plan.signature)
+
+
+_in_steps = behind_all_reduce(all_reduce)
+
+
+def _normed(
+    call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm, early: bool = False
+) -> tuple[Rows, Launch]:
+    """The results of one launch, and the launch."""
+    total = empty(x.shape, reduction.out_dtype, x.device)
+    normed = empty(x.shape, reduction.out_dtype, x.device)
+    launch = cuda.prepare_normed_all_reduce(
+        call.problem.world,
+        x,
+        total,
+        normed,
+        norm.weight,
+        norm.eps,
+        reduction.bias,
+        reduction.residual,
+        early=early,
+    )
+    return (normed, total), launch
+
+
+def all_reduce_rms_norm(call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm) -> Rows:
+    """One launch, where the kernels take rows of that length; all ranks decide alike."""
+    if not cuda.normalises(x.dtype, norm.weight.numel()):
+        return _in_steps(call, x, reduction, norm)
+    rows, launch = _normed(call, x.contiguous(), reduction, norm)
+    queue(call, x.device, launch)
+    return rows
+
+
+def matmul_all_reduce_rms_norm(
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction, norm: RmsNorm
+) -> Rows:
+    partial = partial_for(call, x, w)
+    if not cuda.normalises(partial.dtype, norm.weight.numel()):
+        local_matmul(as_rows(x), w, as_rows(partial))
+        return _in_steps(call, partial, reduction, norm)
+    rows, launch = _normed(call, partial, reduction, norm, _starts_early(partial, w))
+    _queue_behind_product(call, x, w, partial, launch)
+    return rows

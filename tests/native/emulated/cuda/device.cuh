@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <thread>
 
@@ -28,6 +29,25 @@ inline bool sync_block_or(bool value) {
   return emulated::here.barrier->arrive_and_wait(value);
 }
 inline void sync_block() { sync_block_or(false); }
+
+using emulated::kScratchFloats;
+inline int cluster_blocks() { return emulated::here.grid->cluster; }
+inline int block_in_cluster() { return block() % cluster_blocks(); }
+inline float* scratch() { return emulated::here.cluster->blocks[block_in_cluster()]->scratch; }
+
+inline void sync_cluster() {
+  ++emulated::here.counts.barriers;
+  if (emulated::loose) return sync_block();
+  emulated::here.cluster->barrier.arrive_and_wait(false);
+}
+
+inline void store_in_block(float* to, int block, float value) {
+  emulated::here.cluster->blocks[block]->scratch[to - scratch()] = value;
+}
+
+inline void await_previous() {
+  while (emulated::previous.awaited && !emulated::previous.ended) std::this_thread::yield();
+}
 
 inline u64 clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void pause() { std::this_thread::yield(); }
@@ -75,6 +95,8 @@ inline u64 checked(const void* p) {
 inline Pack load_pack(const void* from) { return *reinterpret_cast<const Pack*>(checked(from)); }
 inline void store_pack(void* to, Pack pack) { *reinterpret_cast<Pack*>(checked(to)) = pack; }
 
+inline void prefetch(const void*) {}
+
 struct alignas(16) Line {
   u64 word[2];
 };
@@ -112,6 +134,9 @@ inline void store_line_sys(Line* to, Line line) {
 
 inline float float_of(unsigned bits) { return host::scalar::float_of(bits); }
 inline unsigned bits_of(float value) { return host::scalar::bits_of(value); }
+inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+inline float divide(float a, float b) { return a / b; }
+inline float square_root(float value) { return std::sqrt(value); }
 inline float widen_f16(unsigned short half) { return host::scalar::float_of_f16(half); }
 inline unsigned short round_f16(float value) { return host::scalar::f16_of(value); }
 inline unsigned short round_bf16(float value) { return host::scalar::bf16_of(value); }

@@ -1,0 +1,289 @@
+"""All-reduces that normalise their rows, run on the CPU (support/emulated.py): the sum has the bits
+of csrc/host, the rows are within the documented bound and have the same bits however blocks share
+them, under delays, over the end of the epochs; and what goes wrong without waits and barriers."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cuda.test_emulated import DTYPES, F16, F32, bits, host_sum, random
+from tests.support import emulated
+from tests.support.cases import Case, RanksFixture, each
+from tests.support.cuda_rehearsal import pretending
+from tests.support.ranked import check_cases, fresh_group, report
+from tests.support.tiers import sweep
+from tpkernels import cuda
+from tpkernels.cuda import image, low_latency
+from tpkernels.cuda import normed as rows
+from tpkernels.symm.device import EPOCH, LAST_EPOCH, TIMEOUT, DeviceWorkspace
+
+WAYS = ("low_latency", "one_shot", "two_shot")
+SHAPES = ((0, 8), (1, 8), (3, 264), (5, 4160), (2, 9000), (70, 16))  # 1, 2 and 4 blocks for a row
+MOST = max(rows * columns for rows, columns in SHAPES)
+WORDS, BUFFER_BYTES = low_latency.words(4 * MOST), 16 * MOST
+EPS = 1e-5
+
+
+def launch(
+    space: DeviceWorkspace,
+    signature: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    way: str,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    early: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, total) of one call."""
+    normed, total = torch.empty_like(x), torch.empty_like(x) if total is None else total
+    cuda.prepare_normed_all_reduce(
+        space.world, x, total, normed, weight, EPS, bias, residual, way, early
+    ).run(space, signature)
+    return normed, total
+
+
+def exact_norm(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows = total.double()
+    return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def is_near(normed: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether it is within the bound of the op's documentation."""
+    exact, columns, info = exact_norm(total, weight), total.shape[-1], torch.finfo(total.dtype)
+    relative = info.eps / 2 + (columns / 128 + 8) * 2**-24
+    tiny = info.smallest_normal * info.eps  # of subnormals
+    return bool(((normed.double() - exact).abs() <= exact.abs() * relative + tiny).all())
+
+
+def flat(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.view(-1)
+
+
+def rows_job(driver: str, capability: int) -> list[str]:
+    """All dtypes, shapes, epilogues, weights and ways; what was wrong."""
+    library, caches = emulated.load(driver), (rows._capability, image.kernels)
+    library.emulated_capability(capability)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        return _check_rows(driver)
+    finally:
+        library.emulated_capability(90)
+        for cached in caches:
+            cached.cache_clear()
+
+
+def _check_rows(driver: str) -> list[str]:
+    space = emulated.space_of(driver, words=WORDS, buffer_bytes=BUFFER_BYTES)
+    wrong, cases = [], itertools.product(SHAPES, DTYPES, (False, True))
+    for number, (shape, dtype, more) in enumerate(cases):
+        count, columns = shape[0] * shape[1], shape[1]
+        off = number % 2  # elements off alignment, on one rank
+        offsets = [off if r == 0 else 0 for r in range(space.world)]
+        flats = [random(count, dtype, 100 * number + r, at) for r, at in enumerate(offsets)]
+        if columns == 264:  # so that eps counts
+            flats = [x * 2**-9 for x in flats]
+        xs = [x.view(shape) for x in flats]
+        weight = random(columns, F32 if more else dtype, 5, off)
+        bias = random(columns, DTYPES[number % 3], 7) if more else None
+        residual = random(count, DTYPES[number // 2 % 3], 9, off).view(shape) if more else None
+        want = host_sum(flats, dtype, bias, flat(residual)).view(shape)
+        alone = torch.empty(shape, dtype=dtype)
+        cuda.rms_norm(want, alone, weight, EPS)
+        if not is_near(alone, want, weight):
+            wrong.append(f"{shape} {dtype} alone: beyond the bound")
+        for way in WAYS:
+            signature = 1000 + 4 * number + WAYS.index(way)
+            x = xs[space.rank]
+            normed, total = launch(space, signature, x, weight, way, bias, residual)
+            if not torch.equal(bits(total), bits(want)):
+                wrong.append(f"{shape} {dtype} {way}: the sum")
+            if not torch.equal(bits(normed), bits(alone)):
+                wrong.append(f"{shape} {dtype} {way}: the rows")
+    return [*wrong, *map(str, filter(None, [space.failure()]))]
+
+
+@pytest.mark.parametrize("world", sweep([3, 1, 4]))
+def test_sums_and_rows(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    assert ranks(world).run(rows_job, cuda_driver, 90) == [[]] * world
+
+
+def test_rows_without_clusters(ranks: RanksFixture, cuda_driver: str) -> None:
+    assert ranks(2).run(rows_job, cuda_driver, 80) == [[]] * 2
+
+
+def clusters_job(driver: str) -> bool:
+    """Whether a row has the same bits in a cluster of 4 blocks, of 2 and of 1, and with another
+    number of threads."""
+    library = emulated.load(driver)
+    x, weight = random(8 * 9000, F32, 1).view(8, 9000), random(9000, F32, 2)
+    found = []
+    try:
+        for largest, threads in ((4, 2), (2, 2), (1, 2), (4, 5)):
+            rows._CLUSTER = largest
+            library.emulated_threads(threads)
+            assert rows._cluster(8, 9000, x.device) == largest
+            cuda.rms_norm(x, normed := torch.empty_like(x), weight, EPS)
+            found.append(normed)
+    finally:
+        rows._CLUSTER = 4
+        library.emulated_threads(2)
+    return all(torch.equal(bits(one), bits(found[0])) for one in found)
+
+
+def test_bits_depend_on_the_row_alone(ranks: RanksFixture, cuda_driver: str) -> None:
+    assert ranks(1).run(clusters_job, cuda_driver) == [True]
+
+
+def delays_job(driver: str, delay_us: int, broken: dict[str, bool], first: int = 0) -> int:
+    """Calls right after one another, each rank late at random places, in place and not, among
+    others; how many were wrong. ``first``: the last epoch before them."""
+    space = emulated.space_of(driver, words=WORDS, buffer_bytes=BUFFER_BYTES)
+    space.state[EPOCH] = first
+    weight, wants, results = torch.ones(4160), [], []
+    for call in range(18):
+        x = torch.arange((1 + call % 3) * 4160).add(call).remainder(7).view(-1, 4160)
+        wants.append((space.world * x + sum(range(space.world))).to(F32))
+        results.append((x + space.rank).to(F32))
+    dist.barrier()
+    if broken and space.rank > 0:
+        delay_us = 0  # so that they are ahead of rank 0
+    space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
+    for call, x in enumerate(results):
+        if call % 6 == 5:
+            cuda.all_reduce(space, call + 1, x, x, way=("one_shot", "low_latency")[call // 6 % 2])
+            results[call] = x, x
+        else:
+            total = x if call % 2 else torch.empty_like(x)
+            way = WAYS[call // 2 % 3]
+            results[call] = launch(space, call + 1, x, weight, way, total=total)
+    wrong = int(space.failure() is not None)
+    for (normed, total), want in zip(results, wants, strict=True):
+        wrong += not torch.equal(total, want)
+        wrong += normed is not total and not is_near(normed, want, weight)
+    return wrong
+
+
+@pytest.mark.parametrize("world", sweep([3, 2]))
+def test_call_after_call_under_delays(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    assert ranks(world).run(delays_job, cuda_driver, 300, {}) == [0] * world
+
+
+def test_epochs_begin_anew(ranks: RanksFixture, cuda_driver: str) -> None:
+    assert ranks(2).run(delays_job, cuda_driver, 50, {}, LAST_EPOCH - 9) == [0] * 2
+
+
+@pytest.mark.parametrize("breakage", ["skip_waits", "single_buffer"])
+def test_a_broken_protocol_is_seen(ranks: RanksFixture, cuda_driver: str, breakage: str) -> None:
+    """Negative control of the tests above."""
+    assert sum(ranks(3).run(delays_job, cuda_driver, 2000, {breakage: True})) > 0
+
+
+def loose_job(driver: str) -> int:
+    library = emulated.load(driver)
+    library.emulated_loose(True)
+    try:
+        return delays_job(driver, 500, {})
+    finally:
+        library.emulated_loose(False)
+
+
+def test_clusters_need_their_barrier(ranks: RanksFixture, cuda_driver: str) -> None:
+    """Negative control: blocks read the sums of squares before the others have stored them."""
+    assert sum(ranks(2).run(loose_job, cuda_driver)) > 0
+
+
+def counts_job(driver: str) -> list[tuple[int, ...]]:
+    """Barriers, releases at system scope and ordering atomics that one thread does one after the
+    other, with a thread for each peer: for one row in one block, then in a cluster of 4."""
+    library = emulated.load(driver)
+    space = emulated.space_of(driver, words=WORDS, buffer_bytes=BUFFER_BYTES)
+    library.emulated_threads(8)
+    found = []
+    try:
+        for way, columns in itertools.product(WAYS, (256, 8192)):
+            launch(space, 1, torch.ones(1, columns), torch.ones(columns), way)
+            counts = (ctypes.c_int * 3)()
+            library.emulated_counts(counts)
+            found.append(tuple(counts))
+    finally:
+        library.emulated_threads(2)
+    return found
+
+
+def test_what_a_call_does_in_turn(ranks: RanksFixture, cuda_driver: str) -> None:
+    """Of the barriers, one is that of a cluster that starts, and two are a row's."""
+    for low, low_four, one, one_four, two, _ in ranks(3).run(counts_job, cuda_driver):
+        assert (low, low_four) == ((5, 0, 0), (5, 0, 1))
+        assert (one, one_four) == ((9, 2, 0), (9, 2, 1))
+        assert two[1:] == (3, 0)
+
+
+def late_job(driver: str, way: str) -> tuple[bool, bool, bool]:
+    """Rank 1 does not come. Rank 0: whether the wait ended, no result is left, and later calls left
+    rank 1's memory alone."""
+    space = emulated.space_of(driver, 0.5, words=WORDS, buffer_bytes=BUFFER_BYTES)
+    if space.rank == 1:
+        dist.barrier()
+        return True, True, True
+    x, weight = torch.ones(3, 4160), torch.ones(4160)
+    normed, total = launch(space, 5, x, weight, way)
+    failure, region = space.failure(), torch.frombuffer(space._memory[1], dtype=torch.uint8)
+    before = region.clone()
+    for _ in range(2):
+        launch(space, 5, x, weight, way)
+    dist.barrier()
+    ended = failure is not None and failure[:2] == (TIMEOUT, 1)
+    nothing = bool(normed.isnan().all() and total.isnan().all())
+    return ended, nothing, bool((region == before).all())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lost_peer_leaves_no_result(ranks: RanksFixture, cuda_driver: str, way: str) -> None:
+    assert ranks(2).run(late_job, cuda_driver, way) == [(True, True, True)] * 2
+
+
+def ops_job(driver: str, low: bool) -> list[str]:
+    """The ops by `direct` on the way of CUDA tensors, and rows that are no whole vectors."""
+    emulated.load(driver)
+    cases = each(
+        *(Case(op="all_reduce_rms_norm", shape=s, residual=F32) for s in ((40, 24), (2, 3, 20))),
+        Case(op="all_reduce_rms_norm", shape=(9, 2056), norm=F32),
+        Case(op="matmul_all_reduce_rms_norm", shape=(6, 72), k=(20, 9), biases=(F32,)),
+        Case(op="matmul_all_reduce_rms_norm", shape=(6, 17), k=(20, 9)),
+        dtypes=(F32,),
+        algorithms=("direct",),
+    )
+    with pretending() as patch, fresh_group() as group:
+        if not low:
+            patch.setattr("tpkernels.cuda.low_latency.LOW_LATENCY_BYTES", -1)
+            patch.setattr("tpkernels.cuda.calls.ONE_SHOT_BYTES", 1 << 13)
+        return check_cases(cases, group)
+
+
+@pytest.mark.parametrize("low", [True, False])
+def test_the_ops(ranks: RanksFixture, cuda_driver: str, low: bool) -> None:
+    report(failure for rank in ranks(3).run(ops_job, cuda_driver, low) for failure in rank)
+
+
+def test_refusals() -> None:
+    x, weight = torch.ones(4, 12), torch.ones(12)
+    with pytest.raises(NotImplementedError, match=r"rows have 12 elements; .* multiples of 8"):
+        cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS)
+    with pytest.raises(ValueError, match="way is 'multimem'; it must be auto, low_latency"):
+        cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS, way="multimem")
+    x = torch.ones(4, 16, dtype=F16)
+    with pytest.raises(ValueError, match=r"weight has shape \[12\]; it must be \[16\]"):
+        cuda.rms_norm(x, torch.empty_like(x), weight, EPS)
+    with pytest.raises(ValueError, match=r"they must match"):
+        cuda.rms_norm(x, torch.ones(4, 16), torch.ones(16), EPS)
+    with pytest.raises(NotImplementedError, match="x is float64; supported"):
+        cuda.rms_norm(x.double(), x.double(), torch.ones(16), EPS)
+    with pytest.raises(ValueError, match="normed is not aligned to 16 bytes"):
+        cuda.rms_norm(x, torch.empty(65, dtype=F16)[1:].view(4, 16), torch.ones(16), EPS)
