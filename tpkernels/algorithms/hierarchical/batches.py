@@ -140,11 +140,11 @@ class Batches:
         side.fork()
         try:
             for batch in _gathering(self.node.hosts, self._rank):
-                with side.current(), recorded(TRANSFER):
+                with side.current(), side.copying(), recorded(TRANSFER):
                     sends = [(shards[t.owner], t.to) for t in batch if t.source == self._rank]
                     receives = [(shards[t.owner], t.source) for t in batch if t.to == self._rank]
                     self._link.wait(self._link.start(sends, receives))
-                    arrived = side.mark()
+                arrived = side.copied
                 for owner in here:
                     use(owner, 0, shards[owner])
                 side.wait(arrived)
