@@ -1,4 +1,4 @@
-"""vLLM's all-reduces and the plugin's by turns within one eager engine, on CPUs.
+"""vLLM's all-reduces and the plugin's, interleaved within one eager engine, on CPUs.
 
     VENV/bin/python -m benchmarks.vllm_paired --repeat 20
     VENV/bin/python -m benchmarks.vllm_paired --modes off all_reduce fused --repeat 20
@@ -6,8 +6,9 @@
 VENV is that of `benchmarks.vllm_engine`, and so is the model. Engines of one kind differ by more
 than an all-reduce can bring, so here the requests of one engine take turns; two modes `off` compare
 vLLM with itself. `fused` gives each row-parallel layer a packed weight of random numbers, beside
-vLLM's own. Prints medians in ms and, of the times of each turn, vLLM's over the mode's: the median
-and the quartiles.
+vLLM's own. Prints medians in ms and, of the times of each turn, the first mode's over each mode's:
+the median and the quartiles. The machine may drift, which ratios of medians do not show. A decode
+has a prefill of 8 tokens.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from tpkernels.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
     PeerLostError,
+    ProductMismatchError,
     TpkernelsError,
 )
 from tpkernels.groups import autotune, check, empty, finalize, init
@@ -32,6 +33,7 @@ __all__ = [
     "GroupBrokenError",
     "LocalProduct",
     "PeerLostError",
+    "ProductMismatchError",
     "TpkernelsError",
     "autotune",
     "benchmark",

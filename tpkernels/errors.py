@@ -31,6 +31,10 @@ class CollectiveMismatchError(TpkernelsError):
     """Ranks of one group made different calls: they differ in op, shapes, dtypes or options."""
 
 
+class ProductMismatchError(CollectiveMismatchError):
+    """Ranks of a mesh made different sharded products. Only ranks that waited have found out."""
+
+
 class GroupBrokenError(TpkernelsError):
     """The group failed in an earlier call and cannot be used any more; make a new one."""
 

@@ -112,17 +112,19 @@ void bind_memory(py::module_& m) {
 void bind_few_rows(py::module_& m) {
   m.attr("MOST_FEW_ROWS") = host::FewRows::kMost;
   m.attr("PANEL_COLUMNS") = host::FewRows::kPanel;
-  py::class_<FewRowsWeight>(m, "Panels")
+  py::class_<Panels>(m, "Panels")
       .def(py::init([](std::uintptr_t address, std::size_t pitch, std::int64_t k, std::int64_t n,
-                       int dtype) {
-             return FewRowsWeight{reinterpret_cast<const void*>(address),
-                                  pitch,
-                                  k,
-                                  n,
-                                  static_cast<host::DType>(dtype),
-                                  host::Form::kPanels};
+                       int dtype, py::object owner) {
+             const FewRowsWeight weight{reinterpret_cast<const void*>(address),
+                                        pitch,
+                                        k,
+                                        n,
+                                        static_cast<host::DType>(dtype),
+                                        host::Form::kPanels};
+             return Panels{weight, std::move(owner)};
            }),
-           py::arg("address"), py::arg("pitch"), py::arg("k"), py::arg("n"), py::arg("dtype"));
+           py::arg("address"), py::arg("pitch"), py::arg("k"), py::arg("n"), py::arg("dtype"),
+           py::arg("owner") = py::none());
   m.def(
       "most_few_rows",
       [](int dtype, bool panels) {

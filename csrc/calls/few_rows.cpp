@@ -1,7 +1,6 @@
 #include "calls/few_rows.h"
 
 #include <dlfcn.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -32,7 +31,7 @@ ParallelFor parallel_for() {
   return found;
 }
 
-// The attribute of a packed tensor that has panels: a FewRowsWeight. tpkernels/local/packed.py
+// The attribute of a packed tensor that has Panels: tpkernels/local/packed.py
 constexpr char kPanelsName[] = "_tpkernels_panels";
 
 // Bytes of the weight that are worth a thread's while.
@@ -85,7 +84,7 @@ bool read_weight(PyObject* w, bool packed, FewRowsWeight* weight) {
     return false;
   }
   const auto panels = py::reinterpret_steal<py::object>(found);
-  *weight = panels.cast<const FewRowsWeight&>();
+  *weight = panels.cast<const Panels&>().weight;
   return true;
 }
 

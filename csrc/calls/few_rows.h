@@ -1,7 +1,7 @@
 // Products of few rows in a call: csrc/host/few_rows.h on tensors, with torch's threads.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -18,6 +18,12 @@ struct FewRowsWeight {
   std::int64_t k = 0, n = 0;
   host::DType dtype{};
   host::Form form{};
+};
+
+// What packed.py tells of a weight that oneDNN has packed in panels.
+struct Panels {
+  FewRowsWeight weight;
+  pybind11::object owner;  // keeps the memory
 };
 
 // Of a dense tensor w [K, N], or of what tpkernels/local/packed.py makes of one. Valid as long as w

@@ -143,7 +143,9 @@ class Channel {
   bool in_segment(int peer) const;
 
   // A sleeping waiter calls `poll` about 50 times a second. It may throw, for example on Ctrl-C.
-  void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
+  void set_poll(std::function<void()> poll) {
+    std::atomic_store(&poll_, std::make_shared<const std::function<void()>>(std::move(poll)));
+  }
   // For profilers: called on the waiting thread with true before, and false after, each wait that
   // has to block. Must not throw. May be null.
   void set_on_wait(std::function<void(bool)> on_wait) { on_wait_ = std::move(on_wait); }
@@ -186,7 +188,7 @@ class Channel {
   mutable bool broken_ = false;
   mutable std::string broken_by_;
   std::map<std::uint64_t, std::weak_ptr<Arena>> segments_;
-  std::function<void()> poll_;
+  std::shared_ptr<const std::function<void()>> poll_;  // may be set while another thread waits
   std::function<void(bool)> on_wait_;
   std::unique_ptr<Chaos> chaos_;
 };

@@ -97,7 +97,7 @@ void Channel::wait(int peer, Phase phase, int index) {
     here = arrived(peer, theirs);
     if (here) break;
     check(peer, theirs, (now_us() - start_us) / 1e6);
-    if (poll_) poll_();
+    if (const auto poll = std::atomic_load(&poll_)) (*poll)();
   }
   const double waited_us = now_us() - start_us;
   patience_.end(waited_us, std::min(waited_us, limit_us));
@@ -132,7 +132,7 @@ int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
       const Signal& theirs = signal(peer, phase, index);
       if (!arrived(peer, theirs)) check(peer, theirs, waited_us / 1e6);
     }
-    if (poll_) poll_();
+    if (const auto poll = std::atomic_load(&poll_)) (*poll)();
   }
 }
 

@@ -3,11 +3,11 @@
 //
 // Columns: each is contiguous, as in `linear.weight.t()`. A block of columns is read from end to
 //   end, or in chunks where x does not fit the L1 cache.
-// Panels: oneDNN's packed form on processors with AVX-512. For each 64 columns a panel, in which
-// one
-//   after the other come 4 bytes of each of the columns: one element of 32 bits, or two of 16. What
-//   is missing in the last panel, and in the last 4 bytes of an odd K, is zero. So memory is read
-//   in order, and no sum is spread over the lanes of a vector.
+// Panels: oneDNN's packed form of fp32, and of bf16 with dot products, on processors with AVX-512.
+//   Every 64 columns form a panel. For each 4 bytes of K, one element of 32 bits or two of 16, it
+//   holds those of all 64 columns in turn. What is missing in the last panel, and in the last 4
+//   bytes of an odd K, is zero. Memory is read in order, and no sum is spread over a vector's
+//   lanes.
 //
 // A result is summed in an order that follows from K alone, whatever the other rows and columns.
 #pragma once

@@ -156,9 +156,25 @@ def test_another_layout_is_not_taken_for_panels(dtype: torch.dtype) -> None:
             assert packed._panel_pitch(factor) is None
         packed._pitch_of.cache_clear()
         assert packed._pitch_of(description[:-1], 70, 100, dtype) is None
+        with mock.patch.object(packed, "_reordered", torch.Tensor.to_mkldnn):  # rows of K
+            rows = packed._reordered(torch.ones(128, 128, dtype=dtype))
+            assert packed._panel_pitch(rows) is None
         assert packed._pitch_of(description, 70, 100, dtype) is not None
     finally:
         packed._pitch_of.cache_clear()
+
+
+@needs_panels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_memory_lives_as_long_as_the_tensor(dtype: torch.dtype) -> None:
+    """Few rows are multiplied by what was packed: `pack` says not to assign data."""
+    factor = tpkernels.pack(torch.ones(512, 512, dtype=dtype))
+    other = tpkernels.pack(torch.full((512, 512), 2, dtype=dtype))
+    factor.data = other
+    del other
+    results = new_product(torch.ones(1, 512, dtype=dtype), factor)
+    known = hasattr(factor, "_tpkernels_panels")
+    assert (results == (512 if known else 1024)).all()
 
 
 def test_packing_leaves_the_random_numbers_alone() -> None:

@@ -149,7 +149,9 @@ MOST_FEW_ROWS: int
 PANEL_COLUMNS: int
 
 class Panels:
-    def __init__(self, address: int, pitch: int, k: int, n: int, dtype: int) -> None: ...
+    def __init__(
+        self, address: int, pitch: int, k: int, n: int, dtype: int, owner: object = None
+    ) -> None: ...
 
 def most_few_rows(dtype: int, panels: bool = False) -> int: ...
 def multiply_few_rows(

@@ -20,7 +20,7 @@ import torch
 from tpkernels import _C
 from tpkernels.local.memory import empty
 from tpkernels.local.native import native
-from tpkernels.local.packed import columns_of, packed_product
+from tpkernels.local.packed import columns_of, has_panels, packed_product
 from tpkernels.local.product import Product, Weight
 from tpkernels.local.ranges import MATMUL, profiling, recorded
 
@@ -61,9 +61,10 @@ def local_matmul(
 
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
-    few = x.shape[0] <= _C.calls.MOST_FEW_ROWS
-    if isinstance(w, torch.Tensor) and w.is_mkldnn and not few and not profiling():
-        return packed_product(x, w, bias)
+    if isinstance(w, torch.Tensor) and w.is_mkldnn and x.shape[0] and not profiling():
+        few = x.shape[0] <= _C.calls.MOST_FEW_ROWS and has_panels(w)
+        if not few:
+            return packed_product(x, w, bias)
     return local_matmul(x, w, empty((x.shape[0], columns_of(w)), x.dtype, x.device), bias)
 
 

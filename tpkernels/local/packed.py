@@ -32,8 +32,10 @@ def pack(w: torch.Tensor) -> torch.Tensor:
     """A copy of a weight that the ops with a matmul take in place of it on CPUs, for inference.
 
     oneDNN has it in a layout of its own. It pays off with any number of rows where the extension
-    reads that layout, on processors with AVX-512; elsewhere in float32 from a few rows on, and in
-    16 bits from some 16.
+    reads that layout: in float32 on processors with AVX-512, in bfloat16 if these have its dot
+    products and no AMX. Elsewhere it pays off in float32 from a few rows on, and in 16 bits from
+    some 16. The first weight of a shape takes three times its memory meanwhile: what the layout is
+    is tried out.
 
     Torch and oneDNN keep what they prepare for a shape of a weight and a number of rows, about half
     a MiB each in float32. Each keeps the last 1024, or as many as ``LRU_CACHE_CAPACITY`` and
@@ -45,7 +47,8 @@ def pack(w: torch.Tensor) -> torch.Tensor:
     Returns:
         An opaque tensor of shape [N, K] and ``w``'s dtype, with memory of its own. It has no
         gradient, and an op that gets it raises where one would be needed. ``to_dense().t()`` is
-        ``w`` again, to the bit.
+        ``w`` again, to the bit. Its values are fixed: few rows would be multiplied by the old ones
+        if ``.data`` was assigned.
 
     Raises:
         ValueError: ``w`` is no matrix, is empty, or is packed already.
@@ -59,8 +62,15 @@ def pack(w: torch.Tensor) -> torch.Tensor:
         n, k = packed.shape
         address = torch.ops.mkldnn.data_ptr(packed)
         # Read by csrc/calls/few_rows.cpp. Aliases of the tensor lack it, and go to oneDNN.
-        packed._tpkernels_panels = _C.calls.Panels(address, pitch, k, n, dtypes.CODES[w.dtype])  # type: ignore[attr-defined]
+        packed._tpkernels_panels = _C.calls.Panels(  # type: ignore[attr-defined]
+            address, pitch, k, n, dtypes.CODES[w.dtype], owner=packed.detach()
+        )
     return packed
+
+
+def has_panels(packed: torch.Tensor) -> bool:
+    """Whether few rows are multiplied by the extension."""
+    return hasattr(packed, "_tpkernels_panels")
 
 
 def _reordered(w: torch.Tensor) -> torch.Tensor:
@@ -97,12 +107,15 @@ def _pitch_of(description: bytes, n: int, k: int, dtype: torch.dtype) -> int | N
     elements = pitch // dtype.itemsize // _C.calls.PANEL_COLUMNS  # of a column
     if rest or elements < k or elements % group or _description(packed) != description:
         return None
-    padded = plain.new_zeros(panels * _C.calls.PANEL_COLUMNS, elements)
-    padded[:n, :k] = plain
-    expected = padded.view(panels, -1, elements // group, group).transpose(1, 2).contiguous()
     memory = (ctypes.c_char * nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
-    found = torch.frombuffer(memory, dtype=torch.uint8)
-    return pitch if torch.equal(found, expected.flatten().view(torch.uint8)) else None
+    found = torch.frombuffer(memory, dtype=torch.uint8).view(panels, pitch)
+    for panel, columns in zip(found, plain.split(_C.calls.PANEL_COLUMNS), strict=True):
+        padded = plain.new_zeros(_C.calls.PANEL_COLUMNS, elements)
+        padded[: len(columns), :k] = columns
+        expected = padded.view(-1, elements // group, group).transpose(0, 1).contiguous()
+        if not torch.equal(panel, expected.flatten().view(torch.uint8)):
+            return None
+    return pitch
 
 
 def better_packed(dtype: torch.dtype) -> bool:
@@ -111,10 +124,10 @@ def better_packed(dtype: torch.dtype) -> bool:
     neither. Otherwise the plain one takes 0.8 to 1.2 times as long with up to 16 rows
     (benchmarks/results/cpu-2core-few-rows.md), and 1.05 times with hundreds
     (benchmarks/results/cpu-2core-llama.md)."""
-    code = dtypes.CODES[dtype]
-    if dtype == torch.float32 or _C.calls.most_few_rows(code, panels=True):
+    if dtype == torch.float32 or _C.calls.most_few_rows(dtypes.CODES[dtype]) < 8:
         return True
-    return _C.calls.most_few_rows(code) < 8
+    probe = torch.empty(256, 256, dtype=dtype, device="cpu")
+    return native(dtype) and has_panels(pack(probe))
 
 
 def check_packable(w: torch.Tensor, what: str) -> None:

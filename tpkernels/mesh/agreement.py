@@ -112,9 +112,10 @@ def in_step(mesh: DeviceMesh) -> Iterator[None]:
 def mesh_text(mesh: DeviceMesh) -> str:
     """The mesh in errors, different for different meshes."""
     ranks, shape = mesh.mesh.flatten().tolist(), " x ".join(map(str, mesh.shape))
+    names = f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
     if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"a {mesh.device_type} mesh of {shape}, ranks {ranks[0]} to {ranks[-1]}"
-    return f"the {mesh.device_type} mesh {mesh.mesh.tolist()}"
+        return f"a {mesh.device_type} mesh of {shape}{names}, ranks {ranks[0]} to {ranks[-1]}"
+    return f"the {mesh.device_type} mesh {mesh.mesh.tolist()}{names}"
 
 
 def _mismatch(products: dict[int, str], own: str) -> CollectiveMismatchError:

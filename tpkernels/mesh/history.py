@@ -4,11 +4,11 @@ different ones.
 Problem: ranks in different products that both know may communicate in different groups. Then each
 waits in its own for ranks that are elsewhere, until a timeout that names neither product.
 
-Algorithm: each rank numbers its products on a mesh. A rank that has waited for a while within a
-product, and again after each such while, writes the last few, as text, to the store of each of its
-groups on the mesh, and reads what the others of these groups have written. Two products with one
-number are the error. A rank waits for one of its own group that is elsewhere, so it need not read
-further.
+Algorithm: each rank numbers its products on a mesh that communicate. A rank that has waited for a
+while within one, and again after each such while, writes the last few, as text, to the store of
+each of its groups on the mesh, and reads what the others of these groups have written. Two products
+with one number are the error. A rank waits for one of its own group that is elsewhere, so it need
+not read further. A thread asks the stores: their server may hang, and waits are bounded.
 
 Sync: a rank writes before it reads, so of two that wait, the later one finds out, and the other one
 when it looks again. The key holds the address of the rank in its group, which is made anew with the
@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections import deque
 
 import torch.distributed as dist
 
 from tpkernels import groups
-from tpkernels.errors import CollectiveMismatchError
+from tpkernels.errors import ProductMismatchError
 from tpkernels.groups.group import Group
 
 _PATIENCE = 0.3  # s of a wait between two looks
@@ -41,8 +42,10 @@ class History:
         self._names, self._mesh = names, mesh  # the mesh itself would keep its groups alive
         self._count = 0
         self._last: deque[str] = deque(maxlen=_MOST)
-        self._within = False  # a product
+        self._thread: int | None = None  # that is within a product
         self._since: float | None = None  # the first look in it, or the last comparison
+        self._asking: threading.Thread | None = None
+        self._found: list[tuple[Group, dict[int, dict[str, str]]]] = []  # by the last that asked
         self._attached = False
 
     def attach(self) -> None:
@@ -56,31 +59,46 @@ class History:
         """A product begins, within which the waits of its groups look; `end` follows."""
         self._count += 1
         self._last.append(text)
-        self._since, self._within = None, True
+        self._since, self._thread = None, threading.get_ident()
 
     def end(self) -> None:
-        self._within = False
+        self._thread = None
 
     def _look(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
         now = time.monotonic()
         if self._since is None:
             self._since = now
-        if self._within and now - self._since >= _PATIENCE:
+        if self._asking is None:
+            if now - self._since >= _PATIENCE:
+                asked = [groups.get(name) for name in self._names]
+                self._asking = threading.Thread(
+                    target=self._ask, args=(asked, self._numbered()), daemon=True
+                )
+                self._asking.start()
+        elif not self._asking.is_alive():
+            self._asking, self._since = None, now
             self._compare()
-            self._since = time.monotonic()
+
+    def _numbered(self) -> dict[str, str]:
+        first = self._count - len(self._last) + 1
+        return {str(number): text for number, text in enumerate(self._last, first)}
+
+    def _ask(self, asked: list[Group], mine: dict[str, str]) -> None:
+        self._found = []
+        for group in asked:
+            with contextlib.suppress(dist.DistError):  # the process of the store has ended
+                self._found.append((group, self._exchanged(group, mine)))
 
     def _compare(self) -> None:
-        """Raises ``CollectiveMismatchError`` if another rank has been in another product."""
-        first = self._count - len(self._last) + 1
-        mine = {str(number): text for number, text in enumerate(self._last, first)}
-        for name in self._names:
-            group, others = groups.get(name), {}
-            with contextlib.suppress(RuntimeError):  # the process of the store has ended
-                others = self._exchanged(group, mine)
+        """Raises ``ProductMismatchError`` if another rank has been in another product."""
+        mine = self._numbered()
+        for group, others in self._found:
             for rank, theirs in others.items():
                 for number in sorted(mine.keys() & theirs.keys(), key=int):
                     if mine[number] != theirs[number]:
-                        raise CollectiveMismatchError(
+                        raise ProductMismatchError(
                             f"the ranks are in different products: as number {number} on the mesh, "
                             f"global rank {dist.get_rank()} has {mine[number]}, rank "
                             f"{dist.get_global_rank(group.pg, rank)} has {theirs[number]}. The "
@@ -90,7 +108,7 @@ class History:
                         )
 
     def _exchanged(self, group: Group, mine: dict[str, str]) -> dict[int, dict[str, str]]:
-        """What the other ranks of a group have written by now, by rank. Waits for nobody."""
+        """What the other ranks of a group have written by now, by rank."""
         place, others = group.participant(group.timeout), {}
         keys = [
             f"{place.prefix}/products/{address}/{self._mesh}"
