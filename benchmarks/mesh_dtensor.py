@@ -6,6 +6,9 @@ fp32, by torch's ColwiseParallel and RowwiseParallel, with x [m, k] split along 
 replicated: an MLP ``down(relu(up(x)))`` of width n, and causal attention of width k with heads of
 64, whose three inputs are gathered once. The variants are interleaved call by call. Prints the
 slowest rank's medians in ms, and in brackets the fastest repetition.
+
+glibc may give freed memory back to the kernel in one variant and not in the other, as chance has
+it. MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=33554432 has it keep the memory.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -79,8 +83,7 @@ def job(layer: str, m: int, k: int, n: int, rows: bool, repeat: int) -> dict[str
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
-            result: torch.Tensor = model(x)
-        return result
+            return wait_tensor(model(x))  # DTensor's all-reduce may be under way
 
     def both() -> torch.Tensor:
         model.zero_grad()
