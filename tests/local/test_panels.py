@@ -157,9 +157,7 @@ def test_another_layout_is_not_taken_for_panels(dtype: torch.dtype) -> None:
         packed._pitch_of.cache_clear()
         assert packed._pitch_of(description[:-1], 70, 100, dtype) is None
         with (
-            mock.patch.object(
-                packed, "_reordered", torch.Tensor.to_mkldnn
-            ),  # row by row
+            mock.patch.object(packed, "_reordered", torch.Tensor.to_mkldnn),  # row by row
             mock.patch.object(packed, "_description", return_value=b""),
         ):
             assert packed._pitch_of(b"", 128, 128, dtype) is None
