@@ -5,7 +5,7 @@
 
 VENV is that of `benchmarks.vllm_engine`, and so is the model. Engines of one kind differ by more
 than an all-reduce can bring, so here the requests of one engine take turns; two modes `off` compare
-vLLM with itself. `fused` gives each row-parallel layer a packed weight of random numbers, beside
+vLLM with itself. `fused` gives each layer and the head a packed weight of random numbers, beside
 vLLM's own. Prints medians in ms and, of the times of each turn, the first mode's over each mode's:
 the median and the quartiles. The machine may drift, which ratios of medians do not show. A decode
 has a prefill of 8 tokens.
@@ -19,6 +19,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,29 @@ REQUESTS = {  # batch, prompt, new tokens
 
 
 @functools.cache
-def packed_of(layer: Any) -> torch.Tensor:
+def weight_of(layer: Any) -> torch.Tensor:
+    """Random numbers of the shape [K, N]."""
+    if hasattr(layer, "num_embeddings_per_partition"):
+        shape = layer.embedding_dim, layer.num_embeddings_per_partition
+    else:
+        shape = layer.input_size_per_partition, layer.output_size_per_partition
+    return (torch.randn(shape) * 0.02).bfloat16()
+
+
+@functools.cache
+def row_parallel(layer: Any, group: str) -> Callable[..., Any]:
     import tpkernels
 
-    w = torch.randn(layer.input_size_per_partition, layer.output_size) * 0.02
-    return tpkernels.pack(w.bfloat16())
+    w = tpkernels.pack(weight_of(layer))
+    return lambda x: (tpkernels.matmul_all_reduce(x, w, group), None)
+
+
+@functools.cache
+def linear(layer: Any) -> tuple[Any, Any]:
+    """vLLM's product of a layer, and the plugin's."""
+    from tpkernels.integrations.vllm_parts import packed_linear
+
+    return layer.cpu_linear, packed_linear(weight_of(layer))
 
 
 @functools.cache
@@ -52,17 +71,18 @@ def switch(worker: Any, mode: str) -> None:
     from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    import tpkernels
-
     communicator = get_tp_group().device_communicator
     group = own_group(communicator)
     communicator._group = None if mode == "off" else group
     for layer in worker.model_runner.model.modules():
+        if not hasattr(layer, "cpu_linear"):
+            continue
         if isinstance(layer, RowParallelLinear):
             layer.__dict__.pop("forward", None)
             if mode == "fused":
-                w = packed_of(layer)
-                layer.forward = lambda x, w=w: (tpkernels.matmul_all_reduce(x, w, group), None)
+                layer.forward = row_parallel(layer, group)
+        else:
+            layer.cpu_linear = linear(layer)[mode == "fused"]
 
 
 def main() -> None:

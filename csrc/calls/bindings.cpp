@@ -13,17 +13,18 @@
 #include <vector>
 
 #include "calls/collective.h"
-#include "calls/few_rows.h"
 #include "calls/kernel.h"
 #include "calls/key_sets.h"
+#include "calls/matmul.h"
 #include "calls/memory.h"
 #include "calls/ops.h"
+#include "calls/product.h"
 #include "calls/queued.h"
 #include "calls/shortcut.h"
 #include "calls/tensor.h"
 #include "calls/turns.h"
-#include "host/few_rows.h"
 #include "host/pool.h"
+#include "host/product.h"
 
 namespace py = pybind11;
 namespace tpkernels::calls {
@@ -109,39 +110,49 @@ void bind_memory(py::module_& m) {
       py::arg("nbytes"));
 }
 
-void bind_few_rows(py::module_& m) {
-  m.attr("MOST_FEW_ROWS") = host::FewRows::kMost;
-  m.attr("PANEL_COLUMNS") = host::FewRows::kPanel;
+host::Form form_of(const std::string& layout) {
+  if (layout == "packed") return host::Form::kPanels;
+  if (layout == "columns") return host::Form::kColumns;
+  if (layout == "rows") return host::Form::kRows;
+  throw std::invalid_argument("no layout of a weight: " + layout);
+}
+
+void bind_product(py::module_& m) {
+  m.attr("PANEL_COLUMNS") = host::Product::kPanel;
   py::class_<Panels>(m, "Panels")
       .def(py::init([](std::uintptr_t address, std::size_t pitch, std::int64_t k, std::int64_t n,
                        int dtype, py::object owner) {
-             const FewRowsWeight weight{reinterpret_cast<const void*>(address),
-                                        pitch,
-                                        k,
-                                        n,
-                                        static_cast<host::DType>(dtype),
-                                        host::Form::kPanels};
+             const Weight weight{reinterpret_cast<const void*>(address),
+                                 pitch,
+                                 k,
+                                 n,
+                                 static_cast<host::DType>(dtype),
+                                 host::Form::kPanels};
              return Panels{weight, std::move(owner)};
            }),
            py::arg("address"), py::arg("pitch"), py::arg("k"), py::arg("n"), py::arg("dtype"),
            py::arg("owner") = py::none());
   m.def(
-      "most_few_rows",
-      [](int dtype, bool panels) {
-        return most_rows(static_cast<host::DType>(dtype),
-                         panels ? host::Form::kPanels : host::Form::kColumns);
+      "matmul",
+      [](const py::object& x, const py::handle& w, bool packed) {
+        return matmul(x, w.ptr(), packed);
       },
-      py::arg("dtype"), py::arg("panels") = false);
+      py::arg("x"), py::arg("w"), py::arg("packed"));
   m.def(
-      "multiply_few_rows",
+      "multiplies",
+      [](int dtype, const std::string& layout, std::size_t rows) {
+        return multiplies(static_cast<host::DType>(dtype), form_of(layout), rows);
+      },
+      py::arg("dtype"), py::arg("layout"), py::arg("rows"));
+  m.def(
+      "multiply",
       [](const py::handle& x, const py::handle& w, const py::handle& out, const py::handle& bias,
          std::size_t whole_rows, bool packed) {
         Tensor a{}, to{}, added{};
-        FewRowsWeight weight{};
+        Weight weight{};
         return read(x.ptr(), &a) && read(out.ptr(), &to) &&
                (bias.is_none() || read(bias.ptr(), &added)) &&
-               read_weight(w.ptr(), packed, &weight) &&
-               multiply_few_rows(a, weight, to, added, whole_rows);
+               read_weight(w.ptr(), packed, &weight) && multiply(a, weight, to, added, whole_rows);
       },
       py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"), py::arg("whole_rows"),
       py::arg("packed") = false);
@@ -270,7 +281,7 @@ void bind_shortcut(py::module_& m) {
 void bind(py::module_& m) {
   bind_collective(m);
   bind_memory(m);
-  bind_few_rows(m);
+  bind_product(m);
   bind_turns(m);
   bind_kernels(m);
   bind_shortcut(m);

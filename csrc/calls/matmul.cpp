@@ -2,8 +2,8 @@
 
 #include <stdexcept>
 
-#include "calls/few_rows.h"
 #include "calls/memory.h"
+#include "calls/product.h"
 #include "calls/python.h"
 #include "calls/tensor.h"
 
@@ -47,11 +47,10 @@ py::object matmul(const py::object& x, PyObject* w, bool packed) {
     return empty(py::make_tuple(a.shape[0], columns), dtype);
   };
   const auto rows = static_cast<std::size_t>(a.shape[0]);
-  FewRowsWeight weight{};
-  if (rows <= host::FewRows::kMost && read_weight(w, packed, &weight) &&
-      takes_few_rows(a, weight, rows)) {
+  Weight weight{};
+  if (read_weight(w, packed, &weight) && multiplies(a, weight, rows)) {
     py::object out = new_result(weight.n);
-    multiply_few_rows(a, weight, dense(out.ptr()), {}, rows);
+    multiply(a, weight, dense(out.ptr()), {}, rows);
     return out;
   }
   if (packed) return packed_matmul(x, w);

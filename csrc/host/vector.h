@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "host/few_rows.h"
+#include "host/product.h"
 
 namespace tpkernels::host {
 
@@ -34,12 +34,13 @@ struct VectorUnit {
   // dst = round(src * factor * weight). The weight has the dtype of the others, or fp32 ([1]).
   void (*scale[3][2])(void* dst, const void* src, const void* weight, float factor,
                       std::size_t count);
-  // Products of few rows, and how few they must be to be faster than torch's. Null and 0 where the
-  // unit has none.
-  MultiplyFewRows few_rows[3];
+  // Products (product.h), null where the unit has none: of columns in place, with how few rows that
+  // must be to be faster than torch's; of panels; and with panels made of columns or rows.
+  Multiply few_rows[3];
   std::size_t most_few_rows[3];
-  // The same of weights in panels, for up to FewRows::kMost rows.
-  MultiplyFewRows panels[3];
+  Multiply panels[3];
+  Multiply columns[3];
+  Multiply rows[3];
   // Copies with streaming stores: for results that nobody reads soon.
   void (*stream)(void* dst, const void* src, std::size_t bytes);
 };

@@ -156,9 +156,9 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   std::memcpy(to + i, from + i, bytes - i);
 }
 
-constexpr std::array<MultiplyFewRows, 3> kFewRows = {multiply_few_rows<DType::kF32>,
-                                                     multiply_few_rows<DType::kF16>,
-                                                     multiply_few_rows<DType::kBF16>};
+constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
+                                              multiply_few_rows<DType::kF16>,
+                                              multiply_few_rows<DType::kBF16>};
 constexpr VectorUnit kUnit = make_unit("avx2", stream, kFewRows, 8);
 
 }  // namespace avx2

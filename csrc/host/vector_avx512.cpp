@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "host/vector_scalar.h"
@@ -164,6 +165,7 @@ inline Vec broadcast(const std::byte* from) {
 }
 
 #include "host/few_rows.inc"
+#include "host/packing_avx512.inc"
 #include "host/panels.inc"
 
 void stream(void* dst, const void* src, std::size_t bytes) {
@@ -183,13 +185,16 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   std::memcpy(to + i, from + i, bytes - i);
 }
 
-constexpr std::array<MultiplyFewRows, 3> kFewRows = {multiply_few_rows<DType::kF32>,
-                                                     multiply_few_rows<DType::kF16>,
-                                                     multiply_few_rows<DType::kBF16>};
+constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
+                                              multiply_few_rows<DType::kF16>,
+                                              multiply_few_rows<DType::kBF16>};
 
 constexpr VectorUnit make_avx512_unit() {
   VectorUnit unit = make_unit("avx512", stream, kFewRows, 8);
-  unit.panels[static_cast<int>(DType::kF32)] = multiply_panels<DType::kF32>;
+  constexpr int kAt = static_cast<int>(DType::kF32);
+  unit.panels[kAt] = multiply_panels<DType::kF32>;
+  unit.columns[kAt] = multiply_panels<DType::kF32, FromColumns<DType::kF32>>;
+  unit.rows[kAt] = multiply_panels<DType::kF32, FromRows<DType::kF32>>;
   return unit;
 }
 
@@ -255,9 +260,12 @@ inline __m512bh broadcast(const std::byte* from) {
 constexpr VectorUnit make_bf16_unit() {
   VectorUnit unit = avx512::kUnit;
   unit.name = "avx512_bf16";
-  unit.few_rows[static_cast<int>(DType::kBF16)] = multiply_few_rows<DType::kBF16>;
-  unit.most_few_rows[static_cast<int>(DType::kBF16)] = 16;
-  unit.panels[static_cast<int>(DType::kBF16)] = multiply_panels<DType::kBF16>;
+  constexpr int kAt = static_cast<int>(DType::kBF16);
+  unit.few_rows[kAt] = multiply_few_rows<DType::kBF16>;
+  unit.most_few_rows[kAt] = 16;
+  unit.panels[kAt] = multiply_panels<DType::kBF16>;
+  unit.columns[kAt] = multiply_panels<DType::kBF16, avx512::FromColumns<DType::kBF16>>;
+  unit.rows[kAt] = multiply_panels<DType::kBF16, avx512::FromRows<DType::kBF16>>;
   return unit;
 }
 

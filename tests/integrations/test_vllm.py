@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.support import fake_vllm
 from tests.support.cases import RanksFixture
 from tests.support.ranked import apart, report
 from tests.support.refusals import packable
+from tpkernels import _C
+from tpkernels.dtypes import CODES
 from tpkernels.integrations import vllm
 
 WORLD = 2
@@ -66,6 +69,9 @@ def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.Mon
             assert issubclass(found, fake_vllm.CpuCommunicator)
         layers = fake_vllm.RowParallelLinear.out_of_tree
         assert list(layers) == (["RowParallelLinear"] if mode == "fused" else [])
+        products = importlib.import_module("vllm.model_executor.layers.utils")
+        theirs = products.dispatch_cpu_unquantized_gemm is fake_vllm.dispatch_cpu_unquantized_gemm
+        assert theirs == (mode != "fused")
 
 
 def test_an_unknown_version_is_left_as_it_is_with_a_warning(
@@ -199,3 +205,28 @@ def calls_job() -> list[str]:
 
 def test_a_fused_layer_is_one_op(ranks: RanksFixture) -> None:
     report(f for rank in ranks(WORLD).run(calls_job) for f in rank)
+
+
+@pytest.mark.parametrize("dtype", packable(), ids=str)
+@pytest.mark.parametrize("remove", [False, True])
+def test_products_of_other_layers(dtype: torch.dtype, remove: bool) -> None:
+    """Of a layer, and of a head, whose weight is kept. Others are vLLM's."""
+    with fake_vllm.installed():
+        parts: Any = importlib.import_module(fake_vllm.PARTS)
+        parts.replace_products()
+        dispatch = parts.utils.dispatch_cpu_unquantized_gemm
+        layer: Any = torch.nn.Linear(40, 70, dtype=dtype)
+        weight, bias = layer.weight.detach().clone(), layer.bias.detach()
+        dispatch(layer, remove)
+        mine = layer.cpu_linear is not torch.nn.functional.linear
+        assert mine == _C.calls.multiplies(CODES[dtype], "packed", parts.MANY_ROWS)
+        assert layer.weight.numel() == (0 if mine and remove else weight.numel())
+        for x in (torch.randn(1, 40).to(dtype), torch.randn(2, 9, 40).to(dtype)):
+            for added in (None, bias):
+                got = layer.cpu_linear(x, layer.weight if remove and mine else weight, added)
+                want = torch.nn.functional.linear(x, weight, added)
+                torch.testing.assert_close(got, want)
+        for other in (torch.randn(3, 4, 5), torch.randn(4, 5).double()):
+            layer = SimpleNamespace(weight=other)
+            dispatch(layer, remove)
+            assert layer.cpu_linear is torch.nn.functional.linear and layer.weight is other

@@ -20,7 +20,7 @@ from tpkernels.local.matmul import local_matmul
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (F32, F16, BF16)
-MOST = _C.calls.MOST_FEW_ROWS
+MOST = 16
 WIDTHS = (2, 15, 16, 31, 32, 33, 64, 100)  # K
 COLUMNS = (1, 3, 4, 5, 63, 64, 65, 130)
 UNITS = [name for name in _C.host.vector_units() if name != "plain"]
@@ -36,6 +36,11 @@ def unit(request: pytest.FixtureRequest) -> Iterator[str]:
     _C.host.use_vector_unit(before)
 
 
+def few_rows(unit: str, dtype: torch.dtype) -> int:
+    """For so many, columns are read in place whatever the processor."""
+    return 0 if unit == "plain" else 4 if dtype == BF16 else 8
+
+
 def k_major(k: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(n, k).to(dtype).t()
 
@@ -47,7 +52,7 @@ def product(
     rows, columns = x.shape[0], w.shape[1]
     around = torch.full((rows + 2, columns + 9), CANARY, dtype=dtype)
     inside = around[1:-1, 1 : 1 + columns]
-    took = _C.calls.multiply_few_rows(x, w, inside, bias, rows)
+    took = _C.calls.multiply(x, w, inside, bias, rows)
     result = inside.clone()
     inside.fill_(CANARY)
     assert (around == CANARY).all(), "wrote beyond the result"
@@ -61,11 +66,11 @@ def test_exact_for_integers(unit: str) -> None:
         w = torch.randint(-1, 2, (n, k)).to(dtype).t()
         x, bias = torch.randint(-1, 2, (MOST, k)).to(dtype), torch.randint(-3, 4, (n,)).float()
         expected = x.float() @ w.float()
-        most = _C.calls.most_few_rows(CODES[dtype])
-        assert most <= MOST and (most == 0) is (unit == "plain")
+        few = few_rows(unit, dtype)
+        assert _C.calls.multiplies(CODES[dtype], "columns", 4) is (few > 0)
         for rows, out_dtype, added in itertools.product(ROWS, {dtype, F32}, (None, bias)):
             got = product(x[:rows], w, out_dtype, added)
-            assert (got is not None) is (rows <= most), (dtype, k, n, rows)
+            assert got is not None or rows > few, (dtype, k, n, rows)
             if got is not None:
                 exact = expected[:rows] if added is None else expected[:rows] + added
                 assert torch.equal(got.float(), exact), (dtype, k, n, rows, out_dtype)
@@ -94,9 +99,8 @@ def test_a_result_does_not_depend_on_the_others(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        most = _C.calls.most_few_rows(CODES[dtype])
+        most = few_rows(unit, dtype)
         if not most:
-            assert unit == "plain"
             return
         # The last one is read in chunks by all rows, and not by one.
         for k, n in [(1000, 300), (4099, 70)]:
@@ -116,8 +120,7 @@ def test_what_is_left_to_torch() -> None:
     x, w = torch.randn(3, 40), k_major(40, 12, F32)
     assert product(x, w, F32) is not None
     assert product(torch.randn(6, 48)[::2, 3:43], k_major(60, 12, F32)[9:49], F32) is not None
-    many = torch.randn(MOST + 1, 40)
-    assert product(many, w, F32) is None
+    assert product(torch.randn(MOST + 1, 40), w, F32) is None  # w has few columns
     assert product(x, w.contiguous(), F32) is None
     assert product(place(x, "transposed"), w, F32) is None
     assert product(x.bfloat16(), w, F32) is None
@@ -128,18 +131,18 @@ def test_what_is_left_to_torch() -> None:
         product(x, w, F32, torch.ones(11))
     assert product(x[:, :30], w, F32) is None
     part = torch.empty(3, 12)
-    assert not _C.calls.multiply_few_rows(many[:3], w, part, None, MOST + 1)
+    assert not _C.calls.multiply(x, w, part, None, MOST + 1)
+    assert not _C.calls.multiply(x, w, part, None, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_part_is_computed_as_the_whole_is(dtype: torch.dtype) -> None:
-    w = k_major(33, 5, dtype)
-    for rows, expected in [(2, True), (MOST + 1, False)]:
-        with mock.patch.object(matmul, "_multiply_few_rows", return_value=True) as called:
-            local_matmul(
-                torch.ones(2, 33, dtype=dtype), w, torch.empty(2, 5, dtype=dtype), None, rows
-            )
-        assert called.called is expected
+@pytest.mark.skipif(not UNITS, reason="needs a vector unit")
+def test_a_part_is_computed_as_the_whole_is() -> None:
+    """By torch, if that multiplies so many rows."""
+    x, w, out = torch.ones(2, 33), k_major(33, 5, F32), torch.empty(2, 5)
+    for rows, by_torch in [(2, False), (MOST + 1, True)]:
+        with mock.patch.object(torch, "mm", wraps=torch.mm) as called:
+            local_matmul(x, w, out, None, rows)
+        assert called.called is by_torch
 
 
 def parts_and_whole(rows: int) -> None:
@@ -152,7 +155,7 @@ def parts_and_whole(rows: int) -> None:
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     told = set()
-    multiply = matmul._multiply_few_rows
+    multiply = matmul._multiply
 
     def told_rows(*args: Any) -> bool:
         told.add(args[4])
@@ -169,7 +172,7 @@ def parts_and_whole(rows: int) -> None:
         first: dict[object, torch.Tensor] = {}
         ways = itertools.product(weights, ("unfused", "direct", "pipelined", "ring"))
         for w, algorithm in ways:
-            with mock.patch.object(matmul, "_multiply_few_rows", told_rows):
+            with mock.patch.object(matmul, "_multiply", told_rows):
                 results = (
                     tpkernels.matmul_all_reduce(x, w, group, algorithm=algorithm),
                     tpkernels.matmul_reduce_scatter(

@@ -1,4 +1,4 @@
-"""Products of few rows with a weight in panels, and which packed weights are known to be such."""
+"""Products with a weight in panels, and which packed weights are known to be such."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tpkernels.local import packed
 from tpkernels.local.matmul import new_product
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-MOST = _C.calls.MOST_FEW_ROWS
+MOST = 150
 COLUMNS = _C.calls.PANEL_COLUMNS
 FILLER = 77  # around what is read and written, and in what is neither
 
 
 def takes_panels(dtype: torch.dtype) -> bool:
-    return bool(_C.calls.most_few_rows(CODES[dtype], panels=True))
+    return _C.calls.multiplies(CODES[dtype], "packed", 1)
 
 
 DTYPES = [dtype for dtype in (F32, F16, BF16) if takes_panels(dtype)]
@@ -40,7 +40,7 @@ def unit(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def in_panels(w: torch.Tensor, more: int = 0) -> tuple[SimpleNamespace, torch.Tensor]:
-    """A weight [K, N] as csrc/host/few_rows.h describes it, written apart from the package, with
+    """A weight [K, N] as csrc/host/product.h describes it, written apart from the package, with
     ``more`` unused elements of K; and its memory."""
     k, n = w.shape
     group = 4 // w.dtype.itemsize
@@ -61,7 +61,7 @@ def product(
     """None where the extension leaves it to torch."""
     around = torch.full((x.shape[0] + 2, n + 9), FILLER, dtype=dtype)
     inside = around[1:-1, 1 : 1 + n]
-    took = _C.calls.multiply_few_rows(x, w, inside, bias, x.shape[0], True)
+    took = _C.calls.multiply(x, w, inside, bias, x.shape[0], True)
     result = inside.clone()
     inside.fill_(FILLER)
     assert (around == FILLER).all(), "wrote beyond the result"
@@ -76,7 +76,7 @@ def test_exact_for_integers(unit: str) -> None:
         weight, memory = in_panels(w, more)
         wide, bias = torch.randint(-2, 3, (MOST, k + 5)).to(dtype), torch.randint(-3, 4, (n,))
         for rows, out_dtype, added in itertools.product(
-            (1, 2, 5, 6, 7, 12, 13, MOST), {dtype, F32}, (None, bias.float())
+            (1, 2, 5, 6, 7, 13, 17, MOST), {dtype, F32}, (None, bias.float())
         ):
             x = wide[:rows, 2 : 2 + k]
             got = product(x, weight, n, out_dtype, added)
@@ -101,7 +101,8 @@ def test_close_to_float64_and_the_same_beside_other_rows(dtype: torch.dtype) -> 
     bound = k**0.5 * torch.finfo(F32).eps * size
     assert ((whole.double() - x.double() @ w.double()).abs() <= bound).all()
     before = torch.get_num_threads()
-    for rows, threads in [((0, 1), 1), ((3, 10), 1), ((0, MOST), 2)]:
+    # With 2 threads, one of the 2 panels for each; with 3, each panel in parts of the rows.
+    for rows, threads in [((0, 1), 1), ((3, 10), 1), ((0, MOST), 2), ((0, MOST), 3)]:
         torch.set_num_threads(threads)
         part = product(x[slice(*rows)], weight, n, F32, None)
         torch.set_num_threads(before)
@@ -115,7 +116,6 @@ def test_what_is_left_to_others() -> None:
     weight, memory = in_panels(w)
     x = torch.randn(3, 40)
     assert product(x, weight, 12, F32, None) is not None
-    assert product(torch.randn(MOST + 1, 40), weight, 12, F32, None) is None
     assert product(x[:, :39], weight, 12, F32, None) is None
     assert product(x.t().contiguous().t(), weight, 12, F32, None) is None
     assert product(x.bfloat16(), weight, 12, F32, None) is None
@@ -134,10 +134,11 @@ def test_a_packed_weight_and_its_alias(dtype: torch.dtype) -> None:
     known = hasattr(factor, "_tpkernels_panels")
     assert takes_panels(dtype) or not known
     for rows in (1, 7, MOST):
+        known = known and _C.calls.multiplies(CODES[dtype], "packed", rows)
         exact = (x[:rows].float() @ w.float()).to(dtype)
         out = torch.empty_like(exact)
-        assert _C.calls.multiply_few_rows(x[:rows], factor, out, None, rows, True) is known
-        assert not _C.calls.multiply_few_rows(x[:rows], factor.detach(), out, None, rows, True)
+        assert _C.calls.multiply(x[:rows], factor, out, None, rows, True) is known
+        assert not _C.calls.multiply(x[:rows], factor.detach(), out, None, rows, True)
         for each in (factor, factor.detach()):
             assert torch.equal(new_product(x[:rows], each), exact)
 

@@ -45,6 +45,10 @@ class UnquantizedLinearMethod:
         return F.linear(x, layer.weight, bias)
 
 
+def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = F.linear
+
+
 class QuantizedLinearMethod(UnquantizedLinearMethod):
     pass
 
@@ -127,6 +131,9 @@ def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
         "vllm.distributed.utils": {"split_tensor_along_last_dim": split_tensor_along_last_dim},
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.utils": {
+            "dispatch_cpu_unquantized_gemm": dispatch_cpu_unquantized_gemm
+        },
         "vllm.model_executor.layers.linear": {
             "RowParallelLinear": RowParallelLinear,
             "UnquantizedLinearMethod": UnquantizedLinearMethod,

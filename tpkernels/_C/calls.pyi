@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -144,8 +144,6 @@ class Arguments:
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
-MOST_FEW_ROWS: int
-
 PANEL_COLUMNS: int
 
 class Panels:
@@ -153,8 +151,9 @@ class Panels:
         self, address: int, pitch: int, k: int, n: int, dtype: int, owner: object = None
     ) -> None: ...
 
-def most_few_rows(dtype: int, panels: bool = False) -> int: ...
-def multiply_few_rows(
+def matmul(x: torch.Tensor, w: torch.Tensor, packed: bool) -> torch.Tensor: ...
+def multiplies(dtype: int, layout: Literal["rows", "columns", "packed"], rows: int) -> bool: ...
+def multiply(
     x: torch.Tensor,
     w: torch.Tensor,
     out: torch.Tensor,

@@ -5,7 +5,8 @@ vLLM calls `register` in each of its processes, as the entry point ``tpkernels``
 
     off          nothing
     all_reduce   on CPUs, the all-reduces of tensor parallelism
-    fused        also each row-parallel layer: product and all-reduce as one op
+    fused        also each row-parallel layer: product and all-reduce as one op; and on CPUs the
+                 products of other layers, where the extension multiplies by packed weights
     auto         what has been measured not to be slower than vLLM, the default
 
 Each choice is reported once, with its reason. vLLM traces a compiled graph once, so the variable is
@@ -82,3 +83,5 @@ def register() -> None:
         parts.replace_communicator(type(current_platform))
     if choice.mode == "fused":
         parts.replace_row_parallel()
+    if choice.mode == "fused" and platform == "cpu":
+        parts.replace_products()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +11,19 @@ from torch import nn
 from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.utils import split_tensor_along_last_dim
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
 import tpkernels
 from tpkernels import dtypes, groups
 from tpkernels.integrations.vllm import logger
 from tpkernels.local import packed
-from tpkernels.ops._column_matmul import column_matmul
+from tpkernels.ops._autograd import matmul
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
 TIMEOUT = 1800.0
+
+MANY_ROWS = 512  # of a prefill
 
 
 @functools.cache
@@ -77,7 +81,7 @@ class OwnMethod(UnquantizedLinearMethod):
         layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return column_matmul(x, [layer.tpkernels_weight], layer._group, [bias])[0]
+        return matmul(x, layer.tpkernels_weight, bias=bias)
 
 
 class FusedRowParallelLinear(RowParallelLinear):
@@ -128,3 +132,35 @@ class FusedRowParallelLinear(RowParallelLinear):
 @functools.cache  # vLLM refuses a second one
 def replace_row_parallel() -> None:
     RowParallelLinear.register_oot(FusedRowParallelLinear)
+
+
+def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """What vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed copy of
+    w [K, N] in place of that weight. None: vLLM may be faster."""
+    try:
+        packed.check_packable(w, "the weight")
+    except (NotImplementedError, ValueError):
+        return None
+    own = tpkernels.pack(w)
+    if not packed.has_panels(own, MANY_ROWS):
+        return None
+    return lambda x, weight, bias=None: matmul(x, own, bias=bias)
+
+
+@functools.cache
+def replace_products() -> None:
+    """Those of unquantised layers and heads on CPUs."""
+    theirs = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        own = packed_linear(weight.detach().t()) if weight.dim() == 2 else None
+        if own is None:
+            theirs(layer, remove_weight)
+            return
+        report("unquantised layers multiply by packed weights")
+        layer.cpu_linear = own
+        if remove_weight:
+            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -6,7 +6,8 @@ is converted into a buffer that stays in the cache, so the conversion costs litt
 product. The same code gives fp32 results of 16-bit operands. Either way products accumulate in fp32
 and round once.
 
-Few rows go to the extension if the weight lies as it reads it (csrc/host/few_rows.h).
+The extension multiplies where it is faster than torch (csrc/host/product.h): by packed weights, by
+plain ones with few rows, and with many where torch leaves vector units unused.
 
 On GPUs it is torch's product with the user's settings. By default these let cuBLAS add the parts of
 a split K in the result's dtype. The ops do not change that: the settings are the process's, so a
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from tpkernels import _C
+from tpkernels import _C, dtypes
 from tpkernels.local.memory import empty
 from tpkernels.local.native import native
 from tpkernels.local.packed import columns_of, has_panels, packed_product
@@ -61,11 +62,13 @@ def local_matmul(
 
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
-    if isinstance(w, torch.Tensor) and w.is_mkldnn and x.shape[0] and not profiling():
-        few = x.shape[0] <= _C.calls.MOST_FEW_ROWS and has_panels(w)
-        if not few:
+    rows = x.shape[0]
+    if rows and isinstance(w, torch.Tensor) and w.is_mkldnn and not profiling():
+        if bias is None:
+            return _C.calls.matmul(x, w, True)
+        if not has_panels(w, rows):
             return packed_product(x, w, bias)
-    return local_matmul(x, w, empty((x.shape[0], columns_of(w)), x.dtype, x.device), bias)
+    return local_matmul(x, w, empty((rows, columns_of(w)), x.dtype, x.device), bias)
 
 
 def _local_matmul(
@@ -73,8 +76,7 @@ def _local_matmul(
 ) -> torch.Tensor:
     if isinstance(w, Product):
         return w.multiply(x, out, bias)
-    few = rows <= _C.calls.MOST_FEW_ROWS and not x.is_cuda
-    if few and _multiply_few_rows(x, w, out, bias, rows):
+    if not x.is_cuda and _multiply(x, w, out, bias, rows):
         return out
     if w.is_mkldnn:
         return out.copy_(packed_product(x, w, bias))
@@ -91,26 +93,33 @@ def _local_matmul(
     wide_bias = None if bias is None else bias.float()
     for begin in range(0, w.shape[1], _PANEL_COLUMNS):
         columns = slice(begin, begin + _PANEL_COLUMNS)
-        panel = w[:, columns].float()
-        to = out[:, columns]
-        whole = to if to.dtype == torch.float32 else None
-        if wide_bias is None:
-            product = torch.mm(wide, panel) if whole is None else torch.mm(wide, panel, out=whole)
-        elif whole is None:
-            product = torch.addmm(wide_bias[columns], wide, panel)
-        else:
-            product = torch.addmm(wide_bias[columns], wide, panel, out=whole)
-        if whole is None:
-            to.copy_(product)
+        panel_bias = None if wide_bias is None else wide_bias[columns]
+        _multiply_wide(wide, w[:, columns].float(), out[:, columns], panel_bias, rows)
     return out
 
 
-def _multiply_few_rows(
+def _multiply_wide(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, rows: int
+) -> None:
+    """``out = x @ w + bias``, all but ``out`` in fp32."""
+    if _multiply(x, w, out, bias, rows):
+        return
+    to = out if out.dtype == torch.float32 else None
+    product = torch.mm(x, w, out=to) if bias is None else torch.addmm(bias, x, w, out=to)
+    if to is None:
+        out.copy_(product)
+
+
+def _multiply(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, rows: int
 ) -> bool:
-    packed = w.is_mkldnn
-    if not packed and w.stride(0) != 1:
-        return False
+    """By the extension, if that is faster than torch."""
     if bias is not None:
         bias = bias.float().contiguous()
-    return _C.calls.multiply_few_rows(x, w, out, bias, rows, packed)
+    if x.stride(1) != 1 and (x.dtype == torch.float32 or x.dtype != out.dtype):
+        # A gradient of a weight. The copy takes 3 to 20 % of the product's time, and torch.mm, or
+        # the conversion to fp32, 1.6 to 3.8 times as long as both.
+        if not _C.calls.multiplies(dtypes.CODES[x.dtype], "rows", rows):
+            return False
+        x = x.contiguous()
+    return _C.calls.multiply(x, w, out, bias, rows, w.is_mkldnn)

@@ -4,8 +4,8 @@ every call.
 A packed weight is an opaque tensor on the CPU (layout ``torch._mkldnn``) of shape [N, K], where a
 plain one is [K, N]. Its columns cannot be sliced. A FakeTensor of it looks like a strided one.
 
-Where its memory turns out to be panels, as csrc/host/few_rows.h describes them, the extension
-multiplies few rows by it; oneDNN takes more rows, and other layouts.
+Where its memory turns out to be panels, as csrc/host/product.h describes them, the extension
+multiplies by it; oneDNN takes other layouts.
 """
 
 from __future__ import annotations
@@ -61,16 +61,18 @@ def pack(w: torch.Tensor) -> torch.Tensor:
     if pitch is not None:
         n, k = packed.shape
         address = torch.ops.mkldnn.data_ptr(packed)
-        # Read by csrc/calls/few_rows.cpp. Aliases of the tensor lack it, and go to oneDNN.
+        # Read by csrc/calls/product.cpp. Aliases of the tensor lack it, and go to oneDNN.
         packed._tpkernels_panels = _C.calls.Panels(  # type: ignore[attr-defined]
             address, pitch, k, n, dtypes.CODES[w.dtype], owner=packed.detach()
         )
     return packed
 
 
-def has_panels(packed: torch.Tensor) -> bool:
-    """Whether few rows are multiplied by the extension."""
-    return hasattr(packed, "_tpkernels_panels")
+def has_panels(packed: torch.Tensor, rows: int) -> bool:
+    """Whether so many rows are multiplied by the extension."""
+    return hasattr(packed, "_tpkernels_panels") and _C.calls.multiplies(
+        dtypes.CODES[packed.dtype], "packed", rows
+    )
 
 
 def _reordered(w: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def _reordered(w: torch.Tensor) -> torch.Tensor:
 def _panel_pitch(packed: torch.Tensor) -> int | None:
     """Bytes from one panel to the next; None: the memory of a packed weight is no panels, or no
     vector unit multiplies by panels of the dtype."""
-    if _C.calls.most_few_rows(dtypes.CODES[packed.dtype], panels=True) == 0:
+    if not _C.calls.multiplies(dtypes.CODES[packed.dtype], "packed", 1):
         return None
     n, k = packed.shape
     return _pitch_of(_description(packed), n, k, packed.dtype)
@@ -124,10 +126,10 @@ def better_packed(dtype: torch.dtype) -> bool:
     neither. Otherwise the plain one takes 0.8 to 1.2 times as long with up to 16 rows
     (benchmarks/results/cpu-2core-few-rows.md), and 1.05 times with hundreds
     (benchmarks/results/cpu-2core-llama.md)."""
-    if dtype == torch.float32 or _C.calls.most_few_rows(dtypes.CODES[dtype]) < 8:
+    if dtype == torch.float32 or not _C.calls.multiplies(dtypes.CODES[dtype], "columns", 8):
         return True
     probe = torch.empty(256, 256, dtype=dtype, device="cpu")
-    return native(dtype) and has_panels(pack(probe))
+    return native(dtype) and has_panels(pack(probe), 8)
 
 
 def check_packable(w: torch.Tensor, what: str) -> None:

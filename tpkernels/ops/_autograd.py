@@ -26,24 +26,39 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.algorithms.shards import as_rows
-from tpkernels.local.matmul import local_matmul
+from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.ops._library import define_local
+from tpkernels.ops._shortcut import is_plain
 from tpkernels.planning.algorithms import ALGORITHMS
 
-SCHEMA = "_matmul(Tensor x, Tensor w, *, ScalarType? out_dtype=None) -> Tensor"
+SCHEMA = "_matmul(Tensor x, Tensor w, *, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
 
 
-def _run(x: torch.Tensor, w: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    out = empty((*x.shape[:-1], w.shape[1]), out_dtype or x.dtype, x.device)
-    local_matmul(as_rows(x), w, as_rows(out))
+def _run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    shape = (*x.shape[:-1], columns_of(w))
+    if out_dtype in (None, x.dtype):
+        return new_product(as_rows(x), w, bias).view(shape)
+    out = empty(shape, out_dtype, x.device)
+    local_matmul(as_rows(x), w, as_rows(out), bias)
     return out
 
 
 def _fake(
-    x: torch.Tensor, w: torch.Tensor, *, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], w.shape[1]), dtype=out_dtype)
+    return x.new_empty((*x.shape[:-1], fake_columns_of(w, x.shape[-1])), dtype=out_dtype)
 
 
 # The local matmul of the algorithms: accumulates in fp32, rounds once, to any dtype, and is fast
@@ -51,9 +66,17 @@ def _fake(
 define_local(SCHEMA, run=_run, fake=_fake)
 
 
-def matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``x @ w`` on this rank alone. x [..., K], w [K, N]."""
-    result: torch.Tensor = torch.ops.tpkernels._matmul.default(x, w, out_dtype=out_dtype)
+def matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ w + bias`` on this rank alone, without a gradient. x [..., K], w [K, N] or packed, bias
+    [N]."""
+    if is_plain(x, w, bias):
+        return _run(x, w, bias=bias, out_dtype=out_dtype)
+    result: torch.Tensor = torch.ops.tpkernels._matmul.default(x, w, bias=bias, out_dtype=out_dtype)
     return result
 
 

@@ -1,0 +1,192 @@
+#include "calls/product.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "binding_errors.h"
+#include "calls/collective.h"
+#include "host/product.h"
+#include "host/vector.h"
+
+namespace tpkernels::calls {
+namespace {
+
+namespace py = pybind11;
+using host::DType;
+using host::Form;
+using host::Product;
+using host::Way;
+
+// at::parallel_for and at::get_num_threads of libtorch's stable C interface:
+// torch/csrc/stable/c/shim.h, torch 2.10.
+using Part = void (*)(std::int64_t begin, std::int64_t end, void* context);
+using ParallelFor = std::int32_t (*)(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                                     Part part, void* context);
+using GetNumThreads = std::int32_t (*)(std::uint32_t* threads);
+
+struct Threads {
+  ParallelFor parallel_for = nullptr;
+  GetNumThreads get_num_threads = nullptr;
+};
+
+// Null where torch is not loaded.
+const Threads& torch_threads() {
+  static const auto found = [] {
+    Threads threads;
+    if (void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD)) {
+      threads.parallel_for = reinterpret_cast<ParallelFor>(dlsym(torch, "torch_parallel_for"));
+      threads.get_num_threads =
+          reinterpret_cast<GetNumThreads>(dlsym(torch, "torch_get_num_threads"));
+    }
+    return threads;
+  }();
+  return found;
+}
+
+// The attribute of a packed tensor that has Panels: tpkernels/local/packed.py
+constexpr char kPanelsName[] = "_tpkernels_panels";
+
+// Bytes of the weight that are worth a thread's while.
+constexpr std::size_t kGrainBytes = 128 << 10;
+
+// The fewest rows of a part.
+constexpr std::size_t kPartRows = 48;
+// Parts of a product for each thread: at most a quarter of a thread's share waits for the others.
+constexpr std::size_t kParts = 4;
+
+// A product as blocks of columns, each by parts of the rows.
+struct Work {
+  Product product;
+  Way way;
+  std::size_t parts;
+};
+
+void multiply_items(std::int64_t begin, std::int64_t end, void* context) {
+  const auto& work = *static_cast<const Work*>(context);
+  const auto [product, way, parts] = work;
+  if (parts == 1) {
+    way.multiply(product, static_cast<std::size_t>(begin) * way.columns,
+                 std::min(static_cast<std::size_t>(end) * way.columns, product.columns));
+    return;
+  }
+  for (auto item = static_cast<std::size_t>(begin); item < static_cast<std::size_t>(end); ++item) {
+    const std::size_t column = item / parts * way.columns, part = item % parts;
+    const std::size_t row = product.rows * part / parts;
+    const std::size_t rows = product.rows * (part + 1) / parts - row;
+    way.multiply(some_rows(product, row, rows), column,
+                 std::min(column + way.columns, product.columns));
+  }
+}
+
+// By how many parts of the rows, so that the threads' shares are about the same.
+std::size_t parts_of_rows(const Way& way, std::size_t rows, std::size_t blocks) {
+  std::uint32_t threads = 1;
+  if (!way.parts_of_rows || torch_threads().get_num_threads(&threads) != 0) return 1;
+  if (blocks % threads == 0) return 1;
+  const std::size_t wanted = (kParts * threads + blocks - 1) / blocks;
+  return std::clamp<std::size_t>(rows / kPartRows, 1, wanted);
+}
+
+bool supported(const Tensor& x, DType* dtype) {
+  const bool floats = x.dtype.lanes == 1 && (x.dtype.code == dlpack::kBFloat ||
+                                             (x.dtype.code == dlpack::kFloat && x.dtype.bits < 64));
+  if (x.device.type != dlpack::kCpu || x.ndim != 2 || !floats) return false;
+  *dtype = dtype_of(x);
+  return true;
+}
+
+std::size_t pitch(const Tensor& x, int dim) {
+  return static_cast<std::size_t>(x.strides[dim]) * x.dtype.bits / 8;
+}
+
+bool read_plain(PyObject* object, Weight* weight) {
+  Tensor w{};
+  if (!read(object, &w) || !supported(w, &weight->dtype)) return false;
+  const bool columns = w.strides[0] == 1;
+  if (!columns && w.strides[1] != 1) return false;
+  weight->data = data_of(w);
+  weight->pitch = pitch(w, columns ? 1 : 0);
+  weight->k = w.shape[0];
+  weight->n = w.shape[1];
+  weight->form = columns ? Form::kColumns : Form::kRows;
+  return true;
+}
+
+bool has_threads() { return torch_threads().parallel_for && torch_threads().get_num_threads; }
+
+// Without `multiply` where the extension does not compute the product.
+Way way_of(const Tensor& x, const Weight& w, DType out_dtype, std::size_t whole_rows) {
+  DType dtype{};
+  if (!has_threads() || !supported(x, &dtype) || dtype != w.dtype || x.strides[1] != 1) return {};
+  if (x.shape[0] == 0 || w.k < 2 || w.n == 0 || w.k != x.shape[1]) return {};
+  if (static_cast<std::size_t>(x.shape[0]) > whole_rows) return {};
+  const host::Size whole{whole_rows, static_cast<std::size_t>(w.k), static_cast<std::size_t>(w.n)};
+  return host::fastest_way(whole, dtype, w.form, out_dtype);
+}
+
+}  // namespace
+
+bool read_weight(PyObject* w, bool packed, Weight* weight) {
+  if (!packed) return read_plain(w, weight);
+  static PyObject* const name = PyUnicode_InternFromString(kPanelsName);
+  PyObject* const found = PyObject_GetAttr(w, name);
+  if (!found) {
+    PyErr_Clear();
+    return false;
+  }
+  const auto panels = py::reinterpret_steal<py::object>(found);
+  *weight = panels.cast<const Panels&>().weight;
+  return true;
+}
+
+bool multiplies(DType dtype, Form form, std::size_t rows) {
+  constexpr std::size_t kLarge = 4096;
+  return has_threads() && host::fastest_way({rows, kLarge, kLarge}, dtype, form, dtype).multiply;
+}
+
+bool multiplies(const Tensor& x, const Weight& w, std::size_t whole_rows) {
+  DType dtype{};
+  return supported(x, &dtype) && way_of(x, w, dtype, whole_rows).multiply;
+}
+
+bool multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
+              std::size_t whole_rows) {
+  Work work{};
+  Product& product = work.product;
+  if (!supported(out, &product.out_dtype) || out.strides[1] != 1) return false;
+  work.way = way_of(x, w, product.out_dtype, whole_rows);
+  if (!work.way.multiply) return false;
+  const bool biased = bias.data != nullptr;
+  if (out.shape[0] != x.shape[0] || out.shape[1] != w.n ||
+      (biased && (dtype_of(bias) != DType::kF32 || bias.ndim != 1 || !is_contiguous(bias) ||
+                  bias.shape[0] != w.n))) {
+    throw std::invalid_argument("the result or the bias of a product has another shape or dtype");
+  }
+  product.rows = static_cast<std::size_t>(x.shape[0]);
+  product.k = static_cast<std::size_t>(w.k);
+  product.x = data_of(x);
+  product.x_pitch = pitch(x, 0);
+  product.w = w.data;
+  product.w_pitch = w.pitch;
+  product.columns = static_cast<std::size_t>(w.n);
+  product.out = data_of(out);
+  product.out_pitch = pitch(out, 0);
+  product.bias = biased ? reinterpret_cast<const float*>(data_of(bias)) : nullptr;
+  const std::size_t blocks = (product.columns + work.way.columns - 1) / work.way.columns;
+  work.parts = parts_of_rows(work.way, product.rows, blocks);
+  const std::size_t block_bytes = work.way.columns * product.k * size_of(w.dtype);
+  const std::size_t grain =
+      product.rows > Product::kFewRows ? 1 : std::max<std::size_t>(kGrainBytes / block_bytes, 1);
+  std::int32_t failed = 0;
+  {
+    const GilReleased released;
+    failed = torch_threads().parallel_for(0, static_cast<std::int64_t>(blocks * work.parts),
+                                          static_cast<std::int64_t>(grain), multiply_items, &work);
+  }
+  if (failed) throw std::runtime_error("torch_parallel_for failed");
+  return true;
+}
+
+}  // namespace tpkernels::calls

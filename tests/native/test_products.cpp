@@ -1,0 +1,159 @@
+// Products of all vector units: exact for integers, and not a byte is read or written beyond the
+// operands. These end where memory ends, since the sanitizer does not see masked loads.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "host/product.h"
+#include "host/vector.h"
+
+namespace tpkernels::test {
+namespace {
+
+using host::DType;
+using host::Form;
+using host::Multiply;
+using host::Product;
+using host::VectorUnit;
+
+// Memory of `bytes` that ends where the process has none.
+class AtTheEnd {
+ public:
+  explicit AtTheEnd(std::size_t bytes) {
+    const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    const std::size_t pages = (bytes + page - 1) / page * page;
+    mapped_ = pages + page;
+    base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(base_ != MAP_FAILED);
+    CHECK(mprotect(static_cast<std::byte*>(base_) + pages, page, PROT_NONE) == 0);
+    data_ = static_cast<std::byte*>(base_) + pages - bytes;
+  }
+  ~AtTheEnd() { munmap(base_, mapped_); }
+  AtTheEnd(const AtTheEnd&) = delete;
+  AtTheEnd& operator=(const AtTheEnd&) = delete;
+  std::byte* data() const { return data_; }
+
+ private:
+  void* base_;
+  std::size_t mapped_;
+  std::byte* data_;
+};
+
+// Small integers, which every dtype has.
+int value(std::size_t i, std::size_t j) { return static_cast<int>((i * 7 + j * 13) % 5) - 2; }
+
+void put(std::byte* to, DType dtype, int number) {
+  const auto exact = static_cast<float>(number);
+  host::plain_unit().store[static_cast<int>(dtype)](to, &exact, 1);
+}
+
+struct Extents {
+  std::size_t rows, k, columns;
+};
+
+std::string text(const VectorUnit& unit, Form form, DType dtype, const Extents& size) {
+  return std::string(unit.name) + ", form " + std::to_string(static_cast<int>(form)) + ", dtype " +
+         std::to_string(static_cast<int>(dtype)) + ", " + std::to_string(size.rows) + " rows, K " +
+         std::to_string(size.k) + ", N " + std::to_string(size.columns);
+}
+
+std::size_t weight_bytes(Form form, DType dtype, const Extents& size) {
+  const std::size_t element = size_of(dtype);
+  if (form != Form::kPanels) return size.k * size.columns * element;
+  const std::size_t panels = (size.columns + Product::kPanel - 1) / Product::kPanel;
+  return panels * ((size.k * element + 3) / 4) * 4 * Product::kPanel;
+}
+
+// Where element (k, n) of a weight lies.
+std::size_t place(Form form, DType dtype, const Extents& size, std::size_t k, std::size_t n) {
+  const std::size_t element = size_of(dtype), group = 4 / element;
+  if (form == Form::kColumns) return (n * size.k + k) * element;
+  if (form == Form::kRows) return (k * size.columns + n) * element;
+  const std::size_t groups = (size.k + group - 1) / group;
+  const std::size_t panel = n / Product::kPanel * groups * 4 * Product::kPanel;
+  return panel + (k / group * Product::kPanel + n % Product::kPanel) * 4 + k % group * element;
+}
+
+std::size_t pitch(Form form, DType dtype, const Extents& size) {
+  const std::size_t element = size_of(dtype);
+  if (form == Form::kColumns) return size.k * element;
+  if (form == Form::kRows) return size.columns * element;
+  return (size.k * element + 3) / 4 * 4 * Product::kPanel;
+}
+
+void check_product(const VectorUnit& unit, Multiply multiply, Form form, DType dtype,
+                   const Extents& size, std::size_t at_a_time) {
+  const std::size_t element = size_of(dtype);
+  const AtTheEnd x(size.rows * size.k * element), w(weight_bytes(form, dtype, size));
+  const AtTheEnd out(size.rows * size.columns * sizeof(float));
+  for (std::size_t m = 0; m < size.rows; ++m) {
+    for (std::size_t k = 0; k < size.k; ++k) {
+      put(x.data() + (m * size.k + k) * element, dtype, value(m, k));
+    }
+  }
+  for (std::size_t k = 0; k < size.k; ++k) {
+    for (std::size_t n = 0; n < size.columns; ++n) {
+      put(w.data() + place(form, dtype, size, k, n), dtype, value(n + 3, k));
+    }
+  }
+  Product product;
+  product.rows = size.rows;
+  product.k = size.k;
+  product.x = x.data();
+  product.x_pitch = size.k * element;
+  product.w = w.data();
+  product.w_pitch = pitch(form, dtype, size);
+  product.columns = size.columns;
+  product.out = out.data();
+  product.out_pitch = size.columns * sizeof(float);
+  product.out_dtype = DType::kF32;
+  // In two parts where there are two, of which the second is some of the rows of the first.
+  for (std::size_t begin = 0; begin < size.columns; begin += at_a_time) {
+    const std::size_t end = std::min(begin + at_a_time, size.columns);
+    multiply(product, begin, end);
+    multiply(some_rows(product, size.rows / 2, size.rows - size.rows / 2), begin, end);
+  }
+  for (std::size_t m = 0; m < size.rows; ++m) {
+    for (std::size_t n = 0; n < size.columns; ++n) {
+      int exact = 0;
+      for (std::size_t k = 0; k < size.k; ++k) exact += value(m, k) * value(n + 3, k);
+      float got;
+      std::memcpy(&got, out.data() + (m * size.columns + n) * sizeof(got), sizeof(got));
+      CHECK(got == static_cast<float>(exact),
+            text(unit, form, dtype, size) + ": " + std::to_string(got) + " at row " +
+                std::to_string(m) + ", column " + std::to_string(n) + ", which is " +
+                std::to_string(exact));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE(products_are_exact_and_stay_within_the_operands, kThreads) {
+  const std::vector<Extents> few = {{1, 2, 1}, {3, 33, 65}, {16, 63, 64}, {7, 130, 100}};
+  // Beyond the groups and the rows that are held at a time, too.
+  const std::vector<Extents> many = {
+      {1, 3, 1}, {6, 1030, 64}, {17, 15, 63}, {50, 33, 129}, {775, 17, 66}};
+  for (const VectorUnit* unit : host::available_units()) {
+    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+      const int at = static_cast<int>(dtype);
+      const auto run = [&](Multiply multiply, Form form, const std::vector<Extents>& sizes,
+                           std::size_t at_a_time) {
+        if (!multiply) return;
+        for (const Extents& size : sizes) {
+          check_product(*unit, multiply, form, dtype, size, at_a_time);
+        }
+      };
+      run(unit->few_rows[at], Form::kColumns, few, Product::kBlock);
+      run(unit->columns[at], Form::kColumns, many, Product::kPanel);
+      run(unit->rows[at], Form::kRows, many, Product::kPanel);
+      run(unit->panels[at], Form::kPanels, many, Product::kPanel);
+    }
+  }
+}
+
+}  // namespace tpkernels::test
