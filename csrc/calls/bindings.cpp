@@ -274,6 +274,13 @@ void bind_shortcut(py::module_& m) {
       },
       py::arg("arguments"), py::arg("kernel"), py::arg("op"), py::arg("states"),
       py::arg("versioned"), py::arg("overwrites"));
+  m.def(
+      "make_matmul_shortcut",
+      [plain](std::shared_ptr<Arguments> arguments, py::object op,
+              const std::vector<State>& states) {
+        return make_matmul_shortcut(std::move(arguments), std::move(op), plain(states));
+      },
+      py::arg("arguments"), py::arg("op"), py::arg("states"));
 }
 
 }  // namespace

@@ -29,11 +29,6 @@ struct AboveState {
   bool overwrites;
 };
 
-bool profiling() {
-  static const Global enabled("torch.autograd.profiler", "_is_profiler_enabled");
-  return enabled.value() != Py_False;
-}
-
 // Whether a dual tensor may be among the arguments.
 bool forward_mode() {
   static const Global level("torch.autograd.forward_ad", "_current_level");
@@ -177,6 +172,11 @@ PyObject* call_above(PyObject* self, PyObject* args, PyObject* kwargs) {
 bool needs_gradient(PyObject* const* values, std::size_t count) {
   if (forward_mode()) return true;
   return grad_enabled() && std::any_of(values, values + count, requires_grad);
+}
+
+bool profiling() {
+  static const Global enabled("torch.autograd.profiler", "_is_profiler_enabled");
+  return enabled.value() != Py_False;
 }
 
 void increment_version(PyObject* x) {

@@ -39,6 +39,9 @@ pybind11::object run_warm(const pybind11::object& kernel, const Slots& slots);
 // tensor.
 bool needs_gradient(PyObject* const* values, std::size_t count);
 
+// Whether a profiler runs, for which Python records ranges.
+bool profiling();
+
 // Tells autograd that x is overwritten.
 void increment_version(PyObject* x);
 

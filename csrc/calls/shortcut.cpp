@@ -6,7 +6,9 @@
 #include "calls/callable.h"
 #include "calls/errors.h"
 #include "calls/kernel.h"
+#include "calls/matmul.h"
 #include "calls/python.h"
+#include "calls/tensor.h"
 
 namespace tpkernels::calls {
 namespace {
@@ -81,6 +83,39 @@ PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   });
 }
 
+struct MatmulState {
+  std::shared_ptr<const Arguments> arguments;
+  py::object op;
+  std::vector<PlainState> states;
+};
+
+// Null without a Python error: the op is to be called.
+py::object run_matmul(const MatmulState& shortcut, PyObject* args, PyObject* kwargs) {
+  static PyObject* const is_packed = PyUnicode_InternFromString("is_mkldnn");
+  const Slots slots = shortcut.arguments->parse(args, kwargs);
+  const PlainState* const state = state_of_thread(shortcut.states);
+  if (!state || slots.size() != 4 || slots[2] != Py_None || slots[3] != Py_None) return {};
+  std::uint64_t keys = 0;
+  for (std::size_t i = 0; i < 2; ++i) {
+    if (!is_tensor(slots[i]) || !is_plain(*state, slots[i], &keys)) return {};
+  }
+  if (state->records && needs_gradient(slots.data(), 2)) return {};
+  Tensor x{};
+  if (!checked(PyObject_GetAttr(slots[1], is_packed)).is(py::bool_(true)) || profiling() ||
+      !read(slots[0], &x) || x.ndim != 2 || x.shape[0] == 0) {
+    return {};
+  }
+  return matmul(py::reinterpret_borrow<py::object>(slots[0]), slots[1], true);
+}
+
+PyObject* call_matmul(PyObject* self, PyObject* args, PyObject* kwargs) {
+  const auto& shortcut = state_of<MatmulState>(self);
+  return raising([&] {
+    if (py::object result = run_matmul(shortcut, args, kwargs)) return result;
+    return checked(PyObject_Call(shortcut.op.ptr(), args, kwargs));
+  });
+}
+
 PyObject* answer(PyObject* self, PyObject* args, PyObject*) {
   const auto& states = state_of<std::vector<PlainState>>(self);
   return raising([&] {
@@ -103,6 +138,13 @@ py::object make_is_plain(std::vector<PlainState> states) {
   return Callable<std::vector<PlainState>>::make(
       "tpkernels._C.calls.IsPlain", &answer,
       std::make_unique<std::vector<PlainState>>(std::move(states)));
+}
+
+py::object make_matmul_shortcut(std::shared_ptr<const Arguments> arguments, py::object op,
+                                std::vector<PlainState> states) {
+  return Callable<MatmulState>::make("tpkernels._C.calls.MatmulShortcut", &call_matmul,
+                                     std::make_unique<MatmulState>(MatmulState{
+                                         std::move(arguments), std::move(op), std::move(states)}));
 }
 
 py::object make_shortcut(std::shared_ptr<const Arguments> arguments, py::object kernel,

@@ -29,6 +29,11 @@ pybind11::object make_shortcut(std::shared_ptr<const Arguments> arguments, pybin
                                pybind11::object op, std::vector<PlainState> states,
                                std::uint64_t versioned, bool overwrites);
 
+// Callable like `op`, the local matmul `op(x, w, *, bias, out_dtype)`: the extension multiplies a
+// matrix x by a packed w where all is plain and neither of the others is given.
+pybind11::object make_matmul_shortcut(std::shared_ptr<const Arguments> arguments,
+                                      pybind11::object op, std::vector<PlainState> states);
+
 // `is_plain(*values)`: whether all is plain for an op with these arguments.
 pybind11::object make_is_plain(std::vector<PlainState> states);
 

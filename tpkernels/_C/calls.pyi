@@ -187,6 +187,11 @@ def make_shortcut(
     versioned: int,
     overwrites: bool,
 ) -> Callable[..., Any]: ...
+def make_matmul_shortcut(
+    arguments: Arguments,
+    op: Callable[..., Any],
+    states: Sequence[tuple[int, int, bool, Sequence[int]]],
+) -> Callable[..., Any]: ...
 def make_above(
     kernel: Callable[..., Any],
     otherwise: Callable[..., Any],

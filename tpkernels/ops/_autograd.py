@@ -30,7 +30,7 @@ from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.ops._library import define_local
-from tpkernels.ops._shortcut import is_plain
+from tpkernels.ops._shortcut import matmul_shortcut
 from tpkernels.planning.algorithms import ALGORITHMS
 
 SCHEMA = "_matmul(Tensor x, Tensor w, *, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
@@ -64,6 +64,7 @@ def _fake(
 # The local matmul of the algorithms: accumulates in fp32, rounds once, to any dtype, and is fast
 # where torch.mm of 16-bit operands is slow.
 define_local(SCHEMA, run=_run, fake=_fake)
+_matmul = matmul_shortcut("_matmul")
 
 
 def matmul(
@@ -74,9 +75,7 @@ def matmul(
 ) -> torch.Tensor:
     """``x @ w + bias`` on this rank alone, without a gradient. x [..., K], w [K, N] or packed, bias
     [N]."""
-    if is_plain(x, w, bias):
-        return _run(x, w, bias=bias, out_dtype=out_dtype)
-    result: torch.Tensor = torch.ops.tpkernels._matmul.default(x, w, bias=bias, out_dtype=out_dtype)
+    result: torch.Tensor = _matmul(x, w, bias=bias, out_dtype=out_dtype)
     return result
 
 

@@ -47,23 +47,18 @@ def is_plain(*values: Any) -> bool:
     return not is_dynamo_compiling() and not profiling() and _is_plain(*values)
 
 
-def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
-    """What to call in place of ``torch.ops.tpkernels.<op>.default``, which takes the shortcut too:
-    it is what compiled graphs call. ``overwrites``: the op changes its first argument."""
+def _overload(op: str) -> tuple[Any, Callable[..., Any]]:
+    """An op's overload, and what calls it through the dispatcher."""
     overload = getattr(torch.ops.tpkernels, op).default
     through_dispatcher = overload._op
 
     def dispatched(*args: Any, **options: Any) -> Any:
         return through_dispatcher(*args, **options)
 
-    short = _C.calls.make_shortcut(
-        arguments_of(overload._schema),
-        kernel_of(op),
-        dispatched,
-        _STATES,
-        key_set("ADInplaceOrView").raw_repr(),
-        overwrites,
-    )
+    return overload, dispatched
+
+
+def _in_place_of(overload: Any, short: Callable[..., Any]) -> Callable[..., Any]:
     overload._op = short
 
     def call(*args: Any, **options: Any) -> Any:
@@ -72,3 +67,25 @@ def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
         return short(*args, **options)
 
     return call
+
+
+def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
+    """What to call in place of ``torch.ops.tpkernels.<op>.default``, which takes the shortcut too:
+    it is what compiled graphs call. ``overwrites``: the op changes its first argument."""
+    overload, dispatched = _overload(op)
+    short = _C.calls.make_shortcut(
+        arguments_of(overload._schema),
+        kernel_of(op),
+        dispatched,
+        _STATES,
+        key_set("ADInplaceOrView").raw_repr(),
+        overwrites,
+    )
+    return _in_place_of(overload, short)
+
+
+def matmul_shortcut(op: str) -> Callable[..., Any]:
+    """The same for the local matmul."""
+    overload, dispatched = _overload(op)
+    arguments = arguments_of(overload._schema)
+    return _in_place_of(overload, _C.calls.make_matmul_shortcut(arguments, dispatched, _STATES))
