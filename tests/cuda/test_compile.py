@@ -143,7 +143,9 @@ def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it(kernel: 
         assert found[at + 3].startswith("ld.shared"), found
 
 
-@pytest.mark.parametrize("kernel", [*REDUCES, "low_latency_all_reduce", LOW_LATENCY_NORMED])
+@pytest.mark.parametrize(
+    "kernel", [*REDUCES, *(name for name in LOW_LATENCY if "all_reduce" in name)]
+)
 def test_no_data_is_touched_before_the_previous_kernel_has_ended(kernel: str) -> None:
     """An early launch announces itself, and looks at the state of its group; no more."""
     ptx = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel]
