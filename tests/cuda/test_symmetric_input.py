@@ -109,6 +109,26 @@ def test_other_input_is_copied(ranks: RanksFixture, cuda_driver: str) -> None:
     assert ranks(2).run(inputs_job, cuda_driver) == [[], []]
 
 
+def suite_job(driver: str, way: str, delay_us: int) -> list[tuple[str, bool]]:
+    from benchmarks.gpu.in_place import check_job
+
+    emulated.load(driver)
+    with pretending():
+        return check_job("cpu", way, 3, delay_us)
+
+
+def test_the_gpu_suites_check(ranks: RanksFixture, cuda_driver: str) -> None:
+    """It has not seen a GPU; here it runs on the CPU."""
+    told = ranks(2).run(suite_job, cuda_driver, "pipelined", 200)
+    assert told == [[("symmetric input", True)]] * 2
+
+
+@pytest.mark.thorough
+def test_the_gpu_suites_check_for_fused(interpreting: RanksFixture, cuda_driver: str) -> None:
+    told = interpreting(2).run(suite_job, cuda_driver, "copied", 0)
+    assert told == [[("symmetric input", True)]] * 2
+
+
 def unlike_job(driver: str) -> tuple[bool, Ending]:
     """Rank 1 passes another tensor than the others."""
     emulated.load(driver)
