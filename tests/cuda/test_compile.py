@@ -156,6 +156,15 @@ def test_no_data_is_touched_before_the_previous_kernel_has_ended(kernel: str) ->
     assert re.search(r"st\.(?:relaxed|release)\.sys\.global\.u64", before)
 
 
+def test_the_epoch_is_read_past_the_first_cache() -> None:
+    """An early launch may begin before a kernel boundary has emptied it."""
+    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
+    last = int(sync.LAST_EPOCH.value)
+    for name in entries() - {"sum_of_partials", "paced_copy", "rms_norm_of_rows", "call_poison"}:
+        (epoch,) = set(re.findall(rf"setp\.eq\.s64 %p\d+, (%rd\d+), {last};", kernels[name]))
+        assert f"ld.relaxed.gpu.global.u64 {epoch}," in kernels[name], name
+
+
 @pytest.mark.parametrize("arch", sweep(ARCHITECTURES))
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
