@@ -26,7 +26,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import cuda, faults, kernels, link, models, nccl, order, path, small, tune
+from benchmarks.gpu import (
+    cuda,
+    faults,
+    in_place,
+    kernels,
+    link,
+    models,
+    nccl,
+    order,
+    path,
+    small,
+    tune,
+)
 from benchmarks.gpu.runner import RAISED, run_stage, write_results
 from benchmarks.gpu.stage import Result, Setting
 
@@ -39,6 +51,7 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "autotune_check": path.autotune_check,
     "cuda_check": cuda.cuda_check,
     "queued_check": cuda.queued_check,
+    "in_place_check": in_place.in_place_check,
     "streams_check": order.streams_check,
     "fault_check": faults.fault_check,
     "matmul_check": kernels.matmul_check,
@@ -53,6 +66,7 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "matmul_speed": kernels.matmul_speed,
     "fused_speed": kernels.fused_speed,
     "small_speed": small.small_speed,
+    "in_place_speed": in_place.in_place_speed,
     "symm_mem": tune.symm_mem,
     "tune": tune.tune,
     "sanitize": kernels.sanitize,

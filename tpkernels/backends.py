@@ -110,8 +110,8 @@ def bind(
 
 
 def failed(call: Call, error: BaseException) -> None:
-    """Breaks the group of a call that ends in an error, and tells the peers; not if the error was
-    raised before anything was queued."""
+    """Breaks the group of a call that ends in an error, and tells the peers; not if nothing that
+    was queued runs (`CaptureError`)."""
     if not isinstance(error, CaptureError):
         call.group.mark_broken(error)
         hang_up(call, error)

@@ -41,7 +41,8 @@ class GroupBrokenError(TpkernelsError):
 
 class CaptureError(RuntimeError):
     """A call that is being captured into a graph needs something that only a call outside a capture
-    can set up. Raised before the call has queued anything, so its group can go on."""
+    can set up. Nothing that the call has queued runs if the capture is not replayed, so its group
+    can go on."""
 
 
 def _rebuild(cls: type[TpkernelsError], message: str, peer: int | None) -> TpkernelsError:

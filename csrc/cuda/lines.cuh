@@ -201,13 +201,14 @@ TPK_DEVICE int look_at_all(const Peers& peers, u64 first, int begin, const Piece
 }
 
 // Calls `take(source, packs)` for every source in rank order, with the P packs from `first` on of
-// `piece_for(source)`; this rank's own are read where they are. Once a wait has failed they are
-// anything.
+// `piece_for(source)`; this rank's own are read where they are. Returns false if a wait has failed:
+// they may be anything then.
 template <int P, class PieceFor, class Take>
-TPK_DEVICE void receive(const Peers& peers, u64 first, const PieceFor& piece_for,
+TPK_DEVICE bool receive(const Peers& peers, u64 first, const PieceFor& piece_for,
                         const Take& take) {
   const int rank = peers.space.rank, world = peers.space.world;
   const bool waits = (peers.space.chaos & 1) == 0;
+  bool arrived = true;
   for (int begin = 0; begin < world; begin += kPacksAtOnce / P) {
     Lines seen[kPacksAtOnce];
     u64 since = 0;
@@ -216,7 +217,8 @@ TPK_DEVICE void receive(const Peers& peers, u64 first, const PieceFor& piece_for
       const int late = look_at_all<P>(peers, first, begin, piece_for, seen);
       if (late < 0 || !waits) break;
       if (looks == 1) since = clock_ns();
-      if (!look_again(peers, late, looks, since)) break;
+      arrived = look_again(peers, late, looks, since);
+      if (!arrived) break;
     }
 #pragma unroll
     for (int k = 0; k < kPacksAtOnce; k += P) {
@@ -235,6 +237,7 @@ TPK_DEVICE void receive(const Peers& peers, u64 first, const PieceFor& piece_for
       take(source, found);
     }
   }
+  return arrived;
 }
 
 }  // namespace tpkernels::cuda

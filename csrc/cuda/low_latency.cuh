@@ -28,8 +28,8 @@
 // A block waits only for blocks of the same number, so any number of them may run at a time.
 //
 // Failure: as in cuda/sync.cuh. If a wait fails in another block while this one still pushes, no
-// harm is done: it pushes this rank's input, which is complete, in a call that this rank has
-// entered.
+// harm is done: it pushes this rank's input, which is complete, or sums of what has arrived, in a
+// call that this rank has entered. A thread whose own wait has failed pushes no more.
 #pragma once
 
 #include "cuda/all_reduce.cuh"
@@ -39,9 +39,10 @@
 
 namespace tpkernels::cuda {
 
-// acc = the elements of vector `v` of sum_r(x_r), where `own` is this rank's x.
+// acc = the elements of vector `v` of sum_r(x_r), where `own` is this rank's x. Returns false if a
+// wait has failed.
 template <int D>
-TPK_DEVICE void add_up_arriving(float (&acc)[kVector], const Peers& peers, const Piece& own,
+TPK_DEVICE bool add_up_arriving(float (&acc)[kVector], const Peers& peers, const Piece& own,
                                 u64 v) {
   constexpr int kPacks = kVector / kLanes<D>;
   const auto sum = [&](int source, const Pack(&packs)[kPacks]) {
@@ -52,19 +53,21 @@ TPK_DEVICE void add_up_arriving(float (&acc)[kVector], const Peers& peers, const
 #pragma unroll
     for (int k = 0; k < kVector; ++k) acc[k] = next[k];
   };
-  receive<kPacks>(peers, v * kPacks, [&](int) { return own; }, sum);
+  return receive<kPacks>(peers, v * kPacks, [&](int) { return own; }, sum);
 }
 
-// out = round(sum_r(x_r) + bias + residual), where `own` is this rank's x.
+// out = round(sum_r(x_r) + bias + residual), where `own` is this rank's x. Returns false if a wait
+// of this thread has failed.
 template <int D>
-TPK_DEVICE void sum_arriving(const Peers& peers, const Piece& own, u64 out, u64 begin,
+TPK_DEVICE bool sum_arriving(const Peers& peers, const Piece& own, u64 out, u64 begin,
                              const Epilogue& epilogue) {
   const u64 count = own.bytes / size_of(D);
   const bool vectorized = aligned(out) && aligned(address_of(epilogue.residual));
+  bool arrived = true;
   delay(peers, thread() + 1);
   for (u64 v = lane(); v * kVector < count; v += lanes()) {
     float acc[kVector] = {};
-    add_up_arriving<D>(acc, peers, own, v);
+    arrived = add_up_arriving<D>(acc, peers, own, v) && arrived;
     const u64 i = v * kVector, left = least(count - i, kVector);
     if (vectorized && left == kVector) {
       store_sum(acc, out, begin, i, epilogue);
@@ -78,6 +81,7 @@ TPK_DEVICE void sum_arriving(const Peers& peers, const Piece& own, u64 out, u64 
       store_sum(one, out, begin, i + k, epilogue);
     }
   }
+  return arrived;
 }
 
 template <int D>
@@ -132,7 +136,7 @@ TPK_DEVICE void low_latency_two_shot(const Peers& peers, const AllReduce& call) 
     epilogue.residual = static_cast<const char*>(epilogue.residual) + first * size;
   }
   const Piece sum = sum_for(rank);
-  sum_arriving<D>(peers, partial_for(rank), sum.from, call.begin + first, epilogue);
+  if (!sum_arriving<D>(peers, partial_for(rank), sum.from, call.begin + first, epilogue)) return;
   if (out == 4) return exchange_sums<2>(peers, call, sum, theirs);
   exchange_sums<1>(peers, call, sum, theirs);
 }

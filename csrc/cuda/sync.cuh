@@ -22,6 +22,9 @@
 // `await_previous` it only looks at the state, announces itself and prefetches. For this the
 // group's previous call must have ended when the product began: both are on one stream, with
 // nothing between them that could wait for another stream, and the product was not launched early.
+// If a library did that, the product would still begin only when all blocks of the previous call
+// have exited, because no kernel here lets the next one begin sooner. So the epoch is read where
+// they wrote it, past the caches of the multiprocessor.
 //
 // Failure: the same as there, with one addition. Calls are queued before their failure is known. So
 // a grid that starts after a failed wait neither publishes nor stores into a peer's memory: that
@@ -58,7 +61,8 @@ TPK_DEVICE u64 status_of(const Space& space) {
 
 // The call that is open, or comes next, by the epoch in device memory.
 TPK_DEVICE Peers call_of(const Space& space, bool usable) {
-  const u64 ended = space.state[kStateEpoch], epoch = ended == kLastEpoch ? 1 : ended + 1;
+  const u64 ended = load_relaxed_gpu(space.state + kStateEpoch);
+  const u64 epoch = ended == kLastEpoch ? 1 : ended + 1;
   return {space, static_cast<u64>(space.signature) << 32 | epoch, static_cast<unsigned>(epoch & 1),
           usable};
 }

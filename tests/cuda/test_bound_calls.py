@@ -25,6 +25,7 @@ from tests.support.tiers import sweep
 from tpkernels import backends, groups
 from tpkernels.call import Call
 from tpkernels.ops import _planning
+from tpkernels.symm import capture
 
 # Functions of Python in a warm call, those of Triton's launcher included.
 MOST_FUNCTIONS = {"all_gather_matmul": 62, "matmul_reduce_scatter": 45, "matmul_all_reduce": 43}
@@ -97,6 +98,25 @@ def changed_job() -> list[bool]:
 
 def test_calls_are_bound_anew_when_the_workspace_changes(ranks: RanksFixture) -> None:
     assert ranks(2).run(changed_job) == [[True] * 6] * 2
+
+
+def captured_job() -> list[str]:
+    """Calls whose weight lies otherwise than before: in a capture, outside, in a capture again."""
+    with rehearsed() as (patch, launches):
+        group = faults.new_group()
+        x, w = torch.ones(32, 64, dtype=torch.bfloat16), torch.ones(64, 48, dtype=torch.bfloat16)
+        call = functools.partial(tpkernels.matmul_reduce_scatter, x, group=group, algorithm="fused")
+        call(w.t().contiguous().t())
+        found = []
+        for captured in (True, False, True):
+            patch.setattr(capture, "is_captured", lambda _, captured=captured: captured)
+            launches.clear()
+            found.append(f"{faults.ending_of(lambda: call(w)).error} {len(launches)}")
+        return found
+
+
+def test_a_kernel_that_a_capture_lacks_breaks_nothing(ranks: RanksFixture) -> None:
+    assert ranks(2).run(captured_job) == [["CaptureError 0", " 1", " 1"]] * 2
 
 
 def killed_job() -> list[Ending] | None:

@@ -25,7 +25,8 @@ from tpkernels import cuda
 from tpkernels.algorithms.direct import cuda as direct
 from tpkernels.symm.device import DeviceWorkspace
 
-WAYS = ("low_latency", "one_shot", "two_shot")
+WAYS = ("low_latency", "one_shot", "two_shot", "low_latency_two_shot")
+CASES = [(way, norm) for norm in (False, True) for way in WAYS if (way, norm) != (WAYS[-1], True)]
 SHAPE = (3, 264)
 
 
@@ -55,11 +56,11 @@ def early_job(driver: str, awaited: bool) -> tuple[int, int]:
     library = emulated.load(driver)
     space = emulated.space_of(driver, words=1 << 14)
     begin, wrong = library.emulated_early_launches(), 0
-    for number in range(4 * len(WAYS)):
+    for number, (way, norm) in enumerate(2 * CASES):
         xs = [random(SHAPE[0] * SHAPE[1], BF16, 10 * number + r) for r in range(space.world)]
         x = xs[space.rank].clone().view(SHAPE)
         with hidden(library, x, awaited):
-            got = reduced(space, number + 1, x, WAYS[number % 3], number // 3 % 2 == 1)
+            got = reduced(space, number + 1, x, way, norm)
         wrong += not torch.equal(bits(got.view(-1)), bits(host_sum(xs, BF16)))
         wrong += space.failure() is not None
         dist.barrier()
@@ -67,12 +68,12 @@ def early_job(driver: str, awaited: bool) -> tuple[int, int]:
 
 
 def test_an_early_launch_waits_for_its_input(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(3).run(early_job, cuda_driver, True) == [(0, 12)] * 3
+    assert ranks(3).run(early_job, cuda_driver, True) == [(0, 14)] * 3
 
 
 def test_without_that_wait_it_is_wrong(ranks: RanksFixture, cuda_driver: str) -> None:
     """Negative control."""
-    assert all(wrong == 12 for wrong, _ in ranks(3).run(early_job, cuda_driver, False))
+    assert all(wrong == 14 for wrong, _ in ranks(3).run(early_job, cuda_driver, False))
 
 
 def gated_job(driver: str, capability: int, version: int) -> tuple[bool, int]:

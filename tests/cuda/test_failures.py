@@ -148,6 +148,28 @@ def test_calls_queued_behind_a_failure_touch_no_peer(
     assert untouched and quick
 
 
+def impatient_job(driver: str, way: str) -> tuple[bool, bool]:
+    """Rank 2 comes when rank 0 has given up, but in time for rank 1. Whether this rank's sums are
+    right, and whether it has been told of a failure."""
+    space = emulated.space_of(driver, TIMEOUT if dist.get_rank() == 0 else 3 * TIMEOUT)
+    x = torch.full((192,), 1.0 + space.rank)  # two-shot: a segment for each rank
+    out = torch.zeros_like(x)
+    if space.rank == 2:
+        time.sleep(2 * TIMEOUT)
+    cuda.all_reduce(space, 5, x, out, way=way)
+    dist.barrier()
+    return bool((out == 6.0).all()), space.failure() is not None and bool(out.isnan().all())
+
+
+@pytest.mark.parametrize("way", ["low_latency_two_shot", *sweep(["two_shot", "one_shot"])])
+def test_no_rank_takes_what_another_made_of_a_failed_wait(
+    ranks: RanksFixture, cuda_driver: str, way: str
+) -> None:
+    told = ranks(3).run(impatient_job, cuda_driver, way)
+    assert told[0] == (False, True)
+    assert all(right != failed for right, failed in told), told
+
+
 @contextlib.contextmanager
 def failing(driver: str, function: str, code: int, capability: int = 90) -> Iterator[None]:
     """The driver fails in one of its functions."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
+from tpkernels.symm import capture
 
 ROWS, K, N = 6, 8, 5
 
@@ -107,6 +109,26 @@ def test_other_input_is_copied(ranks: RanksFixture, cuda_driver: str) -> None:
     assert ranks(2).run(inputs_job, cuda_driver) == [[], []]
 
 
+def suite_job(driver: str, way: str, delay_us: int) -> list[tuple[str, bool]]:
+    from benchmarks.gpu.in_place import check_job
+
+    emulated.load(driver)
+    with pretending():
+        return check_job("cpu", way, 3, delay_us)
+
+
+def test_the_gpu_suites_check(ranks: RanksFixture, cuda_driver: str) -> None:
+    """It has not seen a GPU; here it runs on the CPU."""
+    told = ranks(2).run(suite_job, cuda_driver, "pipelined", 200)
+    assert told == [[("symmetric input", True)]] * 2
+
+
+@pytest.mark.thorough
+def test_the_gpu_suites_check_for_fused(interpreting: RanksFixture, cuda_driver: str) -> None:
+    told = interpreting(2).run(suite_job, cuda_driver, "copied", 0)
+    assert told == [[("symmetric input", True)]] * 2
+
+
 def unlike_job(driver: str) -> tuple[bool, Ending]:
     """Rank 1 passes another tensor than the others."""
     emulated.load(driver)
@@ -147,6 +169,39 @@ def dropped_job(driver: str) -> list[int]:
 
 def test_it_lives_as_long_as_its_tensors(ranks: RanksFixture, cuda_driver: str) -> None:
     assert ranks(2).run(dropped_job, cuda_driver) == [[2, 2, 1, 0]] * 2
+
+
+def recorded_job(driver: str) -> list[bool]:
+    """Which tensors' memory is there when they have been dropped: one before a capture and one
+    that was read in it, within the capture, after the next call, and after the group."""
+    emulated.load(driver)
+    with pretending() as patch:
+        group, found = faults.new_group(), []
+        before, read = symmetric(group, ROWS, K), symmetric(group, ROWS, K)
+        call, segments = gather_of(group, "pipelined"), space_of(group).segments
+        call(read)
+        known = [segments.find(x) for x in (before, read)]
+        memory = [weakref.ref(each.memory) for each in known if each is not None]
+        del known, before
+        patch.setattr(capture, "is_captured", lambda _: True)
+        ending = faults.ending_of(functools.partial(symmetric, group, ROWS, K))
+        call(read)
+        found += [each() is not None for each in memory]
+        patch.setattr(capture, "is_captured", lambda _: False)
+        del read
+        call(symmetric(group, ROWS, K))
+        found += [each() is not None for each in memory]
+        dist.barrier()
+        del segments
+        tpkernels.finalize()
+        gc.collect()
+        return [*found, memory[1]() is not None, ending.error == "CaptureError"]
+
+
+def test_what_a_capture_has_read_is_kept(ranks: RanksFixture, cuda_driver: str) -> None:
+    """And nothing goes in it: torch waits for the device then, which ends the capture."""
+    told = ranks(2).run(recorded_job, cuda_driver)
+    assert told == [[True, True, False, True, True, True]] * 2
 
 
 def refused_job() -> list[Ending]:

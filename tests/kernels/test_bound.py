@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.fake_triton import Launches, launching
+from tpkernels.errors import CaptureError
 from tpkernels.kernels import (
     all_gather_matmul,
     configs,
@@ -20,6 +21,7 @@ from tpkernels.kernels import (
 )
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import Descriptor, MatmulConfig
+from tpkernels.symm import capture
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 BF16 = torch.bfloat16
@@ -98,6 +100,26 @@ def test_a_warm_launch_does_not_ask_triton(gpu: Compiled, monkeypatch: pytest.Mo
     monkeypatch.setattr(matmul_reduce_scatter.matmul_reduce_scatter_kernel, "run", None)
     run(*tensors)
     assert len(launches) == 2
+
+
+def test_a_capture_launches_only_what_is_compiled(
+    gpu: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, compiled = gpu
+    prepared, (x, w, bias, residual, out) = scatter(CONFIG, *operands())
+    run = prepared.bind(workspace(), 77)
+    monkeypatch.setattr(capture, "is_captured", lambda _: True)
+    with pytest.raises(CaptureError, match="matmul_reduce_scatter_kernel is not compiled for"):
+        run(x, w, bias, residual, out)
+    assert not launches and not compiled
+    monkeypatch.setattr(capture, "is_captured", lambda _: False)
+    run(x, w, bias, residual, out)
+    monkeypatch.setattr(capture, "is_captured", lambda _: True)
+    prepared.bind(workspace(), 77)(x, w, bias, residual, out)  # bound anew, but Triton knows it
+    run(x, w, bias, residual, torch.empty_like(out))
+    with pytest.raises(CaptureError, match="alignments"):
+        run(x, w, bias, residual, moved(out))
+    assert len(launches) == 3 and len(compiled) == 1
 
 
 def moved(x: torch.Tensor) -> torch.Tensor:

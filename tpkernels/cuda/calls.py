@@ -79,12 +79,15 @@ def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Bu
     )
 
 
-def all_reduce_way(x: torch.Tensor) -> str:
-    """The way that ``auto`` takes for an all-reduce of x."""
+def all_reduce_way(x: torch.Tensor, world: int) -> str:
+    """The way that ``auto`` takes for an all-reduce of x over ``world`` ranks."""
     nbytes = x.numel() * x.element_size()
     if low_latency.takes(nbytes):
         return "low_latency"
-    return "low_latency_two_shot" if low_latency.takes_two_shot(nbytes) else "two_shot"
+    if not low_latency.takes_two_shot(nbytes):
+        return "two_shot"
+    # Between two ranks one hop moves no more bytes than two.
+    return "low_latency_two_shot" if world > 2 else "low_latency"
 
 
 def all_reduce(
@@ -121,7 +124,7 @@ def all_reduce(
     check_alike(False, x=x, out=out, residual=residual)
     check_bias(bias, _columns(x))
     if way == "auto":
-        way = all_reduce_way(x)
+        way = all_reduce_way(x, space.world)
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
     if way == "multimem":
@@ -161,7 +164,7 @@ def prepare_all_reduce(
     early: bool = False,
 ) -> Launch:
     """An ``all_reduce`` over ``world`` ranks that goes in one piece."""
-    way = all_reduce_way(x)
+    way = all_reduce_way(x, world)
     needs = layout(way, x.numel(), world, x.element_size(), out.element_size())
 
     def run(space: DeviceWorkspace, signature: int) -> None:

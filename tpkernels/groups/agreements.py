@@ -183,4 +183,5 @@ class Agreements(Endings):
                 raise
             except BaseException as error:
                 self.mark_broken(error)
+                self.tell_outside_calls(error)
                 raise

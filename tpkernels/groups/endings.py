@@ -51,13 +51,23 @@ class Endings(Turns):
         self._broken, self.open = of_error(error), False
         if self.nearby is None:
             if not self._ready:
-                with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
-                    tell_left(self.participant(self.timeout), error)
+                self._tell_in_store(error)
         elif self.node is None or not isinstance(error, CollectiveMismatchError):
             # Across hosts each rank detects a mismatch by itself, from the greetings.
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)
             self.nearby.abandon(self._broken, late, -1 if peer is None else peer)
+
+    def tell_outside_calls(self, error: BaseException) -> None:
+        """Tells the ranks that may wait in the store for what this one was to say there. Those that
+        share its memory know already, and each rank detects a mismatch by itself."""
+        found_by_all = self.workspace is not None or isinstance(error, CollectiveMismatchError)
+        if self._ready and not found_by_all:
+            self._tell_in_store(error)
+
+    def _tell_in_store(self, error: BaseException) -> None:
+        with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
+            tell_left(self.participant(self.timeout), error)
 
     def disown(self, owner: int) -> None:
         """See `Turns.disown`."""

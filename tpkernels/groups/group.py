@@ -221,6 +221,11 @@ class Group(Agreements):
             why = self.unsupported_kernels(gpu, "symmetric memory", own)
             if why is not None:
                 raise NotImplementedError(f"symmetric memory {why}")
+            if capture.is_captured(gpu):
+                raise CaptureError(
+                    f"tpkernels.empty({list(shape)}, {dtype}) of group '{self.name}' waits for the "
+                    "GPU: make symmetric tensors before the capture of a graph"
+                )
         with self.together(MemoryError, NotImplementedError):
             if self.workspace is None:
                 raise NotImplementedError(

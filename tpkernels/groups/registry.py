@@ -251,7 +251,7 @@ def empty(
 
     Raises:
         NotImplementedError: the ranks, or their GPUs, share no memory.
-        CaptureError: the group's first one on a GPU, in a capture.
+        CaptureError: on a GPU, in a capture.
         CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, MemoryError.
     """
     if any(size < 0 for size in shape):

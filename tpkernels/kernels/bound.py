@@ -8,12 +8,20 @@ with such alignments has gone through Triton before.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from tpkernels.errors import CaptureError
+from tpkernels.symm import capture
 
 _ALIGNMENT = 16  # bytes, of an address; Triton compiles another kernel where it has less
+_compiling = threading.Lock()  # held where `compile` of a kernel of Triton is replaced
 
 
 class BoundKernel:
@@ -38,7 +46,37 @@ class BoundKernel:
         if launch is not None:
             launch(*tensors, *self._rest)
             return
-        compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)
+        devices = {x.device for x in tensors if isinstance(x, torch.Tensor)}
+        captured = any(map(capture.is_captured, devices))
+        with _only_compiled(self._kernel) if captured else contextlib.nullcontext():
+            compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)
         # It is not under the interpreter. Hooks before a launch are Triton's to call.
         if isinstance(compiled, CompiledKernel) and not self._kernel.pre_run_hooks:
             self._compiled[aligned] = compiled[self._grid]
+
+
+@contextlib.contextmanager
+def _only_compiled(kernel: Any) -> Iterator[None]:
+    """Has launches of this thread raise ``CaptureError`` where Triton would have to compile: the
+    new kernel would be loaded within the capture, which ends it and with it the group."""
+    if not isinstance(kernel, JITFunction):  # the interpreter's
+        yield
+        return
+    thread = threading.get_ident()
+    with _compiling:
+        compile_source = kernel.compile
+
+        def refuse(*given: Any, **options: Any) -> Any:
+            if threading.get_ident() != thread:
+                return compile_source(*given, **options)
+            raise CaptureError(
+                f"the Triton kernel {kernel.__name__} is not compiled for these operands, and a "
+                "capture cannot load it: end the capture, and make the call once before it, with "
+                "the same shapes, dtypes, strides and alignments"
+            )
+
+        kernel.compile = refuse
+        try:
+            yield
+        finally:
+            kernel.compile = compile_source

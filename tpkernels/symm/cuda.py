@@ -207,8 +207,8 @@ class CudaWorkspace:
         return False
 
     def _keep(self) -> None:
-        for space in self.spaces:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))
+        for each in (*self.spaces, self.segments):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 class _Turn:

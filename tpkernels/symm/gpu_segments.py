@@ -4,6 +4,9 @@ Sync: a copy engine's addresses are the host's, and the host asks no peer in a c
 pass their parts of one symmetric tensor, whole, or none does; which one is a part of the call's
 signature, and a rank that does otherwise is found at the first wait. The calls that read the tensor
 end when all ranks have read it (`CopyCall`).
+
+Memory: torch waits for the device when it frees such memory, which it cannot in a capture. What a
+capture has read is never freed, as replays read it, too.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tpkernels.symm import capture
 from tpkernels.symm.exchange import Participant
 from tpkernels.symm.gpu_memory import make_symmetric
 
@@ -35,11 +39,12 @@ class GpuSegment:
 
 class GpuSegments:
     """This rank's symmetric tensors on one device. What nobody uses any more goes at the next
-    look."""
+    look outside a capture."""
 
     def __init__(self) -> None:
         self._made = 0
         self._at: dict[int, GpuSegment] = {}  # by this rank's address
+        self._recorded: set[int] = set()  # the numbers of those that a graph has
 
     def make(
         self,
@@ -64,11 +69,19 @@ class GpuSegments:
         """The one that x is the whole of."""
         if not self._at:
             return None
-        self._forget()
+        captured = capture.is_captured(x.device)
+        if not captured:
+            self._forget()
         found = self._at.get(x.data_ptr())
-        whole = found is not None and found.nbytes == x.numel() * x.element_size()
-        return found if whole and x.is_contiguous() else None
+        if found is None or found.owner.expired():
+            return None
+        if found.nbytes != x.numel() * x.element_size() or not x.is_contiguous():
+            return None
+        if captured:
+            self._recorded.add(found.number)
+        return found
 
     def _forget(self) -> None:
-        for address in [at for at, segment in self._at.items() if segment.owner.expired()]:
-            del self._at[address]
+        for address, segment in list(self._at.items()):
+            if segment.owner.expired() and segment.number not in self._recorded:
+                del self._at[address]

@@ -37,8 +37,8 @@ void launch(const Space& space, int blocks, const std::function<void()>& kernel)
 float value(int call, int rank, u64 i) { return static_cast<float>((call + 2 * rank + i) % 7); }
 
 void all_reduce(Rank& own, const Space& space, int call) {
-  const int way = (call + call / 4) % 4;
-  const u64 segment = way == 0 ? kCount : (kCount / kWorld + 64) / 64 * 64;
+  const int way = (call - call / 4) % 5;
+  const u64 segment = way == 0 || way == 3 ? kCount : (kCount / kWorld + 64) / 64 * 64;
   const u64 slot = way == 2 ? 0 : (segment * 4 + 255) / 256 * 256;
   alignas(16) float x[kCount], out[kCount];
   for (u64 i = 0; i < kCount; ++i) x[i] = value(call, space.rank, i);
@@ -56,6 +56,7 @@ void all_reduce(Rank& own, const Space& space, int call) {
     if (way == 0) return one_shot_all_reduce(space, given);
     if (way == 1) return two_shot_all_reduce(space, given);
     if (way == 3) return low_latency_all_reduce(space, given);
+    if (way == 4) return low_latency_two_shot_all_reduce(space, given);
     multimem_all_reduce(space, given);
   });
   for (u64 i = 0; i < kCount; ++i) {
