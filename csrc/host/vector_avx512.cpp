@@ -105,68 +105,13 @@ inline Vec set_vec(float value) { return _mm512_set1_ps(value); }
 inline Vec load_acc(const float* from) { return _mm512_loadu_ps(from); }
 inline void store_acc(float* to, Vec value) { _mm512_storeu_ps(to, value); }
 
+// clang-format off: each needs those before it
 #include "host/vector_loops.inc"
-
-template <DType D>
-struct FactorOf {
-  using Type = Pair;
-};
-
-template <>
-struct FactorOf<DType::kF32> {
-  using Type = Vec;
-};
-
-template <DType D>
-using Factor = typename FactorOf<D>::Type;
-
-template <DType D>
-constexpr std::size_t kStep = sizeof(Factor<D>) / sizeof(float);
-
-// 24 sums and 7 factors, or 16 sums and 5 pairs of factors, of 32 registers.
-template <DType D>
-constexpr std::size_t kTileRows = D == DType::kF32 ? 6 : 4;
-
-template <DType D>
-inline Factor<D> load_factor(const std::byte* from) {
-  if constexpr (D == DType::kF32) {
-    return load_vec<D>(from);
-  } else {
-    return load_pair<D>(from);
-  }
-}
-
-template <DType D>
-inline Vec multiply_add(Vec sum, Factor<D> x, Factor<D> w) {
-  if constexpr (D == DType::kF32) {
-    return _mm512_fmadd_ps(x, w, sum);
-  } else {
-    sum = _mm512_fmadd_ps(x.first, w.first, sum);
-    return _mm512_fmadd_ps(x.second, w.second, sum);
-  }
-}
-
-inline __m128 quarter(Vec value) {
-  const __m256 half =
-      _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
-inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
-  __m128 first = quarter(a), second = quarter(b), third = quarter(c), fourth = quarter(d);
-  _MM_TRANSPOSE4_PS(first, second, third, fourth);
-  _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
-}
-
-inline Vec broadcast(const std::byte* from) {
-  float value;
-  std::memcpy(&value, from, sizeof(value));
-  return set_vec(value);
-}
-
+#include "host/product_avx512.inc"
 #include "host/few_rows.inc"
-#include "host/packing_avx512.inc"
 #include "host/panels.inc"
+#include "host/packing_avx512.inc"
+// clang-format on
 
 void stream(void* dst, const void* src, std::size_t bytes) {
   auto* to = static_cast<char*>(dst);
@@ -222,11 +167,13 @@ namespace avx512_bf16 {
 
 using avx512::add_block;
 using avx512::add_lanes;
+using avx512::add_vec;
 using avx512::kLanes;
 using avx512::load_acc;
 using avx512::set_vec;
 using avx512::store_acc;
 using avx512::store_block;
+using avx512::store_vec;
 using avx512::Vec;
 
 template <DType D>
@@ -252,6 +199,17 @@ inline __m512bh broadcast(const std::byte* from) {
   int pair;
   std::memcpy(&pair, from, sizeof(pair));
   return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
+// The dot products give no subnormals, so the instruction rounds as store_vec does.
+template <DType D>
+inline void store_sum(void* to, Vec sum) {
+  if constexpr (D == DType::kBF16) {
+    _mm256_storeu_si256(static_cast<__m256i*>(to),
+                        reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(sum)));
+  } else {
+    store_vec<D>(to, sum);
+  }
 }
 
 #include "host/few_rows.inc"
