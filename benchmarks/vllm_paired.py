@@ -1,20 +1,28 @@
-"""vLLM's all-reduces and the plugin's, interleaved within one eager engine, on CPUs.
+"""vLLM's parts and the plugin's, interleaved within one engine, on CPUs.
 
     VENV/bin/python -m benchmarks.vllm_paired --repeat 20
     VENV/bin/python -m benchmarks.vllm_paired --modes off all_reduce fused --repeat 20
+    VENV/bin/python -m benchmarks.vllm_paired --modes off fused off --repeat 20 --compiled
 
 VENV is that of `benchmarks.vllm_engine`, and so is the model. Engines of one kind differ by more
 than an all-reduce can bring, so here the requests of one engine take turns; two modes `off` compare
 vLLM with itself. `fused` gives each layer and the head a packed weight of random numbers, beside
-vLLM's own. Prints medians in ms and, of the times of each turn, the first mode's over each mode's:
-the median and the quartiles. The machine may drift, which ratios of medians do not show. A decode
-has a prefill of 8 tokens.
+vLLM's own.
+
+With --compiled the engine is compiled with `fused`. In mode `off` the ops in its graph run what
+vLLM has in their place, through Python functions that its own graph would not have. The head is the
+plugin's in both.
+
+Prints medians in ms and, of the times of each turn, the first mode's over each mode's: the median
+and the quartiles. The machine may drift, which ratios of medians do not show. A decode has a
+prefill of 8 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import statistics
@@ -85,21 +93,63 @@ def switch(worker: Any, mode: str) -> None:
             layer.cpu_linear = linear(layer)[mode == "fused"]
 
 
+def vllms_own() -> dict[Any, Callable[..., torch.Tensor]]:
+    """What runs in place of each op of a graph that was compiled with `fused`."""
+    from vllm import _custom_ops
+    from vllm.distributed import get_tp_group
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    communicator, handlers = get_tp_group().device_communicator, {}
+
+    def linear(x: torch.Tensor, w: torch.Tensor, **options: Any) -> torch.Tensor:
+        if id(w) not in handlers:
+            handlers[id(w)] = _custom_ops.create_onednn_mm(w.to_dense().t(), 32), w
+        return _custom_ops.onednn_mm(handlers[id(w)][0], x, options.get("bias"))
+
+    def reduced(x: torch.Tensor, w: torch.Tensor, group: str, **options: Any) -> torch.Tensor:
+        return CpuCommunicator.all_reduce(communicator, linear(x, w))
+
+    ops = torch.ops.tpkernels
+    return {ops._matmul.default: linear, ops.matmul_all_reduce.default: reduced}
+
+
+@functools.cache
+def implementations(mode: str) -> dict[Any, Callable[..., torch.Tensor]]:
+    own = vllms_own()
+    return own if mode == "off" else {overload: overload._op for overload in own}
+
+
+def replace_ops(mode: str) -> None:
+    implementations("fused")  # before any other
+    for overload, run in implementations(mode).items():
+        overload._op = run
+
+
+def switch_graph(worker: Any, mode: str) -> None:
+    """Runs in a worker of vLLM that is compiled with `fused`. It is sent by value, which what it
+    calls cannot be."""
+    importlib.import_module("benchmarks.vllm_paired").replace_ops(mode)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--modes", nargs="+", default=["off", "all_reduce", "off"])
     parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--compiled", action="store_true", help="modes off and fused")
     given = parser.parse_args()
-    os.environ.update(ENVIRONMENT, TPKERNELS_VLLM="all_reduce")
+    if given.compiled and "all_reduce" in given.modes:
+        parser.error("--compiled takes the modes off and fused")
+    change, plugin = (switch_graph, "fused") if given.compiled else (switch, "all_reduce")
+    os.environ.update(ENVIRONMENT, TPKERNELS_VLLM=plugin)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # sends `switch` to the workers
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
-        model = load(folder, compiled=False)
+        model = load(folder, compiled=given.compiled)
         for name, request in REQUESTS.items():
             times: list[list[float]] = [[] for _ in given.modes]
             for turn in range(given.repeat + 1):  # the first one warms up
                 for i in sorted(range(len(given.modes)), reverse=turn % 2 == 1):
-                    model.collective_rpc(switch, args=(given.modes[i],))
+                    model.collective_rpc(change, args=(given.modes[i],))
                     seconds(model, *request[:2], 1, turn)
                     times[i].append(1e3 * seconds(model, *request, turn))
             for mode, each in zip(given.modes, times, strict=True):

@@ -29,7 +29,8 @@ WORLD = 2
 @pytest.mark.parametrize(
     ("requested", "version", "platform", "mode", "reason"),
     [
-        ("auto", "0.32.0", "cpu", "all_reduce", "with vLLM's own products"),
+        ("auto", "0.32.0", "cpu", "fused", "packed weights are fast"),
+        ("auto", "0.32.0", "slow cpu", "all_reduce", "vLLM's own products may be faster"),
         ("auto", "0.32.1", "cuda", "off", "nothing is known to be faster"),
         ("all_reduce", "0.32.0", "cuda", "off", "nothing is known to be faster"),
         ("fused", "0.32.0", "cpu", "fused", "TPKERNELS_VLLM=fused"),
@@ -43,7 +44,8 @@ WORLD = 2
 def test_what_is_replaced_and_why(
     requested: str, version: str, platform: str, mode: str, reason: str
 ) -> None:
-    choice = vllm.choose(requested, version, platform)
+    fast, platform = "slow" not in platform, platform.removeprefix("slow ")
+    choice = vllm.choose(requested, version, platform, fast)
     assert choice.mode == mode and reason in choice.reason
     asked_for = requested in ("all_reduce", "fused")
     assert choice.warn == (mode == "off" and (asked_for or "tested" in reason))
@@ -51,7 +53,7 @@ def test_what_is_replaced_and_why(
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="is 'on'; it must be one of off, all_reduce, fused, auto"):
-        vllm.choose("on", "0.32.0", "cpu")
+        vllm.choose("on", "0.32.0", "cpu", True)
 
 
 @pytest.mark.parametrize("mode", ["off", "all_reduce", "fused", "auto"])
@@ -67,11 +69,12 @@ def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.Mon
             module, _, name = communicator.rpartition(".")
             found = getattr(importlib.import_module(module), name)
             assert issubclass(found, fake_vllm.CpuCommunicator)
+        fused = mode == "fused" or (mode == "auto" and vllm._has_fast_products())
         layers = fake_vllm.RowParallelLinear.out_of_tree
-        assert list(layers) == (["RowParallelLinear"] if mode == "fused" else [])
+        assert list(layers) == (["RowParallelLinear"] if fused else [])
         products = importlib.import_module("vllm.model_executor.layers.utils")
         theirs = products.dispatch_cpu_unquantized_gemm is fake_vllm.dispatch_cpu_unquantized_gemm
-        assert theirs == (mode != "fused")
+        assert theirs != fused
 
 
 def test_an_unknown_version_is_left_as_it_is_with_a_warning(

@@ -20,9 +20,14 @@ import logging
 import os
 from dataclasses import dataclass
 
+import torch
+
+from tpkernels import _C, dtypes
+
 VARIABLE = "TPKERNELS_VLLM"
 MODES = ("off", "all_reduce", "fused", "auto")
 TESTED = ("0.32",)
+MANY_ROWS = 512  # of a prefill
 
 logger = logging.getLogger("vllm.tpkernels")  # has vLLM's handlers
 
@@ -36,8 +41,9 @@ class Choice:
     warn: bool = False
 
 
-def choose(requested: str, version: str, platform: str) -> Choice:
+def choose(requested: str, version: str, platform: str, fast_products: bool) -> Choice:
     """What to replace in a vLLM of that version on "cpu", "cuda" or another platform.
+    ``fast_products``: the extension multiplies by packed weights in the dtypes of models.
 
     Raises:
         ValueError: ``requested`` is none of `MODES`.
@@ -50,8 +56,10 @@ def choose(requested: str, version: str, platform: str) -> Choice:
         tested = ", ".join(f"{each}.*" for each in TESTED)
         return Choice("off", f"vLLM {version} has not been tested, only {tested}", warn=True)
     if platform == "cpu":
+        if requested == "auto" and fast_products:
+            return Choice("fused", "products by packed weights are fast on this processor")
         if requested == "auto":
-            return Choice("all_reduce", "with vLLM's own products")
+            return Choice("all_reduce", "vLLM's own products may be faster on this processor")
         return Choice(requested, f"{VARIABLE}={requested}")
     if platform == "cuda" and requested == "fused":
         return Choice("fused", f"{VARIABLE}=fused; not measured on GPUs")
@@ -60,6 +68,10 @@ def choose(requested: str, version: str, platform: str) -> Choice:
     else:
         reason = f"there are no kernels for '{platform}'"
     return Choice("off", reason, warn=requested != "auto")
+
+
+def _has_fast_products() -> bool:
+    return _C.calls.multiplies(dtypes.CODES[torch.bfloat16], "packed", MANY_ROWS)
 
 
 def register() -> None:
@@ -73,7 +85,7 @@ def register() -> None:
 
     platform = "cuda" if current_platform.is_cuda() else current_platform.device_type
     requested = os.environ.get(VARIABLE, "auto")
-    choice = choose(requested, __version__, platform)
+    choice = choose(requested, __version__, platform, _has_fast_products())
     level = logging.WARNING if choice.warn else logging.INFO
     logger.log(level, "tpkernels: %s (%s)", choice.mode, choice.reason)
     if choice.mode == "off":

@@ -16,14 +16,12 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 
 import tpkernels
 from tpkernels import dtypes, groups
-from tpkernels.integrations.vllm import logger
+from tpkernels.integrations.vllm import MANY_ROWS, logger
 from tpkernels.local import packed
 from tpkernels.ops._autograd import matmul
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
 TIMEOUT = 1800.0
-
-MANY_ROWS = 512  # of a prefill
 
 
 @functools.cache

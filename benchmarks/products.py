@@ -1,12 +1,13 @@
-"""The local product of few rows: torch's with a plain weight and oneDNN's with a packed one, and
-with either those that the ops take (csrc/host/few_rows.h).
+"""The local product: torch's with a plain weight and oneDNN's with a packed one, and with either
+those that the ops take (csrc/host/product.h).
 
-    python -m benchmarks.few_rows
-    python -m benchmarks.few_rows --dtypes bfloat16 --rows 1 8 --weights 4096x4096
+    python -m benchmarks.products
+    python -m benchmarks.products --dtypes bfloat16 --rows 1 8 --weights 4096x4096
 
 One thread. Results are checked first. The ways are interleaved, each with its own copies of the
 weight, as many as empty the cache of 32 MiB, as the layers of a model do; --hot takes one copy.
-Prints medians in us.
+"columns" are those of ``linear.weight.t()``, "rows" those of a contiguous weight [K, N]. Prints
+medians in us.
 """
 
 from __future__ import annotations
@@ -25,35 +26,41 @@ from tpkernels.local.native import native
 from tpkernels.local.packed import packed_product
 
 COLD_BYTES = 64 << 20
-WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "torch.mm": torch.mm,
-    "oneDNN, packed": packed_product,
-    "plain": new_product,
-    "packed": new_product,
+Way = tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]
+WAYS: dict[str, Way] = {
+    "torch.mm, columns": (torch.mm, "columns"),
+    "ours": (new_product, "columns"),
+    "torch.mm, rows": (torch.mm, "rows"),
+    "ours, rows": (new_product, "rows"),
+    "oneDNN, packed": (packed_product, "packed"),
+    "ours, packed": (new_product, "packed"),
 }
-PACKED = ("oneDNN, packed", "packed")
+
+
+def laid_out(w: torch.Tensor, layout: str) -> torch.Tensor:
+    """A copy of a weight [K, N]."""
+    if layout == "packed":
+        return tpkernels.pack(w)
+    return w.clone() if layout == "rows" else w.t().contiguous().t()
 
 
 def medians(
     k: int, n: int, rows: int, dtype: torch.dtype, repeat: int, hot: bool
 ) -> dict[str, float]:
     """Microseconds of each way that this processor has."""
-    ways = {way: run for way, run in WAYS.items() if way not in PACKED or native(dtype)}
+    ways = {way: made for way, made in WAYS.items() if made[1] != "packed" or native(dtype)}
     copies = 1 if hot else max(1, COLD_BYTES // (k * n * dtype.itemsize))
-    x = torch.randn(rows, k).to(dtype)
-    weights = {
-        way: [(torch.randn(n, k) * k**-0.5).to(dtype).t() for _ in range(copies)] for way in ways
-    }
-    for way, multiply in ways.items():
-        exact = x.double() @ weights[way][0].double()
-        given = tpkernels.pack(weights[way][0]) if way in PACKED else weights[way][0]
-        torch.testing.assert_close(multiply(x, given).double(), exact, atol=0.05, rtol=0.05)
-    for way in ways.keys() & set(PACKED):
-        weights[way] = [tpkernels.pack(w) for w in weights[way]]
+    x, weights = torch.randn(rows, k).to(dtype), {}
+    for way, (multiply, layout) in ways.items():
+        plain = (torch.randn(k, n) * k**-0.5).to(dtype)
+        weights[way] = [laid_out(plain, layout) for _ in range(copies)]
+        exact = x.double() @ plain.double()
+        got = multiply(x, weights[way][0]).double()
+        torch.testing.assert_close(got, exact, atol=0.05, rtol=0.05)
     times: dict[str, list[float]] = {way: [] for way in ways}
     turns = itertools.islice(itertools.cycle(range(copies)), max(repeat, copies) + copies)
     for turn, copy in enumerate(turns):
-        for way, multiply in ways.items():
+        for way, (multiply, _) in ways.items():
             begin = time.perf_counter()
             multiply(x, weights[way][copy])
             if turn >= copies:  # the first round prepares what libraries keep of a weight
@@ -63,10 +70,8 @@ def medians(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16])
-    parser.add_argument(
-        "--weights", nargs="+", default=["768x576", "1024x2816", "2048x5632", "4096x4096"]
-    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 512])
+    parser.add_argument("--weights", nargs="+", default=["768x576", "1024x2816", "4096x4096"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--repeat", type=int, default=40)
     parser.add_argument("--hot", action="store_true")
