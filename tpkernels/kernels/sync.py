@@ -47,8 +47,8 @@ import triton.language as tl
 
 from tpkernels.kernels.words import (
     THREADS,
+    any_lacks,
     clock,
-    load_acquire,
     load_by_one,
     pause_for,
     poll,
@@ -162,21 +162,22 @@ def finish(peers):
 @triton.jit
 def _clear_words(peers):
     """As `advance` of csrc/cuda/sync.cuh does, so that no word is left whose epoch comes again."""
-    BLOCK: tl.constexpr = 1024
-    words, count = word_of(peers, peers.rank, 0, 0), peers.space.words * peers.space.world
-    for begin in range(0, count, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        tl.store(words + at, tl.zeros((BLOCK,), tl.int64), mask=at < count)
+    _fill(word_of(peers, peers.rank, 0, 0), peers.space.words * peers.space.world, 0)
 
 
 @triton.jit
 def poison(out, count):
     """Fills ``out`` with NaN, so it cannot be mistaken for a result."""
+    _fill(out, count, float("nan"))
+
+
+@triton.jit
+def _fill(to, count, value):
     BLOCK: tl.constexpr = 1024
-    nan = tl.full((BLOCK,), float("nan"), out.dtype.element_ty)
+    values = tl.full((BLOCK,), value, to.dtype.element_ty)
     for begin in range(0, count, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        tl.store(out + at, nan, mask=at < count)
+        tl.store(to + at, values, mask=at < count)
 
 
 @triton.jit
@@ -239,10 +240,8 @@ def wait_for_all(peers, index):
     """`wait_for` the word ``index`` from all ranks, this one too; at once if all are there."""
     world = peers.space.world
     source = tl.arange(0, THREADS)
-    seen = load_acquire(word_of(peers, peers.rank, source, index), source < world)
-    missing = tl.max(tl.where((source < world) & (seen != peers.word), 1, 0), 0)
-    tl.debug_barrier()  # some threads have acquired, all threads read
-    if (missing != 0) | (peers.space.chaos != 0):
+    words = word_of(peers, peers.rank, source, index)
+    if any_lacks(words, source < world, peers.word) | (peers.space.chaos != 0):
         for rank in range(world):
             wait_for(peers, rank, index)
 

@@ -14,8 +14,9 @@ Model:
 - `pipelined` is one product per rank beside the copy engines, each copy with its start. Then the
   partials are summed.
 - `fused` is one grid: the first tiles of a peer are exposed, the rest of the smaller of product and
-  transfer is hidden. A gather leaves `FETCHERS` multiprocessors to bring the rows. A reduction ends
-  with the sum of its slots, which nothing hides.
+  transfer is hidden. The rows of a gather are brought by `FETCHERS` multiprocessors, each with a
+  ring of reads in flight, or, where shards are large, by copy engines, which leave `ROOM` to the
+  kernels that wait for them. A reduction ends with the sum of its slots, which nothing hides.
 
 Left out: the time in which the host launches, and that of a kernel before its first store.
 """
@@ -44,7 +45,9 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 COPY_S = 2.5e-6
 # A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
 LOW_LATENCY_BYTES = 128 << 10
-FETCHERS = 16  # `kernels.configs.MatmulConfig.fetchers`
+# Of `fused`: kernels/configs.py, kernels/all_gather_matmul.py, algorithms/fused.py.
+FETCHERS, PIECE_BYTES, RING_BYTES, ROOM, COPY_ENGINE_BYTES = 12, 128 << 10, 64 << 10, 2, 4 << 20
+READ_S = 2 * HOP_S  # a read from a peer: a hop each way
 # The tile loop of kernels/matmul.py relative to cuBLAS. Not measured; 0.9 is assumed.
 OWN_PRODUCT = 0.9
 
@@ -133,12 +136,20 @@ def _pipelined(call: _Call) -> float:
 
 
 def _fused(call: _Call) -> float:
-    peers, received = max(call.ranks - 1, 1), call.received
-    if call.all_reduces and call.problem.nbytes <= 2 * LOW_LATENCY_BYTES:  # one-shot
+    peers, received, taken, begin = max(call.ranks - 1, 1), call.received, 0, FENCED_HOP_S
+    if call.problem.gathers:
+        shard = ceil_div(call.problem.nbytes, call.ranks)
+        if shard >= COPY_ENGINE_BYTES:
+            taken, begin = ROOM, begin + COPY_S
+        else:
+            taken = min(FETCHERS, peers * ceil_div(shard, PIECE_BYTES))
+            piece_s = PIECE_BYTES / RING_BYTES * READ_S + HOP_S  # with its word
+            received = max(received, peers * shard / PIECE_BYTES * piece_s / taken)
+    elif call.all_reduces and call.problem.nbytes <= 2 * LOW_LATENCY_BYTES:  # one-shot
         received *= call.ranks
-    product = call.product(rate=OWN_PRODUCT, without=FETCHERS if call.problem.gathers else 0)
+    product = call.product(rate=OWN_PRODUCT, without=taken)
     hidden = max(product, received) + min(product, received) / peers
-    seconds = FENCED_HOP_S + hidden + call.sum
+    seconds = begin + hidden + call.sum
     return seconds + (FENCED_HOP_S + call.received if call.all_reduces else 0.0)
 
 
