@@ -9,4 +9,12 @@ void copy(const Kernels& kernels, Stream stream, Address dst, Address src, std::
                  "cuMemcpyAsync");
 }
 
+void raise_flag(Kernels& kernels, Stream stream, const Space& space, int index, bool captured) {
+  if (captured || !kernels.streams_write()) return kernels.flag(stream, space, index);
+  const ContextGuard guard(kernels.context());
+  const auto to = reinterpret_cast<Address>(space.state + kStateFlags + index);
+  driver().check(driver().write_value(reinterpret_cast<Handle>(stream), to, kRaised, 0),
+                 "cuStreamWriteValue64");
+}
+
 }  // namespace tpkernels::cuda

@@ -62,8 +62,8 @@ class Device:
     def publish(self, index: int, to: int | None = None) -> None:
         self.queue("publish" if to is None else f"publish to {to}")
 
-    def pass_on(self, source: int, index: int) -> None:
-        self.queue(f"pass on {source}")
+    def raise_flag(self, index: int) -> None:
+        self.queue(f"flag {index}")
 
     def await_word(self, source: int, index: int) -> None:
         self.queue(f"wait for {source}")
@@ -85,15 +85,15 @@ def test_chunks_of_fused(device: Any) -> None:
     copy but the one after the next waits for."""
     rows, whole = torch.empty(2, 4), torch.empty(6, 4)
     device.queue("before")
-    fused.bring_rows(device, device.side, (1, 2), rows, whole, (2, 2, 2), 1)
+    fused.bring_rows(device, device.side, (1, 2), rows, whole, (2, 2, 2), 1, 2)
     before = device.before
     copies = ["copy of 1", "copy of 1'", "copy of 2", "copy of 2'"]
-    passed = [name.replace("copy of", "pass on") for name in copies]
-    assert set(before) == {"before", "put", "publish", "wait for 1", "wait for 2", *copies, *passed}
+    flags = ["flag 2", "flag 3", "flag 4", "flag 5"]
+    assert set(before) == {"before", "put", "publish", "wait for 1", "wait for 2", *copies, *flags}
     for at, copy in enumerate(copies):
         assert {"before", "wait for 1", *copies[:at]} <= before[copy]
-        assert copy in before[passed[at]]
-        assert at == 0 or passed[at - 1] not in before[copy]
+        assert copy in before[flags[at]]
+        assert at == 0 or flags[at - 1] not in before[copy]
     assert "wait for 2" in before["copy of 2"] and "wait for 2" in before["copy of 2'"]
     assert "copy of 1'" not in before["wait for 2"]  # which runs meanwhile
     assert not device.main.before & set(copies)

@@ -9,9 +9,9 @@ rank's rows first, then those of rank+1, ... as they arrive. Many bytes: copy en
 peers' rows, chunk by chunk. Such a call has several launches (csrc/cuda/copies.h), and the tile
 loop is one of them; see algorithms/fused.py.
 
-Sync: a tile waits until its rows are there: for the words of their pieces, or for that of their
-chunk, which is TILES + chunk from the chunk's owner. ENTERED of a peer says that its rows are in
-its buffer, since the copy is an earlier kernel of the stream.
+Sync: a tile waits until its rows are there: for the words of their pieces, or for the flag of their
+chunk, owner * chunks + chunk, which the copy engines' streams raise. ENTERED of a peer says that
+its rows are in its buffer, since the copy is an earlier kernel of the stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tpkernels.kernels.matmul import (
     store_result,
 )
 from tpkernels.kernels.sync import (
-    TILES,
+    await_value,
     enter,
     failed,
     finish,
@@ -44,16 +44,16 @@ from tpkernels.kernels.sync import (
     next_buffer,
     pointer,
     poison,
-    wait_for,
 )
 from tpkernels.kernels.words import fence_async_proxy
+from tpkernels.symm import device
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
-FIRST_CHUNK = TILES.value  # the word of the first chunk from a rank
+_FLAGS_AT = tl.constexpr(device.FLAGS_AT)
 _COPY_BLOCK = 4096  # elements that a program copies at a time
 # Bytes of a chunk that copy engines bring, and multiprocessors that the grid leaves free for the
-# kernels that wait for the chunks and publish their words. Not measured.
-_CHUNK_BYTES, _ROOM = 8 << 20, 2
+# kernels that wait for the peers, which are blocks of one warp. Not measured.
+_CHUNK_BYTES, _ROOM = 4 << 20, 1
 
 
 @triton.jit
@@ -82,6 +82,7 @@ class _Arrivals(NamedTuple):
     segments: Any
     K: Any
     chunk_tiles: Any  # rows of tiles in a chunk, if there are no fetchers
+    chunks: Any  # of a rank, at most
     block_m: Any  # from here on known at compile time
     fetching: Any
     tma: Any  # whether TMA reads the rows
@@ -92,7 +93,11 @@ def _await_rows(arrivals, owner, tile_m):
     """The `before` hook: waits for the rows of a tile."""
     if owner != arrivals.peers.rank:
         if arrivals.fetching.programs == 0:
-            wait_for(arrivals.peers, owner, TILES + tile_m // arrivals.chunk_tiles)
+            flag = owner * arrivals.chunks + tile_m // arrivals.chunk_tiles
+            raised = tl.full((), 1, tl.int64)
+            await_value(
+                arrivals.peers, owner, arrivals.peers.space.state + _FLAGS_AT + flag, raised, flag
+            )
         else:
             await_rows(
                 arrivals.peers, arrivals.segments, arrivals.K, owner, tile_m * arrivals.block_m,
@@ -120,6 +125,7 @@ def all_gather_matmul_kernel(
     timeout_ns,
     seed,
     chunk_tiles,
+    chunks,
     PART: tl.constexpr,
     fetching: tl.constexpr,
     tiling: tl.constexpr,
@@ -138,7 +144,9 @@ def all_gather_matmul_kernel(
             Product(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
             lane - fetching.programs, tl.num_programs(0) - fetching.programs,
             _await_rows,
-            _Arrivals(peers, segments, K, chunk_tiles, tiling.block_m, fetching, tiling.a_tma),
+            _Arrivals(
+                peers, segments, K, chunk_tiles, chunks, tiling.block_m, fetching, tiling.a_tma
+            ),
             store_result, Result(out, bias, N), tiling,
         )  # fmt: skip
     if not PART:  # noqa: SIM102 - a condition known at compile time and one that is not
@@ -175,8 +183,8 @@ def prepare(
         multiply = BoundKernel(
             all_gather_matmul_kernel,
             fetching.programs + max(lanes, 1),
-            (segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, False, fetching,
-             operands.tiling),
+            (segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, 1, False,
+             fetching, operands.tiling),
             config.launch,
         )  # fmt: skip
 
@@ -211,11 +219,12 @@ def bind_others(
 
 
 class ArrivingLaunch(NamedTuple):
-    """The product of a call in which copy engines bring the rows, chunk by chunk. Word FIRST_CHUNK
-    + i from a rank says that chunk i of its rows is there."""
+    """The product of a call in which copy engines bring the rows, chunk by chunk. Flag ``owner *
+    chunks + i`` says that chunk i of a rank's rows is there."""
 
     prepared: Prepared
     chunk_rows: int
+    chunks: int  # of a rank, at most
 
 
 def prepare_arriving(
@@ -226,12 +235,17 @@ def prepare_arriving(
     sizes: tuple[int, ...],
 ) -> ArrivingLaunch:
     """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive. Takes
-    gathered, w, bias and out. The last two words are the call's: one for the bytes in a rank's
-    memory, one for its end."""
+    gathered, w, bias and out. Its words are ENTERED, one for the bytes in a rank's memory, and
+    one for the call's end."""
     k = gathered.shape[1]
     row_bytes = k * gathered.itemsize
-    chunk_tiles = max(1, _CHUNK_BYTES // (config.block_m * row_bytes))
-    chunk_rows = chunk_tiles * config.block_m
+    tiles = ceil_div(max(sizes), config.block_m)
+    chunk_tiles = max(
+        1,
+        _CHUNK_BYTES // (config.block_m * row_bytes),
+        ceil_div(tiles, device.FLAGS // len(sizes)),
+    )
+    chunks = ceil_div(tiles, chunk_tiles)
     operands = config.operands(gathered, w, out_dtype)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
@@ -240,7 +254,7 @@ def prepare_arriving(
             all_gather_matmul_kernel,
             max(lanes, 1),
             (segments_of(space, sizes), w.shape[1], k, *w.stride(),
-             *launch_arguments(space, signature), chunk_tiles, True, NO_FETCHING,
+             *launch_arguments(space, signature), chunk_tiles, chunks, True, NO_FETCHING,
              operands.tiling),
             config.launch,
         )  # fmt: skip
@@ -250,6 +264,6 @@ def prepare_arriving(
 
         return run
 
-    words = FIRST_CHUNK + ceil_div(max(sizes), chunk_rows) + 2
     nbytes = ceil_div(max(sizes) * row_bytes, 2)
-    return ArrivingLaunch(Prepared(words, nbytes, table_of(sizes), bind), chunk_rows)
+    prepared = Prepared(3, nbytes, table_of(sizes), bind)
+    return ArrivingLaunch(prepared, chunk_tiles * config.block_m, chunks)

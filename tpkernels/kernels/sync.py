@@ -69,13 +69,9 @@ STATE_LOST = tl.constexpr(device.LOST)
 LAST_EPOCH = tl.constexpr(device.LAST_EPOCH)
 ABORT = tl.constexpr(device.ABORT)
 FAILED = tl.constexpr(device.FAILED)
-FAILED_MISMATCH = tl.constexpr(device.MISMATCH)
-FAILED_TIMEOUT = tl.constexpr(device.TIMEOUT)
+FAILED_MISMATCH, FAILED_TIMEOUT = tl.constexpr(device.MISMATCH), tl.constexpr(device.TIMEOUT)
 FAILED_ABORT = tl.constexpr(device.ABORTED)
-
-# Words from one source: ENTERED, then one per tile or chunk.
-ENTERED = tl.constexpr(0)
-TILES = tl.constexpr(1)
+ENTERED, TILES = tl.constexpr(0), tl.constexpr(1)  # words from one source: TILES + tile or piece
 
 
 class Peers(NamedTuple):
@@ -227,12 +223,17 @@ def publish_from(peers, to, source, index):
 @triton.jit
 def wait_for(peers, source, index):
     """Returns when the word ``index`` from ``source`` has arrived or a wait has failed. Acquire."""
-    delay(peers, index)
+    await_value(peers, source, word_of(peers, peers.rank, source, index), peers.word, index)
+
+
+@triton.jit
+def await_value(peers, source, word, value, place):
+    """The same for any word that gets ``value`` once ``source`` has come. ``place``: of a delay."""
+    delay(peers, place)
     if peers.space.chaos & 1 == 0:
-        word = word_of(peers, peers.rank, source, index)
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
-        if seen != peers.word:
-            _poll(peers, source, word)
+        if seen != value:
+            _poll(peers, source, word, value)
 
 
 @triton.jit
@@ -265,14 +266,14 @@ def _lost(peers):
 
 
 @triton.jit
-def _poll(peers, source, awaited):
+def _poll(peers, source, awaited, value):
     state, word = peers.space.state, peers.word
     entered = word_of(peers, peers.rank, source, ENTERED)
     begin = _now(state)
     status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
     seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
-    while (seen != word) & (status == 0):
-        poll(awaited, word)
+    while (seen != value) & (status == 0):
+        poll(awaited, value)
         arrived = tl.atomic_add(entered, 0, sem="relaxed", scope="sys")
         lost = _lost(peers)
         if (arrived != word) & ((arrived & 0xFFFFFFFF) == (word & 0xFFFFFFFF)):
