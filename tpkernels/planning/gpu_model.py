@@ -11,8 +11,8 @@ Model:
 - `direct` is the product, then one kernel. Up to `LOW_LATENCY_BYTES` each word carries its flag:
   twice the bytes, one hop. Beyond it data is followed by a fence and a word. A reduction reads the
   slots of all ranks from memory.
-- `pipelined` is one product per rank beside the copy engines, each copy with its start. Then the
-  partials are summed.
+- `pipelined` is one product per rank beside the copy engines, each copy with its start. Two
+  products share their waves. Then the partials are summed.
 - `fused` is one grid: the first tiles of a peer are exposed, the rest of the smaller of product and
   transfer is hidden. The rows of a gather are brought by `FETCHERS` multiprocessors, each with a
   ring of reads in flight, or, where shards are large, by copy engines, which leave `ROOM` to the
@@ -79,10 +79,13 @@ class _Call:
         """Seconds in which a rank reads the partials of its rows."""
         return 0.0 if self.problem.gathers else self.problem.nbytes / self.profile.bandwidth
 
-    def product(self, parts: int = 1, *, without: int = 0, rate: float = 1.0) -> float:
+    def product(
+        self, parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0
+    ) -> float:
         """Seconds of the local product, or of one of ``parts`` of its rows.
 
         Args:
+            at_once: parts that share the multiprocessors.
             without: multiprocessors that do something else.
             rate: relative to the vendor's.
         """
@@ -92,7 +95,7 @@ class _Call:
         m, width = ceil_div(problem.rows, parts), problem.shape[-1]
         k, n = (width, self.other) if problem.gathers else (self.other, width)
         units = profile.multiprocessors - without
-        waves = ceil_div(ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units)
+        waves = ceil_div(at_once * ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units) / at_once
         flops = 2 * prod(TILE) * k * waves * profile.multiprocessors
         multiply = flops / profile.rate(problem.dtype.itemsize) / rate
         move = (m * k + k * n + m * n) * problem.dtype.itemsize / profile.bandwidth
@@ -127,7 +130,8 @@ def _direct(call: _Call) -> float:
 
 def _pipelined(call: _Call) -> float:
     peers = call.ranks - 1
-    part, copy = call.product(call.ranks) + LAUNCH_S, COPY_S + call.received / max(peers, 1)
+    part = call.product(call.ranks, at_once=min(2, call.ranks)) + LAUNCH_S
+    copy = COPY_S + call.received / max(peers, 1)
     seconds = part + peers * max(part, copy)
     if call.problem.gathers:
         return seconds
