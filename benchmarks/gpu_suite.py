@@ -26,7 +26,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import cuda, faults, kernels, link, models, nccl, order, path, small, tune
+from benchmarks.gpu import (
+    bring,
+    cuda,
+    faults,
+    kernels,
+    link,
+    models,
+    nccl,
+    order,
+    path,
+    small,
+    tune,
+)
 from benchmarks.gpu.runner import RAISED, run_stage, write_results
 from benchmarks.gpu.stage import Result, Setting
 
@@ -53,6 +65,7 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "matmul_speed": kernels.matmul_speed,
     "fused_speed": kernels.fused_speed,
     "small_speed": small.small_speed,
+    "bring_speed": bring.bring_speed,
     "symm_mem": tune.symm_mem,
     "tune": tune.tune,
     "sanitize": kernels.sanitize,

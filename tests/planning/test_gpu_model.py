@@ -39,7 +39,7 @@ def times(op: str, shape: tuple[int, ...], world: int = 4, machine: Profile = MA
 
 def test_a_gather() -> None:
     """(M, N, K) = (4608, 4 x 2560, 4096): 36 x 10 tiles on a rank are 10 waves of 4.096 ms. On the
-    34 multiprocessors that copy engines leave, 11 waves."""
+    35 multiprocessors that copy engines leave, 11 waves."""
     found = times("all_gather_matmul", (4608, 4 * 2560, 4096))
     wave, received = 4096e-6, 4608 * 4096 * 2 * 3 / 4 / 1e11
     ring = 10e-6 + 3 * 1e-6 + received

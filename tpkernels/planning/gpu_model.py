@@ -46,7 +46,7 @@ COPY_S = 2.5e-6
 # A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
 LOW_LATENCY_BYTES = 128 << 10
 # Of `fused`: kernels/configs.py, kernels/all_gather_matmul.py, algorithms/fused.py.
-FETCHERS, PIECE_BYTES, RING_BYTES, ROOM, COPY_ENGINE_BYTES = 12, 128 << 10, 64 << 10, 2, 4 << 20
+FETCHERS, PIECE_BYTES, RING_BYTES, ROOM, COPY_ENGINE_BYTES = 12, 128 << 10, 64 << 10, 1, 4 << 20
 READ_S = 2 * HOP_S  # a read from a peer: a hop each way
 # The tile loop of kernels/matmul.py relative to cuBLAS. Not measured; 0.9 is assumed.
 OWN_PRODUCT = 0.9
