@@ -116,26 +116,30 @@ def launches_job(driver: str, way: str) -> tuple[int, int]:
         return library.emulated_launches() - launches, library.emulated_writes() - writes
 
 
-def unable_job(driver: str) -> tuple[int, int]:
-    """The same on a device whose streams cannot write; its kernels are loaded anew."""
+def unable_job(driver: str, refuses: bool) -> tuple[int, int]:
+    """The same on a device whose streams cannot write, or whose driver ``refuses`` each write; its
+    kernels are loaded anew."""
     library = emulated.load(driver)
-    library.emulated_streams_write(False)
+    library.emulated_streams_write(refuses)
+    library.emulated_fail(b"cuStreamWriteValue64", 801)
     cuda.image.kernels.cache_clear()
     try:
         return launches_job(driver, "unable")
     finally:
         library.emulated_streams_write(True)
+        library.emulated_fail(b"", 0)
         cuda.image.kernels.cache_clear()
 
 
-@pytest.mark.parametrize("way", ["eager", "captured", "unable"])
+@pytest.mark.parametrize("way", ["eager", "captured", "unable", "refused"])
 def test_a_chunk_is_told_without_a_kernel(
     interpreting: RanksFixture, cuda_driver: str, way: str
 ) -> None:
     """Kernels: begin, publish, a wait for each peer, end, whatever the number of results."""
     chunks = 5
-    job = (unable_job, cuda_driver) if way == "unable" else (launches_job, cuda_driver, way)
-    for launches, writes in interpreting(2).run(*job):
+    able = way in ("eager", "captured")
+    job, given = (launches_job, way) if able else (unable_job, way == "refused")
+    for launches, writes in interpreting(2).run(job, cuda_driver, given):
         assert (launches, writes) == ((4, chunks) if way == "eager" else (4 + chunks, 0))
 
 

@@ -203,10 +203,11 @@ int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t bytes, void*
   return code_of("cuMemcpyAsync");
 }
 int cuStreamWriteValue64_v2(void*, std::uint64_t to, std::uint64_t value, unsigned flags) {
-  if (flags != 0 || !streams_write) return 801;
+  if (const int code = code_of("cuStreamWriteValue64"); code != 0) return code;
+  if (flags != 0 || !streams_write) return 1;
   ++writes;
   __atomic_store_n(reinterpret_cast<std::uint64_t*>(to), value, __ATOMIC_RELEASE);
-  return code_of("cuStreamWriteValue64");
+  return 0;
 }
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                    unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void*,
