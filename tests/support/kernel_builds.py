@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from tpkernels.kernels import (
     all_gather_matmul,
     configs,
+    fetching,
     matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -30,15 +31,15 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "matmul": (matmul.matmul_kernel, {"before": None}),
     "shard": (
         all_gather_matmul.shard_kernel,
-        {"BLOCK": all_gather_matmul.COPY_BLOCK},
+        {"BLOCK": all_gather_matmul._COPY_BLOCK},
     ),
     "all_gather_matmul": (
         all_gather_matmul.all_gather_matmul_kernel,
-        {"PART": False, "FETCHERS": 16, "COPY": all_gather_matmul.COPY_BLOCK},
+        {"PART": False},
     ),
     "multiply_arriving": (
         all_gather_matmul.all_gather_matmul_kernel,
-        {"PART": True, "FETCHERS": 0, "COPY": all_gather_matmul.COPY_BLOCK},
+        {"PART": True, "fetching": fetching.NO_FETCHING},
     ),
     "matmul_reduce_scatter": (matmul_reduce_scatter.matmul_reduce_scatter_kernel, {}),
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
@@ -94,6 +95,7 @@ def build(
         "world": WORLD,
         "chaos": 2000 if delays else 0,
         "stride_bk" if b_major == "k" else "stride_bn": 1,
+        "fetching": fetching.fetching_of(config, dtype.primitive_bitwidth // 8, 1 << 30, WORLD),
         "tiling": Tiling(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
             *(config.tma, b_major if config.tma else "no", ahead),

@@ -47,7 +47,7 @@ class MatmulConfig:
     """One way to run the tile loop.
 
     ``programs`` is the size of the persistent grid, 0 for one per multiprocessor. In an all-gather,
-    ``fetchers`` of them bring the peers' rows.
+    ``fetchers`` of them, at most, bring the peers' rows in pieces of ``piece_bytes``.
     """
 
     block_m: int
@@ -57,7 +57,8 @@ class MatmulConfig:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 0
-    fetchers: int = 16
+    fetchers: int = 12
+    piece_bytes: int = 128 << 10
     tma: bool = False
 
     @functools.cached_property
@@ -174,8 +175,9 @@ CANDIDATES: dict[bool, tuple[Config, ...]] = {
     }.items()
 }
 INTERPRETER = MatmulConfig(
-    block_m=32, block_n=32, block_k=32, group_m=2, num_warps=1, programs=4, fetchers=2, tma=True
-)
+    block_m=32, block_n=32, block_k=32, group_m=2, num_warps=1, programs=4, fetchers=2,
+    piece_bytes=1 << 10, tma=True,
+)  # fmt: skip
 
 
 def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = ()) -> MatmulConfig:

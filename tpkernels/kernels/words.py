@@ -150,6 +150,15 @@ def load_acquire(words, wanted):
 
 
 @triton.jit
+def any_lacks(words, wanted, value):
+    """Whether one of the words that are ``wanted`` has another value. Acquire, for all threads."""
+    seen = load_acquire(words, wanted)
+    lacking = tl.max(tl.where(wanted & (seen != value), 1, 0), 0) != 0
+    tl.debug_barrier()  # some threads have acquired, all threads read
+    return lacking
+
+
+@triton.jit
 def load_by_one(word):
     """A word of the host's memory in the thread that does atomics, 0 in the others."""
     if INTERPRETED:

@@ -24,6 +24,8 @@ _LINE = 2  # words that a thread stores at a time (csrc/cuda/low_latency.cuh)
 # `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
 # grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
 STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST = range(8)
+# Behind them, flags: what copy engines have brought within a call (csrc/cuda/sync.cuh).
+FLAGS_AT, FLAGS = len(STATE), 1024
 # Epochs are 1 to LAST_EPOCH, then 1 again. A word that was never written has epoch 0.
 LAST_EPOCH = 0xFFFF_FFFE
 # `control`: int64 words in host memory. ABORT: 1 + the lost rank; the host writes it. FAILED: 1
@@ -81,7 +83,7 @@ class DeviceWorkspace:
         addresses = [region.address for region in regions]
         with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
-            self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
+            self.state = torch.zeros(FLAGS_AT + FLAGS, dtype=torch.int64, device=device)
             pinned = self.regions.is_cuda  # host and kernels write it while the other reads
             self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
         # Reading an element of a tensor takes 2 us, and every call looks.
