@@ -29,6 +29,9 @@ LAST_EPOCH = 0xFFFF_FFFE
 # `control`: int64 words in host memory. ABORT: 1 + the lost rank; the host writes it. FAILED: 1
 # once STATUS is set; a kernel writes it.
 CONTROL = ABORT, FAILED = range(2)
+# `scratch`: where up to 512 programs of a kernel make a descriptor each, of 128 bytes. The calls of
+# a group come one after the other.
+SCRATCH_BYTES = 512 * 128
 # Values of STATUS.
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
@@ -84,6 +87,7 @@ class DeviceWorkspace:
             self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
             pinned = self.regions.is_cuda  # host and kernels write it while the other reads
             self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
+            self.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
         # Reading an element of a tensor takes 2 us, and every call looks.
         self._failed = ctypes.c_int64.from_address(self.control.data_ptr() + FAILED * _WORD)
         self.rank, self.world = rank, len(addresses)
