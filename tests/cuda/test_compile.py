@@ -27,7 +27,7 @@ NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", LOW_LATENCY
 NORMS += ("rms_norm_of_rows",)
 SHARES = ("one_shot_gather", "one_shot_scatter")
 LOW_LATENCY = ("low_latency_all_reduce", "low_latency_all_gather", "low_latency_reduce_scatter")
-LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce")
+LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce", "whole_lines_all_reduce")
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -130,6 +130,19 @@ def test_a_low_latency_call_has_no_fence(kernel: str) -> None:
     assert len(re.findall(ends, ptx)) == 2 + rows  # two at the end
 
 
+def test_the_threads_of_a_line_access_it_together() -> None:
+    """They meet right before each store and load of a line, and take their votes together."""
+    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
+    lines = kernels["whole_lines_all_reduce"].splitlines()
+    access = r"(?:ld|st)\.relaxed\.sys\.global\.v2\.u64"
+    accesses = [at for at, line in enumerate(lines) if re.search(access, line)]
+    meeting = rf"bar\.warp|{access}|bra|^\$"
+    for at in accesses:
+        before = (line for line in reversed(lines[:at]) if re.search(meeting, line))
+        assert "bar.warp.sync" in next(before), "\n".join(lines[at - 10 : at + 1])
+    assert accesses and any("vote.sync.all" in line for line in lines)
+
+
 @pytest.mark.parametrize("kernel", NORMS)
 def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it(kernel: str) -> None:
     """On sm_80 there are no clusters: a row has one block."""
@@ -143,7 +156,9 @@ def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it(kernel: 
         assert found[at + 3].startswith("ld.shared"), found
 
 
-@pytest.mark.parametrize("kernel", [*REDUCES, "low_latency_all_reduce", LOW_LATENCY_NORMED])
+@pytest.mark.parametrize(
+    "kernel", [*REDUCES, "low_latency_all_reduce", "whole_lines_all_reduce", LOW_LATENCY_NORMED]
+)
 def test_no_data_is_touched_before_the_previous_kernel_has_ended(kernel: str) -> None:
     """An early launch announces itself, and looks at the state of its group; no more."""
     ptx = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel]

@@ -19,7 +19,7 @@ from tpkernels.symm import capture
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
-_LINE = 2  # words that a thread stores at a time (csrc/cuda/low_latency.cuh)
+_LINE = 16  # words that begin where a line of 128 bytes does (csrc/cuda/whole_lines.cuh)
 
 # `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
 # grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
