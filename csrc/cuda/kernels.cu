@@ -110,11 +110,8 @@ low_latency_two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call)
 
 TPK_KERNEL(kLowLatencyThreads)
 whole_lines_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
-  within_low_latency_call(space, output_of(call), [&](const Peers& peers) {
-    if (call.wire == kF32) return whole_lines<kF32>(peers, call);
-    if (call.wire == kF16) return whole_lines<kF16>(peers, call);
-    whole_lines<kBF16>(peers, call);
-  });
+  within_low_latency_call(space, output_of(call),
+                          [&](const Peers& peers) { whole_lines(peers, call); });
 }
 
 TPK_KERNEL(kLowLatencyThreads)

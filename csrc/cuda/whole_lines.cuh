@@ -149,6 +149,8 @@ TPK_DEVICE void receive_turn(const Peers& peers, u64 turn, const PieceFor& piece
                              const Take& take) {
   constexpr int kAtOnce = kLinesAtOnce / P;
   const int rank = peers.space.rank, world = peers.space.world;
+  const Share<P> own = load_turn<P>(peers, piece_for(rank), turn);
+#pragma unroll 1
   for (int begin = 0; begin < world; begin += kAtOnce) {
     Share<P> seen[kAtOnce];
     await_turn(peers, turn, begin, piece_for, seen);
@@ -158,7 +160,7 @@ TPK_DEVICE void receive_turn(const Peers& peers, u64 turn, const PieceFor& piece
       if (source >= world) continue;
       const Piece piece = piece_for(source);
       if (turn >= turns_in<P>(piece.bytes)) continue;
-      if (source == rank) seen[k] = load_turn<P>(peers, piece, turn);
+      if (source == rank) seen[k] = own;
       if (source != rank) clear_turn<P>(peers, source, piece, turn);
 #pragma unroll
       for (int s = 0; s < kShare; ++s) {
@@ -240,13 +242,18 @@ TPK_DEVICE void exchange_turns(const Peers& peers, const TwoHops& hops, u64 turn
   }
 }
 
-template <int D>
 TPK_DEVICE void whole_lines(const Peers& peers, const AllReduce& call) {
-  constexpr int kPacks = kVector / kLanes<D>;
-  const u64 turns = turns_in<kPacks>(call.segment * size_of(D));
-  const TwoHops hops{call, turns * kPacks};
-  push_partials<kPacks>(peers, hops, turns);
-  sum_turns<D>(peers, hops);
+  const u64 bytes = call.segment * size_of(call.wire);
+  const bool wide = call.wire == kF32;
+  const u64 turns = wide ? turns_in<2>(bytes) : turns_in<1>(bytes);
+  const TwoHops hops{call, wide ? 2 * turns : turns};
+  if (wide) {
+    push_partials<2>(peers, hops, turns);
+    sum_turns<kF32>(peers, hops);
+  } else {
+    push_partials<1>(peers, hops, turns);
+    call.wire == kF16 ? sum_turns<kF16>(peers, hops) : sum_turns<kBF16>(peers, hops);
+  }
   if (hops.out() == 4) return exchange_turns<2>(peers, hops, turns);
   exchange_turns<1>(peers, hops, turns);
 }
