@@ -33,6 +33,7 @@ Kernels::Kernels(int device, const void* image) {
   if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
   all_reduce_[3] = function("low_latency_all_reduce");
   all_reduce_[4] = function("low_latency_two_shot_all_reduce");
+  all_reduce_[5] = function("whole_lines_all_reduce");
   normed_[0] = function("one_shot_normed_all_reduce");
   normed_[1] = function("two_shot_normed_all_reduce");
   normed_[3] = function("low_latency_normed_all_reduce");

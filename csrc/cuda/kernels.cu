@@ -5,6 +5,7 @@
 #include "cuda/normed.cuh"
 #include "cuda/paced_copy.cuh"
 #include "cuda/shards.cuh"
+#include "cuda/whole_lines.cuh"
 
 using namespace tpkernels::cuda;
 
@@ -105,6 +106,12 @@ low_latency_two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call)
     if (call.wire == kF16) return low_latency_two_shot<kF16>(peers, call);
     low_latency_two_shot<kBF16>(peers, call);
   });
+}
+
+TPK_KERNEL(kLowLatencyThreads)
+whole_lines_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
+  within_low_latency_call(space, output_of(call),
+                          [&](const Peers& peers) { whole_lines(peers, call); });
 }
 
 TPK_KERNEL(kLowLatencyThreads)

@@ -22,7 +22,7 @@ struct Image {
 };
 const Image& embedded_image();
 
-enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency, kLowLatencyTwoShot };
+enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency, kLowLatencyTwoShot, kWholeLines };
 
 // Of a launch. An early one may start while the kernel queued before it still runs, where the GPU
 // and the driver can do that; see cuda/sync.cuh for what it needs.
@@ -81,7 +81,7 @@ class Kernels {
   Handle module_ = nullptr;
   bool launches_early_ = false;
   std::atomic<bool> streams_write_{false};
-  Handle all_reduce_[5] = {}, normed_[5] = {};
+  Handle all_reduce_[6] = {}, normed_[5] = {};
   Handle gather_, scatter_, low_latency_gather_, low_latency_scatter_, sum_, barrier_, paced_,
       begin_, publish_, flag_, wait_, end_, norm_;
 };

@@ -27,7 +27,7 @@ NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", LOW_LATENCY
 NORMS += ("rms_norm_of_rows",)
 SHARES = ("one_shot_gather", "one_shot_scatter")
 LOW_LATENCY = ("low_latency_all_reduce", "low_latency_all_gather", "low_latency_reduce_scatter")
-LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce")
+LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce", "whole_lines_all_reduce")
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -129,6 +129,19 @@ def test_a_low_latency_call_has_no_fence(kernel: str) -> None:
     ends = BARRIER.replace("|barrier", r"|barrier(?!\.cluster)")
     rows = 3 if kernel in NORMS else 0  # one of the block for each of the dtypes
     assert len(re.findall(ends, ptx)) == 2 + rows  # two at the end
+
+
+def test_the_threads_of_a_line_access_it_together() -> None:
+    """They meet right before each store and load of a line, and take their votes together."""
+    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
+    lines = kernels["whole_lines_all_reduce"].splitlines()
+    access = r"(?:ld|st)\.relaxed\.sys\.global\.v2\.u64"
+    accesses = [at for at, line in enumerate(lines) if re.search(access, line)]
+    meeting = rf"bar\.warp|{access}|bra|^\$"
+    for at in accesses:
+        before = (line for line in reversed(lines[:at]) if re.search(meeting, line))
+        assert "bar.warp.sync" in next(before), "\n".join(lines[at - 10 : at + 1])
+    assert accesses and any("vote.sync.all" in line for line in lines)
 
 
 @pytest.mark.parametrize("kernel", NORMS)

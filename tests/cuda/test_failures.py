@@ -22,7 +22,7 @@ from tpkernels.symm.device import DeviceWorkspace
 
 TIMEOUT = 0.8
 MOST_WAYS = [*sweep(["two_shot", "barrier", "copies", "one_shot"]), "low_latency"]
-MOST_WAYS += sweep(["low_latency_two_shot"])
+MOST_WAYS += sweep(["low_latency_two_shot", "whole_lines"])
 PROMPT = 5.0  # other waits would take 20 s
 Failure = tuple[int, int, int, int] | None
 

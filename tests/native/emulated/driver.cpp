@@ -49,6 +49,7 @@ std::map<std::string, Entry> entries{
     {"low_latency_all_reduce", {with(low_latency_all_reduce), true, kLowLatencyThreads}},
     {"low_latency_two_shot_all_reduce",
      {with(low_latency_two_shot_all_reduce), true, kLowLatencyThreads}},
+    {"whole_lines_all_reduce", {with(whole_lines_all_reduce), true, kLowLatencyThreads}},
     {"low_latency_all_gather", {with(low_latency_all_gather), true, kLowLatencyThreads}},
     {"low_latency_reduce_scatter", {with(low_latency_reduce_scatter), true, kLowLatencyThreads}},
     {"one_shot_normed_all_reduce", {with(one_shot_normed_all_reduce), true, kRowThreads}},
