@@ -21,7 +21,8 @@
 // - The place of a flag holds zero, a flag or a word of an earlier call: data never are there.
 // The rest of the proof is that of cuda/low_latency.cuh.
 //
-// Failure: as there.
+// Failure: as there. The eight threads of a line share the end of a wait too: if it has failed,
+// none of them pushes its sums.
 #pragma once
 
 #include "cuda/low_latency.cuh"
@@ -117,9 +118,10 @@ TPK_DEVICE void clear_turn(const Peers& peers, int source, const Piece& piece, u
   for (int p = 0; p < P; ++p) store_share(lines + p * kLinePacks, zeros.pack[p]);
 }
 
-// Waits for a turn of the sources from `begin` on, as many as `seen` holds.
+// Waits for a turn of the sources from `begin` on, as many as `seen` holds. Returns, to all threads
+// of a line alike, whether it has arrived; if not, the wait has failed.
 template <int P, int N, class PieceFor>
-TPK_DEVICE void await_turn(const Peers& peers, u64 turn, int begin, const PieceFor& piece_for,
+TPK_DEVICE bool await_turn(const Peers& peers, u64 turn, int begin, const PieceFor& piece_for,
                            Share<P> (&seen)[N]) {
   const int rank = peers.space.rank, world = peers.space.world;
   const bool waits = (peers.space.chaos & 1) == 0;
@@ -135,25 +137,27 @@ TPK_DEVICE void await_turn(const Peers& peers, u64 turn, int begin, const PieceF
       if (turn >= turns_in<P>(piece.bytes)) continue;
       if (!look_at_turn(peers, source, piece, turn, seen[k])) late = source;
     }
-    if (all_of_line(late < 0) || !waits) return;
+    if (all_of_line(late < 0) || !waits) return true;
     if (looks == 1) since = clock_ns();
     const bool goes_on = late < 0 || look_again(peers, late, looks, since);
-    if (!all_of_line(goes_on)) return;
+    if (!all_of_line(goes_on)) return false;
   }
 }
 
 // Calls `take(source, s, packs)` for every source in rank order and every vector that this thread
-// has in a turn. This rank's own packs are read where they are.
+// has in a turn. This rank's own packs are read where they are. Returns false, to all threads of a
+// line, if a wait has failed: packs may be anything then.
 template <int P, class PieceFor, class Take>
-TPK_DEVICE void receive_turn(const Peers& peers, u64 turn, const PieceFor& piece_for,
+TPK_DEVICE bool receive_turn(const Peers& peers, u64 turn, const PieceFor& piece_for,
                              const Take& take) {
   constexpr int kAtOnce = kLinesAtOnce / P;
   const int rank = peers.space.rank, world = peers.space.world;
   const Share<P> own = load_turn<P>(peers, piece_for(rank), turn);
+  bool arrived = true;
 #pragma unroll 1
   for (int begin = 0; begin < world; begin += kAtOnce) {
     Share<P> seen[kAtOnce];
-    await_turn(peers, turn, begin, piece_for, seen);
+    arrived = await_turn(peers, turn, begin, piece_for, seen) && arrived;
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int source = begin + k;
@@ -172,6 +176,7 @@ TPK_DEVICE void receive_turn(const Peers& peers, u64 turn, const PieceFor& piece
       }
     }
   }
+  return arrived;
 }
 
 // Pushes the partials of every peer's segment to that peer.
@@ -190,15 +195,17 @@ TPK_DEVICE void push_partials(const Peers& peers, const TwoHops& hops, u64 turns
   }
 }
 
-// Sums this rank's segment.
+// Sums this rank's segment. Returns false, to all threads of a line, if a wait of theirs has
+// failed.
 template <int D>
-TPK_DEVICE void sum_turns(const Peers& peers, const TwoHops& hops) {
+TPK_DEVICE bool sum_turns(const Peers& peers, const TwoHops& hops) {
   constexpr int kPacks = kVector / kLanes<D>;
   const int rank = peers.space.rank;
   const Piece own = hops.partial_for(rank);
   const u64 count = own.bytes / size_of(D), out = hops.sum_of(rank).from;
   const u64 begin = hops.call.begin + segment_of(hops.call, rank).first;
   const Epilogue epilogue = hops.epilogue_of(rank);
+  bool arrived = true;
   delay(peers, thread() + 1);
   for (u64 turn = group(); turn < turns_in<kPacks>(own.bytes); turn += groups()) {
     float acc[kShare][kVector] = {};
@@ -209,13 +216,14 @@ TPK_DEVICE void sum_turns(const Peers& peers, const TwoHops& hops) {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) acc[s][k] = source == 0 ? next[k] : acc[s][k] + next[k];
     };
-    receive_turn<kPacks>(peers, turn, [&](int) { return own; }, sum);
+    arrived = receive_turn<kPacks>(peers, turn, [&](int) { return own; }, sum) && arrived;
 #pragma unroll
     for (int s = 0; s < kShare; ++s) {
       const u64 i = vector_of(turn, s) * kVector;
       if (!is_flag(s) && i < count) store_arrived(acc[s], out, begin, i, count, epilogue);
     }
   }
+  return arrived;
 }
 
 // Pushes this rank's sum to all peers, and receives theirs. A thread has the vectors that it
@@ -247,13 +255,15 @@ TPK_DEVICE void whole_lines(const Peers& peers, const AllReduce& call) {
   const bool wide = call.wire == kF32;
   const u64 turns = wide ? turns_in<2>(bytes) : turns_in<1>(bytes);
   const TwoHops hops{call, wide ? 2 * turns : turns};
+  bool arrived = false;
   if (wide) {
     push_partials<2>(peers, hops, turns);
-    sum_turns<kF32>(peers, hops);
+    arrived = sum_turns<kF32>(peers, hops);
   } else {
     push_partials<1>(peers, hops, turns);
-    call.wire == kF16 ? sum_turns<kF16>(peers, hops) : sum_turns<kBF16>(peers, hops);
+    arrived = call.wire == kF16 ? sum_turns<kF16>(peers, hops) : sum_turns<kBF16>(peers, hops);
   }
+  if (!arrived) return;
   if (hops.out() == 4) return exchange_turns<2>(peers, hops, turns);
   exchange_turns<1>(peers, hops, turns);
 }

@@ -161,7 +161,9 @@ def impatient_job(driver: str, way: str) -> tuple[bool, bool]:
     return bool((out == 6.0).all()), space.failure() is not None and bool(out.isnan().all())
 
 
-@pytest.mark.parametrize("way", ["low_latency_two_shot", *sweep(["two_shot", "one_shot"])])
+@pytest.mark.parametrize(
+    "way", ["low_latency_two_shot", "whole_lines", *sweep(["two_shot", "one_shot"])]
+)
 def test_no_rank_takes_what_another_made_of_a_failed_wait(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
