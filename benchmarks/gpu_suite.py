@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import (
+    bring,
     cuda,
     faults,
     in_place,
@@ -67,6 +68,7 @@ STAGES: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "fused_speed": kernels.fused_speed,
     "small_speed": small.small_speed,
     "in_place_speed": in_place.in_place_speed,
+    "bring_speed": bring.bring_speed,
     "symm_mem": tune.symm_mem,
     "tune": tune.tune,
     "sanitize": kernels.sanitize,

@@ -164,7 +164,7 @@ def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     """The calls on one rank, and whether each was right."""
     made = CudaCalls(device)
     made.space.set_chaos(seed=made.rank, max_delay_us=delay_us)
-    ways = ["one_shot", "two_shot", "low_latency", "low_latency_two_shot"]
+    ways = ["one_shot", "two_shot", "low_latency", "low_latency_two_shot", "whole_lines"]
     checks: dict[str, Callable[[], bool]] = {
         f"{way} all-reduce": lambda way=way: all(  # type: ignore[misc]
             made.reduce(way, dtype, count) for dtype in DTYPES for count in COUNTS[:calls]

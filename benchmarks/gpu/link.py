@@ -60,8 +60,15 @@ class PacedCall(CopyCall):
     one peer publishes after each publish of rank 0, in the order in which the peers would finish
     rank 0's partials."""
 
-    def __init__(self, ranks: EmulatedRanks, signature: int, rate: float, word: int | None) -> None:
-        super().__init__(ranks.spaces[0], signature)
+    def __init__(
+        self,
+        ranks: EmulatedRanks,
+        signature: int,
+        rate: float,
+        word: int | None,
+        flags: int = 0,
+    ) -> None:
+        super().__init__(ranks.spaces[0], signature, flags=flags)
         self._ranks, self._rate, self._word = ranks, rate, word
         self._theirs = [CopyCall(space, signature) for space in ranks.spaces[1:]]
         self._published = 0
@@ -148,13 +155,14 @@ class Gather:
         config = choose(self.rows.device, self.rows.dtype, self.whole.shape[0])
         # A paced copy must be resident beside the kernel, whose programs fill the others.
         config = replace(config, programs=max(config.programs - COPY_SMS, config.fetchers + 1))
-        prepared, step = kernel.prepare_arriving(
+        prepared, step, chunks = kernel.prepare_arriving(
             config, self.w, self.whole, self.out.dtype, self.sizes
         )
-        with PacedCall(self.ranks, 2, rate, space.words - 2) as copies, ExitStack() as after:
+        call = PacedCall(self.ranks, 2, rate, space.words - 2, len(self.sizes) * chunks)
+        with call as copies, ExitStack() as after:
             fused.bring_rows(
                 copies, side, self.ranks.peers, self.rows, self.whole, self.sizes,
-                step,
+                step, chunks,
             )  # fmt: skip
             after.callback(side.join)
             prepared.launch(self.whole, self.w, None, self.out).run(space, 2)

@@ -13,7 +13,7 @@ from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks
 from tpkernels import cuda
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)  # bytes
-OURS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
+OURS = ("low_latency", "low_latency_two_shot", "whole_lines", "one_shot", "two_shot")
 ROWS_BYTES, COLUMNS = (16 << 10, 128 << 10, 256 << 10, 1 << 20), 8192
 CALLS, REPLAYS = 20, 30
 

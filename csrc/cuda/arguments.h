@@ -92,14 +92,26 @@ struct SumPartials {
 struct Signal {
   int rank;  // the receiver, or the source to wait for; -1: all peers receive it
   int index;
-  int source;  // if the receiver is this rank itself: the rank whose data has arrived
 };
+
+// The flags of a rank follow the words of its state. A call clears those that it uses when it
+// begins; each is raised once.
+constexpr int kStateFlags = 8;
+constexpr u64 kRaised = 1;
 
 // The output of a call, which `poison` fills with NaN if the call has failed.
 struct Output {
   void* out;
   u64 bytes;
   void* more = nullptr;  // another of the same size
+};
+
+constexpr int kMostResults = 64;
+
+// The same of a call of several launches.
+struct Results {
+  Output outputs[kMostResults];
+  int count;
 };
 
 struct PacedCopy {
@@ -116,6 +128,6 @@ constexpr int kRowThreads = 256;
 constexpr int kSumThreads = 256;
 constexpr int kSignalThreads = 32;
 constexpr int kPacedThreads = 1024;
-constexpr int kPoisonThreads = 256;
+constexpr int kEndThreads = 256;
 
 }  // namespace tpkernels::cuda

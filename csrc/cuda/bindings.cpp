@@ -166,28 +166,38 @@ void bind_shards(py::class_<Kernels>& kernels) {
   bind("low_latency_scatter", &Kernels::low_latency_scatter);
 }
 
+// Of (address, bytes) pairs.
+Results make_results(const std::vector<std::pair<Address, std::uint64_t>>& given) {
+  Results results{};
+  if (given.size() > std::size(results.outputs)) {
+    throw py::value_error(std::to_string(given.size()) + " results; at most " +
+                          std::to_string(kMostResults));
+  }
+  for (const auto& [out, bytes] : given) {
+    results.outputs[results.count++] = {pointer<void>(out), bytes};
+  }
+  return results;
+}
+
 void bind_signals(py::class_<Kernels>& kernels) {
   kernels.def("barrier", &Kernels::barrier, py::arg("stream"), py::arg("space"), ReleaseGil())
-      .def("begin", &Kernels::begin, py::arg("stream"), py::arg("space"), ReleaseGil())
-      .def("end", &Kernels::end, py::arg("stream"), py::arg("space"), ReleaseGil())
+      .def("begin", &Kernels::begin, py::arg("stream"), py::arg("space"), py::arg("flags"),
+           ReleaseGil())
+      .def(
+          "end",
+          [](Kernels& k, Stream stream, const Space& space,
+             const std::vector<std::pair<Address, std::uint64_t>>& results) {
+            k.end(stream, space, make_results(results));
+          },
+          py::arg("stream"), py::arg("space"), py::arg("results"), ReleaseGil())
       .def(
           "publish",
           [](Kernels& k, Stream stream, const Space& space, int to, int index) {
-            k.publish(stream, space, {to, index, space.rank});
+            k.publish(stream, space, {to, index});
           },
           py::arg("stream"), py::arg("space"), py::arg("to"), py::arg("index"), ReleaseGil())
-      .def(
-          "pass_on",
-          [](Kernels& k, Stream stream, const Space& space, int source, int index) {
-            k.publish(stream, space, {space.rank, index, source});
-          },
-          py::arg("stream"), py::arg("space"), py::arg("source"), py::arg("index"), ReleaseGil())
-      .def(
-          "poison",
-          [](Kernels& k, Stream stream, const Space& space, Address out, std::uint64_t bytes) {
-            k.poison(stream, space, {pointer<void>(out), bytes});
-          },
-          py::arg("stream"), py::arg("space"), py::arg("out"), py::arg("nbytes"), ReleaseGil())
+      .def("raise_flag", &raise_flag, py::arg("stream"), py::arg("space"), py::arg("index"),
+           py::arg("captured"), ReleaseGil())
       .def(
           "copy",
           [](const Kernels& k, Stream stream, Address dst, Address src, std::size_t bytes) {
@@ -197,7 +207,7 @@ void bind_signals(py::class_<Kernels>& kernels) {
       .def(
           "wait",
           [](Kernels& k, Stream stream, const Space& space, int source, int index) {
-            k.wait(stream, space, {source, index, source});
+            k.wait(stream, space, {source, index});
           },
           py::arg("stream"), py::arg("space"), py::arg("source"), py::arg("index"), ReleaseGil());
 }
@@ -230,6 +240,7 @@ void bind(py::module_& m) {
   bind_shards(kernels);
   bind_signals(kernels);
   m.attr("MAX_WORLD") = kMaxWorld;
+  m.attr("MOST_RESULTS") = kMostResults;
   m.def("architectures", [] { return std::string(embedded_image().architectures); });
   m.def("image", [] {
     const Image& image = embedded_image();

@@ -44,6 +44,7 @@ Driver load() {
   find(library, "cuLaunchKernel", d.launch);
   find(library, "cuLaunchKernelEx", d.launch_with);
   find(library, "cuMemcpyAsync", d.copy_async);
+  find(library, "cuStreamWriteValue64_v2", d.write_value);
   if (const int code = d.init(0); code != 0) {
     const char* text = nullptr;
     d.error_string(code, &text);
@@ -89,11 +90,15 @@ int compute_capability(int device) {
     throw Unsupported("no GPU " + std::to_string(device) + ": the driver reports " +
                       std::to_string(count));
   }
-  int handle = 0, major = 0, minor = 0;
+  int handle = 0;
   d.check(d.device(&handle, device), "cuDeviceGet");
-  d.check(d.attribute(&major, kMajor, handle), "cuDeviceGetAttribute");
-  d.check(d.attribute(&minor, kMinor, handle), "cuDeviceGetAttribute");
-  return 10 * major + minor;
+  return 10 * device_attribute(handle, kMajor) + device_attribute(handle, kMinor);
+}
+
+int device_attribute(int handle, int attribute) {
+  int value = 0;
+  driver().check(driver().attribute(&value, attribute, handle), "cuDeviceGetAttribute");
+  return value;
 }
 
 ContextGuard::ContextGuard(Handle context) {

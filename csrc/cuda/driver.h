@@ -60,6 +60,7 @@ struct Driver {
                 Handle stream, void** parameters, void** extra);
   int (*launch_with)(const LaunchConfig* config, Handle function, void** parameters, void** extra);
   int (*copy_async)(Address dst, Address src, std::size_t bytes, Handle stream);
+  int (*write_value)(Handle stream, Address to, std::uint64_t value, unsigned flags);
 
   // Unless `code` is 0, throws std::runtime_error with the name of the call and the driver's text.
   void check(int code, const char* call) const;
@@ -73,6 +74,11 @@ int device_count();
 
 // 10 * major + minor.
 int compute_capability(int device);
+
+constexpr int kStreamWrites = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+
+// An attribute of a device that `Driver::device` returned.
+int device_attribute(int handle, int attribute);
 
 // Makes a device's primary context, which torch uses too, current for the guard's lifetime.
 class ContextGuard {

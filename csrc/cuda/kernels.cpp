@@ -25,6 +25,7 @@ Kernels::Kernels(int device, const void* image) {
                       std::to_string(capability) +
                       "): " + (text != nullptr ? text : "no reason given"));
   }
+  streams_write_ = device_attribute(handle, kStreamWrites) != 0;
   launches_early_ = capability >= kEarlyCapability && driver_version() >= kEarlyDriver;
   // Load all functions now: loading one at its first launch would invalidate a stream capture.
   all_reduce_[0] = function("one_shot_all_reduce");
@@ -32,6 +33,7 @@ Kernels::Kernels(int device, const void* image) {
   if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
   all_reduce_[3] = function("low_latency_all_reduce");
   all_reduce_[4] = function("low_latency_two_shot_all_reduce");
+  all_reduce_[5] = function("whole_lines_all_reduce");
   normed_[0] = function("one_shot_normed_all_reduce");
   normed_[1] = function("two_shot_normed_all_reduce");
   normed_[3] = function("low_latency_normed_all_reduce");
@@ -45,9 +47,9 @@ Kernels::Kernels(int device, const void* image) {
   paced_ = function("paced_copy");
   begin_ = function("call_begin");
   publish_ = function("call_publish");
+  flag_ = function("call_flag");
   wait_ = function("call_wait");
   end_ = function("call_end");
-  poison_ = function("call_poison");
 }
 
 // The primary context stays retained, because torch's tensors live in it.
@@ -156,24 +158,24 @@ void Kernels::paced_copy(Stream stream, int blocks, const PacedCopy& call) {
   launch(paced_, blocks, kPacedThreads, stream, call);
 }
 
-void Kernels::begin(Stream stream, const Space& space) {
-  launch(begin_, 1, kSignalThreads, stream, space);
+void Kernels::begin(Stream stream, const Space& space, int flags) {
+  launch(begin_, 1, kSignalThreads, stream, space, flags);
 }
 
 void Kernels::publish(Stream stream, const Space& space, const Signal& signal) {
   launch(publish_, 1, kSignalThreads, stream, space, signal);
 }
 
+void Kernels::flag(Stream stream, const Space& space, int index) {
+  launch(flag_, 1, kSignalThreads, stream, space, index);
+}
+
 void Kernels::wait(Stream stream, const Space& space, const Signal& signal) {
   launch(wait_, 1, kSignalThreads, stream, space, signal);
 }
 
-void Kernels::end(Stream stream, const Space& space) {
-  launch(end_, 1, kSignalThreads, stream, space);
-}
-
-void Kernels::poison(Stream stream, const Space& space, const Output& output) {
-  launch(poison_, 1, kPoisonThreads, stream, space, output);
+void Kernels::end(Stream stream, const Space& space, const Results& results) {
+  launch(end_, 1, kEndThreads, stream, space, results);
 }
 
 }  // namespace tpkernels::cuda

@@ -5,6 +5,7 @@
 #include "cuda/normed.cuh"
 #include "cuda/paced_copy.cuh"
 #include "cuda/shards.cuh"
+#include "cuda/whole_lines.cuh"
 
 using namespace tpkernels::cuda;
 
@@ -108,6 +109,12 @@ low_latency_two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call)
 }
 
 TPK_KERNEL(kLowLatencyThreads)
+whole_lines_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
+  within_low_latency_call(space, output_of(call),
+                          [&](const Peers& peers) { whole_lines(peers, call); });
+}
+
+TPK_KERNEL(kLowLatencyThreads)
 low_latency_all_gather(TPK_PARAM Space space, TPK_PARAM Shards shards) {
   within_low_latency_call(space, gathered(space, shards),
                           [&](const Peers& peers) { low_latency_gather(peers, shards); });
@@ -186,22 +193,25 @@ TPK_KERNEL(kPacedThreads) paced_copy(TPK_PARAM PacedCopy call) { paced_copy_piec
 
 TPK_KERNEL(kSignalThreads) call_barrier(TPK_PARAM Space space) { finish(enter(space)); }
 
-TPK_KERNEL(kSignalThreads) call_begin(TPK_PARAM Space space) { begin_call(space); }
+TPK_KERNEL(kSignalThreads) call_begin(TPK_PARAM Space space, TPK_PARAM int flags) {
+  begin_call(space, flags);
+}
 
 TPK_KERNEL(kSignalThreads) call_publish(TPK_PARAM Space space, TPK_PARAM Signal signal) {
   const Peers peers = join_call(space);
   if (signal.rank < 0) return publish_to_all(peers, signal.index);
-  if (signal.rank == space.rank) return pass_on(peers, signal.source, signal.index);
   publish(peers, signal.rank, signal.index);
+}
+
+// Where a stream cannot write it.
+TPK_KERNEL(kSignalThreads) call_flag(TPK_PARAM Space space, TPK_PARAM int index) {
+  raise_flag(join_call(space), index);
 }
 
 TPK_KERNEL(kSignalThreads) call_wait(TPK_PARAM Space space, TPK_PARAM Signal signal) {
   wait_for(join_call(space), signal.rank, signal.index);
 }
 
-TPK_KERNEL(kSignalThreads) call_end(TPK_PARAM Space space) { end_call(space); }
-
-// Runs after call_end: poisons the call's output if a wait has failed.
-TPK_KERNEL(kPoisonThreads) call_poison(TPK_PARAM Space space, TPK_PARAM Output output) {
-  if (!join_call(space).usable) poison(output);
+TPK_KERNEL(kEndThreads) call_end(TPK_PARAM Space space, TPK_PARAM Results results) {
+  end_call(space, results);
 }

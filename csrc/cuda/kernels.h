@@ -1,6 +1,7 @@
 // The kernels of kernels.cu on one device: loads them from an image, launches them on a stream.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <string>
 #include <utility>
@@ -21,7 +22,7 @@ struct Image {
 };
 const Image& embedded_image();
 
-enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency, kLowLatencyTwoShot };
+enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency, kLowLatencyTwoShot, kWholeLines };
 
 // Of a launch. An early one may start while the kernel queued before it still runs, where the GPU
 // and the driver can do that; see cuda/sync.cuh for what it needs.
@@ -55,13 +56,17 @@ class Kernels {
   void paced_copy(Stream stream, int blocks, const PacedCopy& call);
 
   // The launches that make up longer calls; see copies.h.
-  void begin(Stream stream, const Space& space);
+  void begin(Stream stream, const Space& space, int flags);
   void publish(Stream stream, const Space& space, const Signal& signal);
+  void flag(Stream stream, const Space& space, int index);
   void wait(Stream stream, const Space& space, const Signal& signal);
-  void end(Stream stream, const Space& space);
-  void poison(Stream stream, const Space& space, const Output& output);
+  void end(Stream stream, const Space& space, const Results& results);
 
   Handle context() const { return context_; }
+  // Whether streams write words of 8 bytes without a kernel. The attribute of the device says so;
+  // where a write is refused all the same, nobody tries again.
+  bool streams_write() const { return streams_write_; }
+  void no_stream_writes() { streams_write_ = false; }
 
  private:
   Handle function(const char* name) const;
@@ -75,9 +80,10 @@ class Kernels {
   Handle context_ = nullptr;
   Handle module_ = nullptr;
   bool launches_early_ = false;
-  Handle all_reduce_[5] = {}, normed_[5] = {};
+  std::atomic<bool> streams_write_{false};
+  Handle all_reduce_[6] = {}, normed_[5] = {};
   Handle gather_, scatter_, low_latency_gather_, low_latency_scatter_, sum_, barrier_, paced_,
-      begin_, publish_, wait_, end_, poison_, norm_;
+      begin_, publish_, flag_, wait_, end_, norm_;
 };
 
 }  // namespace tpkernels::cuda

@@ -56,30 +56,34 @@ TPK_DEVICE bool add_up_arriving(float (&acc)[kVector], const Peers& peers, const
   return receive<kPacks>(peers, v * kPacks, [&](int) { return own; }, sum);
 }
 
+// out[i] = round(acc + bias + residual) for as many elements from i on as there are of `count`.
+TPK_DEVICE void store_arrived(float (&acc)[kVector], u64 out, u64 begin, u64 i, u64 count,
+                              const Epilogue& epilogue) {
+  const u64 left = least(count - i, kVector);
+  if (left == kVector && aligned(out) && aligned(address_of(epilogue.residual))) {
+    return store_sum(acc, out, begin, i, epilogue);
+  }
+#pragma unroll 1
+  for (u64 k = 0; k < left; ++k) {
+    float one[1] = {acc[0]};
+#pragma unroll
+    for (int j = 1; j < kVector; ++j) one[0] = k == static_cast<u64>(j) ? acc[j] : one[0];
+    store_sum(one, out, begin, i + k, epilogue);
+  }
+}
+
 // out = round(sum_r(x_r) + bias + residual), where `own` is this rank's x. Returns false if a wait
 // of this thread has failed.
 template <int D>
 TPK_DEVICE bool sum_arriving(const Peers& peers, const Piece& own, u64 out, u64 begin,
                              const Epilogue& epilogue) {
   const u64 count = own.bytes / size_of(D);
-  const bool vectorized = aligned(out) && aligned(address_of(epilogue.residual));
   bool arrived = true;
   delay(peers, thread() + 1);
   for (u64 v = lane(); v * kVector < count; v += lanes()) {
     float acc[kVector] = {};
     arrived = add_up_arriving<D>(acc, peers, own, v) && arrived;
-    const u64 i = v * kVector, left = least(count - i, kVector);
-    if (vectorized && left == kVector) {
-      store_sum(acc, out, begin, i, epilogue);
-      continue;
-    }
-#pragma unroll 1
-    for (u64 k = 0; k < left; ++k) {
-      float one[1] = {acc[0]};
-#pragma unroll
-      for (int j = 1; j < kVector; ++j) one[0] = k == static_cast<u64>(j) ? acc[j] : one[0];
-      store_sum(one, out, begin, i + k, epilogue);
-    }
+    store_arrived(acc, out, begin, v * kVector, count, epilogue);
   }
   return arrived;
 }
@@ -111,33 +115,51 @@ TPK_DEVICE void exchange_sums(const Peers& peers, const AllReduce& call, const P
   }
 }
 
-// Every rank sums a segment and pushes its sum, whose lines are behind those of the partials: fewer
-// bytes than in one hop, from three ranks on, for two hops. `out` may be x: a sum arrives only
-// where this rank's partial has been sent.
+// What goes to whom in two hops: partials to the owner of a segment, whose sum goes to all. Lines
+// of sums are `behind` those of partials.
+struct TwoHops {
+  const AllReduce& call;
+  u64 behind;
+
+  TPK_DEVICE u64 in() const { return size_of(call.wire); }
+  TPK_DEVICE u64 out() const { return size_of(call.epilogue.out_dtype); }
+
+  TPK_DEVICE Piece partial_for(int owner) const {
+    const Range segment = segment_of(call, owner);
+    return {address_of(call.x) + segment.first * in(), length(segment) * in()};
+  }
+
+  TPK_DEVICE Piece sum_of(int owner) const {
+    const Range segment = segment_of(call, owner);
+    return {address_of(call.out) + segment.first * out(), length(segment) * out(), behind};
+  }
+
+  // After the sum of a segment.
+  TPK_DEVICE Epilogue epilogue_of(int owner) const {
+    Epilogue epilogue = call.epilogue;
+    if (epilogue.residual != nullptr) {
+      const u64 offset = segment_of(call, owner).first * size_of(epilogue.residual_dtype);
+      epilogue.residual = static_cast<const char*>(epilogue.residual) + offset;
+    }
+    return epilogue;
+  }
+};
+
+// Every rank sums a segment and pushes its sum: fewer bytes than in one hop, from three ranks on,
+// for two hops. `out` may be x: a sum arrives only where this rank's partial has been sent.
 template <int D>
 TPK_DEVICE void low_latency_two_shot(const Peers& peers, const AllReduce& call) {
   const int rank = peers.space.rank;
-  const u64 in = size_of(D), out = size_of(call.epilogue.out_dtype);
-  const auto partial_for = [&](int owner) {
-    const Range segment = segment_of(call, owner);
-    return Piece{address_of(call.x) + segment.first * in, length(segment) * in};
-  };
-  const auto sum_for = [&](int owner) {
-    const Range segment = segment_of(call, owner);
-    const u64 behind = kHalves * packs_in(call.segment * in);
-    return Piece{address_of(call.out) + segment.first * out, length(segment) * out, behind};
-  };
-  const auto theirs = [&](int owner) { return owner == rank ? Piece{0, 0} : sum_for(owner); };
-  push_each<kVector / kLanes<D>>(peers, packs_in(call.segment * in), partial_for);
+  const u64 packs = packs_in(call.segment * size_of(D));
+  const TwoHops hops{call, kHalves * packs};
+  const auto partial_for = [&](int owner) { return hops.partial_for(owner); };
+  const auto theirs = [&](int owner) { return owner == rank ? Piece{0, 0} : hops.sum_of(owner); };
+  push_each<kVector / kLanes<D>>(peers, packs, partial_for);
   const u64 first = segment_of(call, rank).first;
-  Epilogue epilogue = call.epilogue;
-  if (epilogue.residual != nullptr) {
-    const u64 size = size_of(epilogue.residual_dtype);
-    epilogue.residual = static_cast<const char*>(epilogue.residual) + first * size;
-  }
-  const Piece sum = sum_for(rank);
-  if (!sum_arriving<D>(peers, partial_for(rank), sum.from, call.begin + first, epilogue)) return;
-  if (out == 4) return exchange_sums<2>(peers, call, sum, theirs);
+  const Piece own = hops.partial_for(rank), sum = hops.sum_of(rank);
+  const Epilogue epilogue = hops.epilogue_of(rank);
+  if (!sum_arriving<D>(peers, own, sum.from, call.begin + first, epilogue)) return;
+  if (hops.out() == 4) return exchange_sums<2>(peers, call, sum, theirs);
   exchange_sums<1>(peers, call, sum, theirs);
 }
 

@@ -18,6 +18,11 @@
 // returns when every peer has published DONE, so nobody reads what this call wrote. The calls
 // before and after it see an epoch like any other.
 //
+// A flag tells kernels of the same rank, within such a call, that data has arrived. Its value is
+// constant, so that a stream can write it without a kernel, in replays too. `begin_call` clears the
+// flags, not `end_call`: a call that the host gave up in the middle leaves some raised. Nobody
+// reads them then, as the calls of a rank run one after the other.
+//
 // Early launches: an all-reduce behind a product may start while the product still runs. Until
 // `await_previous` it only looks at the state, announces itself and prefetches. For this the
 // group's previous call must have ended when the product began: both are on one stream, with
@@ -108,11 +113,12 @@ TPK_DEVICE void publish(const Peers& peers, int to, int index) {
   if (thread() == 0) publish_word(peers, to, peers.space.rank, index);
 }
 
-// Announces to kernels of this rank that data from `source` has arrived. They wait for it as if the
-// source had published the word.
-TPK_DEVICE void pass_on(const Peers& peers, int source, int index) {
+// Raises a flag of this rank. After a failed wait too, as a stream does: its kernels wait no more.
+TPK_DEVICE void raise_flag(const Peers& peers, int index) {
   sync_block();
-  if (thread() == 0) publish_word(peers, peers.space.rank, source, index);
+  if (thread() != 0) return;
+  delay(peers, index);
+  store_release_sys(peers.space.state + kStateFlags + index, kRaised);
 }
 
 // `publish` to all peers: one barrier, and a thread for each peer. A release waits until the stores
@@ -239,15 +245,22 @@ TPK_DEVICE void poison(const Output& output) {
   }
 }
 
-// Begins a call of several launches of one block each. When it returns, no peer is in an earlier
-// call.
-TPK_DEVICE void begin_call(const Space& space) { wait_for_all(enter(space), kEntered); }
+// Begins a call of several launches of one block each, which raises the first `flags` flags. When
+// it returns, no peer is in an earlier call.
+TPK_DEVICE void begin_call(const Space& space, int flags) {
+  for (int i = thread(); i < flags; i += threads()) space.state[kStateFlags + i] = 0;
+  wait_for_all(enter(space), kEntered);
+}
 
 // Returns when every peer has reached it too: nobody reads what this rank published any more.
-TPK_DEVICE void end_call(const Space& space) {
+// Poisons the results if a wait has failed.
+TPK_DEVICE void end_call(const Space& space, const Results& results) {
   const Peers peers = join_call(space);
   publish_to_all(peers, space.words - 1);
   wait_for_all(peers, space.words - 1);
+  if (sync_block_or(thread() == 0 && status_of(space) != 0)) {
+    for (int i = 0; i < results.count; ++i) poison(results.outputs[i]);
+  }
   if (thread() == 0) advance(peers);
 }
 

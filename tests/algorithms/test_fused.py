@@ -159,27 +159,6 @@ def test_both_ways_to_reduce_everywhere(interpreting: RanksFixture, world: int, 
         assert not found, found
 
 
-def batches_job(cases: list[Case]) -> list[str]:
-    from triton.language import constexpr
-
-    from tpkernels.kernels import matmul_reduce_scatter
-
-    known = matmul_reduce_scatter.LOADS
-    matmul_reduce_scatter.LOADS = constexpr(2)
-    try:
-        with fresh_group() as group:
-            return check_cases(cases, group)
-    finally:
-        matmul_reduce_scatter.LOADS = known
-
-
-@pytest.mark.thorough
-def test_more_partials_than_are_loaded_at_once(interpreting: RanksFixture) -> None:
-    wanted = each(scatter(40, 40, 33, 3), dtypes=(F16,), algorithms=FUSED)
-    for found in interpreting(3).run(batches_job, wanted):
-        assert not found, found
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_of_one_size(interpreting: RanksFixture, world: int) -> None:
     """Kernels compute where they begin; others they look up. The last is two-shot."""

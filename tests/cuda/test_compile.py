@@ -17,7 +17,7 @@ from tests.support import cuda_builds
 from tests.support.paths import ROOT
 from tests.support.tiers import sweep
 from tpkernels import _C
-from tpkernels.kernels import sync
+from tpkernels.kernels import all_gather_matmul, sync
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 REDUCES = ("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_reduce")
@@ -27,7 +27,7 @@ NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", LOW_LATENCY
 NORMS += ("rms_norm_of_rows",)
 SHARES = ("one_shot_gather", "one_shot_scatter")
 LOW_LATENCY = ("low_latency_all_reduce", "low_latency_all_gather", "low_latency_reduce_scatter")
-LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce")
+LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce", "whole_lines_all_reduce")
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -66,7 +66,7 @@ def test_a_signal_leaves_its_multiprocessor_to_a_matmul() -> None:
     """A kernel that waits beside a matmul has one warp. With 32 registers a thread it takes 1024 of
     the 65536 of a multiprocessor, which a block of 384 threads with 168 registers each leaves."""
     for arch, kernels in cuda_builds.usage(embedded()).items():
-        for name in ("call_wait", "call_publish"):
+        for name in ("call_wait", "call_publish", "call_flag"):
             assert kernels[name].registers <= 32, f"{name} on {arch}: {kernels[name]}"
 
 
@@ -82,8 +82,9 @@ def test_spills_would_be_seen() -> None:
 def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
     kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
     assert set(kernels) == entries()
-    others = {"sum_of_partials", "paced_copy", "call_poison", "rms_norm_of_rows", *LOW_LATENCY}
-    waits, tells = entries() - others - {"call_publish"}, entries() - others - {"call_wait"}
+    others = {"sum_of_partials", "paced_copy", "rms_norm_of_rows", *LOW_LATENCY}
+    waits = entries() - others - {"call_publish", "call_flag"}
+    tells = entries() - others - {"call_wait"}
     assert {name for name, ptx in kernels.items() if re.search(ACQUIRE, ptx)} == waits
     assert {name for name, ptx in kernels.items() if re.search(RELEASE, ptx)} == tells
     for name, ptx in kernels.items():
@@ -92,7 +93,7 @@ def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
         assert all(word.endswith(".sys") for word in words), name
 
 
-@pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_publish"])
+@pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_publish", "call_flag"])
 def test_a_word_follows_the_data_of_all_threads(kernel: str) -> None:
     """Before each release there is a barrier, and between the two no store of data."""
     lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
@@ -130,6 +131,19 @@ def test_a_low_latency_call_has_no_fence(kernel: str) -> None:
     assert len(re.findall(ends, ptx)) == 2 + rows  # two at the end
 
 
+def test_the_threads_of_a_line_access_it_together() -> None:
+    """They meet right before each store and load of a line, and take their votes together."""
+    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
+    lines = kernels["whole_lines_all_reduce"].splitlines()
+    access = r"(?:ld|st)\.relaxed\.sys\.global\.v2\.u64"
+    accesses = [at for at, line in enumerate(lines) if re.search(access, line)]
+    meeting = rf"bar\.warp|{access}|bra|^\$"
+    for at in accesses:
+        before = (line for line in reversed(lines[:at]) if re.search(meeting, line))
+        assert "bar.warp.sync" in next(before), "\n".join(lines[at - 10 : at + 1])
+    assert accesses and any("vote.sync.all" in line for line in lines)
+
+
 @pytest.mark.parametrize("kernel", NORMS)
 def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it(kernel: str) -> None:
     """On sm_80 there are no clusters: a row has one block."""
@@ -160,7 +174,7 @@ def test_the_epoch_is_read_past_the_first_cache() -> None:
     """An early launch may begin before a kernel boundary has emptied it."""
     kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
     last = int(sync.LAST_EPOCH.value)
-    for name in entries() - {"sum_of_partials", "paced_copy", "rms_norm_of_rows", "call_poison"}:
+    for name in entries() - {"sum_of_partials", "paced_copy", "rms_norm_of_rows"}:
         (epoch,) = set(re.findall(rf"setp\.eq\.s64 %p\d+, (%rd\d+), {last};", kernels[name]))
         assert f"ld.relaxed.gpu.global.u64 {epoch}," in kernels[name], name
 
@@ -169,7 +183,7 @@ def test_the_epoch_is_read_past_the_first_cache() -> None:
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
     local = ("sum_of_partials", "paced_copy", "rms_norm_of_rows")  # of one rank alone
-    quiet = ("call_wait", "call_poison", *local, *LOW_LATENCY)
+    quiet = ("call_wait", *local, *LOW_LATENCY)
     for name in entries() & set(kernels):
         moves = name in (*REDUCES, *SHARES, *LOW_LATENCY, *local)
         assert ("LDG.E.128.STRONG.SYS" in kernels[name]) == (name in LOW_LATENCY), name
@@ -243,7 +257,8 @@ def test_a_build_without_nvcc_imports(tmp_path: Path) -> None:
 
 def test_both_protocols_have_the_same_places() -> None:
     """csrc/cuda/sync.cuh and kernels/sync.py share workspaces."""
-    text = dict(_C.cuda.sources())["cuda/sync.cuh"]
+    sources = dict(_C.cuda.sources())
+    text = sources["cuda/arguments.h"] + sources["cuda/sync.cuh"]
     constants = re.findall(r"\bk(\w+) = (0x[0-9a-f]+|\d+)", text)
     found = {name: int(value, 0) for name, value in constants}
     named = {
@@ -254,6 +269,7 @@ def test_both_protocols_have_the_same_places() -> None:
         "StatePeer": sync.STATE_PEER,
         "StateExpected": sync.STATE_EXPECTED,
         "StateSeen": sync.STATE_SEEN,
+        "StateFlags": all_gather_matmul._FLAGS_AT,
         "Abort": sync.ABORT,
         "ControlFailed": sync.FAILED,
         "FailedMismatch": sync.FAILED_MISMATCH,

@@ -22,7 +22,7 @@ from tpkernels.symm.device import DeviceWorkspace
 
 TIMEOUT = 0.8
 MOST_WAYS = [*sweep(["two_shot", "barrier", "copies", "one_shot"]), "low_latency"]
-MOST_WAYS += sweep(["low_latency_two_shot"])
+MOST_WAYS += sweep(["low_latency_two_shot", "whole_lines"])
 PROMPT = 5.0  # other waits would take 20 s
 Failure = tuple[int, int, int, int] | None
 
@@ -161,7 +161,9 @@ def impatient_job(driver: str, way: str) -> tuple[bool, bool]:
     return bool((out == 6.0).all()), space.failure() is not None and bool(out.isnan().all())
 
 
-@pytest.mark.parametrize("way", ["low_latency_two_shot", *sweep(["two_shot", "one_shot"])])
+@pytest.mark.parametrize(
+    "way", ["low_latency_two_shot", "whole_lines", *sweep(["two_shot", "one_shot"])]
+)
 def test_no_rank_takes_what_another_made_of_a_failed_wait(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -212,6 +214,13 @@ def driver_job(driver: str) -> dict[str, str | int]:
     with failing(driver, "", 0, capability=80):
         reduce = lambda: cuda.all_reduce(space, 1, x, x, way="multimem")  # noqa: E731
         told["multimem"] = error_of(NotImplementedError, reduce)
+    with (
+        failing(driver, "cuStreamWriteValue64", 719),
+        pytest.raises(RuntimeError) as raised,
+        cuda.CopyCall(space, 1, flags=1) as copies,
+    ):
+        copies.raise_flag(0)
+    told["write"] = str(raised.value)
     call()
     told["status"] = cuda.driver_status()
     told["depth"] = int(emulated.load(driver).emulated_depth())
@@ -224,6 +233,7 @@ def test_driver_errors_have_names(cuda_driver: str) -> None:
     assert "found no usable GPU: cuInit: on request" in str(told["init"])
     assert "CUDA kernels on GPU 0 (sm_75): no kernel image is available" in str(told["load"])
     assert told["launch"] == "cuLaunchKernel: CUDA_ERROR_EMULATED (on request)"
+    assert told["write"] == "cuStreamWriteValue64: CUDA_ERROR_EMULATED (on request)"
     assert told["device"] == "no GPU 3: the driver reports 1"
     assert "compute capability 9.0" in str(told["multimem"])
     assert told["status"] == "for CUDA 13.0, GPUs: sm_90"

@@ -47,6 +47,10 @@ class Queue:
     next = current
 
     @contextlib.contextmanager
+    def part(self, alone: bool) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         yield
         self.copied = self.order[-1]
@@ -93,5 +97,6 @@ def test_the_side_stream_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given: made.append(given))
     SideStream(torch.device("cuda", 0))
-    assert made == [(torch.device("cuda", 0), side_stream._PRIORITY)] * 2
+    device = torch.device("cuda", 0)
+    assert made == [(device, side_stream._PRIORITY)] * 2 + [(device,)]  # products take the last
     assert side_stream._PRIORITY < 0  # lower numbers go first

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import tpkernels
 from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined
 from tpkernels.symm.side_stream import SideStream
@@ -62,8 +63,8 @@ class Device:
     def publish(self, index: int, to: int | None = None) -> None:
         self.queue("publish" if to is None else f"publish to {to}")
 
-    def pass_on(self, source: int, index: int) -> None:
-        self.queue(f"pass on {source}")
+    def raise_flag(self, index: int) -> None:
+        self.queue(f"flag {index}")
 
     def await_word(self, source: int, index: int) -> None:
         self.queue(f"wait for {source}")
@@ -81,19 +82,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_chunks_of_fused(device: Any) -> None:
-    """Two peers with two chunks each: one wait for a peer, copies in a chain, and words that no
+    """Two peers with two chunks each: one wait for a peer, copies in a chain, and flags that no
     copy but the one after the next waits for."""
     rows, whole = torch.empty(2, 4), torch.empty(6, 4)
     device.queue("before")
-    fused.bring_rows(device, device.side, (1, 2), rows, whole, (2, 2, 2), 1)
+    fused.bring_rows(device, device.side, (1, 2), rows, whole, (2, 2, 2), 1, 2)
     before = device.before
     copies = ["copy of 1", "copy of 1'", "copy of 2", "copy of 2'"]
-    passed = [name.replace("copy of", "pass on") for name in copies]
-    assert set(before) == {"before", "put", "publish", "wait for 1", "wait for 2", *copies, *passed}
+    flags = ["flag 2", "flag 3", "flag 4", "flag 5"]
+    assert set(before) == {"before", "put", "publish", "wait for 1", "wait for 2", *copies, *flags}
     for at, copy in enumerate(copies):
         assert {"before", "wait for 1", *copies[:at]} <= before[copy]
-        assert copy in before[passed[at]]
-        assert at == 0 or passed[at - 1] not in before[copy]
+        assert copy in before[flags[at]]
+        assert at == 0 or flags[at - 1] not in before[copy]
     assert "wait for 2" in before["copy of 2"] and "wait for 2" in before["copy of 2'"]
     assert "copy of 1'" not in before["wait for 2"]  # which runs meanwhile
     assert not device.main.before & set(copies)
@@ -101,12 +102,18 @@ def test_chunks_of_fused(device: Any) -> None:
     assert set(before) <= device.main.before
 
 
-def test_shards_of_a_gather(device: Any) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_shards_of_a_gather(device: Any, own: bool) -> None:
+    """A caller's ``own`` products run one after the other, torch's next to each other."""
     rows, whole, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
+    if own:
+        w = tpkernels.LocalProduct(lambda x: x, (2, 2), torch.float32)  # type: ignore[assignment]
     factors = [(w, None, out)]
     pipelined.gather_and_multiply(device, device.side, (1, 2), [1, 1, 1], rows, whole, factors)
     before = device.before
     assert before["product"] == set()
+    assert ("product" in before["product'"]) is own and ("product'" in before["product''"]) is own
+    assert "product" in before["product''"]
     assert "copy of 1" in before["product'"] and "copy of 2" not in before["product'"]
     assert {"copy of 1", "copy of 2"} <= before["product''"]
     assert "copy of 1" in before["copy of 2"] and "copy of 1" not in before["wait for 2"]
@@ -121,4 +128,23 @@ def test_partials_of_a_scatter(device: Any) -> None:
     assert "wait for 2" in before["copy of 2"] <= before["copy of 1"]
     assert "copy of 2" not in before["wait for 1"]
     assert not before["product''"] & {"copy of 1", "copy of 2"}
+    assert "product" not in before["product'"] and "product'" not in before["product''"]
+    for product, published in (("product", "publish to 1"), ("product'", "publish to 2")):
+        assert before[published] == {product}
     assert set(before) == device.main.before
+
+
+def test_what_came_before_a_call_comes_before_its_second_stream(device: Any) -> None:
+    side = device.side
+    for _ in range(2):
+        device.queue("allocated")
+        side.fork()
+        for alone in (True, False, True, False, False):
+            with side.part(alone=alone):
+                device.queue("product")
+        side.join()
+    names = ["product" + "'" * i for i in range(10)]
+    before = [device.before[name] for name in names]
+    assert names[1] in before[2] and names[1] not in before[3] and names[3] not in before[4]
+    assert all({"allocated'", *names[:5]} <= each for each in before[5:])
+    assert set(names) <= device.main.before

@@ -198,14 +198,14 @@ def test_whether_the_kernels_can_be_launched(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def copies_refusals_job(driver: str) -> list[str]:
-    space = emulated.space_of(driver, words=8, buffer_bytes=1 << 10)
+    space = emulated.space_of(driver, words=16, buffer_bytes=1 << 10)
     told, x = [], torch.ones(8)
     with cuda.CopyCall(space, 1) as copies:
         for call in (
             lambda: copies.put(x, 2048 - 31),
             lambda: copies.put(torch.ones(4, 4).t()[1:], 0),
             lambda: copies.publish(0),
-            lambda: copies.publish(7),
+            lambda: copies.publish(15),
             lambda: copies.publish(1, to=space.rank),
             lambda: copies.fetch(2, 1, x, 0),
         ):
@@ -219,7 +219,7 @@ def test_refusals_of_copies(ranks: RanksFixture, cuda_driver: str) -> None:
     told = ranks(2).run(copies_refusals_job, cuda_driver)[0]
     assert told[0] == "bytes [2017, +32) of the 2048 that each rank has"
     assert "tensor has strides" in told[1]
-    assert told[2:4] == ["word 0; it must be 1 to 6", "word 7; it must be 1 to 6"]
+    assert told[2:4] == ["word 0; it must be 1 to 14", "word 15; it must be 1 to 14"]
     assert told[4:] == [
         "rank 0 is no peer of rank 0 among 2",
         "rank 2 is no peer of rank 0 among 2",

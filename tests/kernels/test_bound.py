@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.runtime._allocation import _allocator
 
 from tests.support.fake_triton import Launches, launching
 from tpkernels.errors import CaptureError
@@ -19,7 +21,7 @@ from tpkernels.kernels import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from tpkernels.kernels.bound import BoundKernel
+from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.configs import Descriptor, MatmulConfig
 from tpkernels.symm import capture
 from tpkernels.symm.device import DeviceWorkspace, Prepared
@@ -175,3 +177,37 @@ def test_the_interpreter_gets_every_launch() -> None:
     launch(None)
     launch(None)
     assert launched == [((3, 1, 1), (None, 1, 2), {"num_warps": 4})] * 2
+
+
+@pytest.mark.parametrize(
+    ("op", "columns", "given"), [(scatter, 48, 1), (scatter, 47, 0), (reduce, 48, 0)]
+)
+def test_what_stores_by_descriptors_has_scratch_memory(
+    gpu: Compiled, monkeypatch: pytest.MonkeyPatch, op: Any, columns: int, given: int
+) -> None:
+    allocators: list[Any] = []
+    monkeypatch.setattr(triton, "set_allocator", allocators.append)
+    x, w = operands()
+    prepared, tensors = op(CONFIG, x, w[:, :columns])
+    prepared.bind(space := workspace(), 77)(*tensors)
+    assert [each(128, 128, None) is space.scratch for each in allocators] == [True] * given
+
+
+def test_descriptors_go_into_the_scratch_memory_given() -> None:
+    """And Triton's allocator is afterwards what the caller has set."""
+    scratch, own = torch.empty(256, dtype=torch.uint8), object()
+    allocated: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda nbytes: allocated.append(_allocator.get()(nbytes, 128, None))
+
+    launch = WithScratch(BoundKernel(Kernel(), 2, (), {}), scratch)
+    token = _allocator.set(own)
+    try:
+        launch(256)
+        with pytest.raises(RuntimeError, match="needs 384 bytes of scratch memory; there are 256"):
+            launch(384)
+        assert allocated == [scratch] and _allocator.get() is own
+    finally:
+        _allocator.reset(token)

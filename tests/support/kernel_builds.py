@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import subprocess
 import tempfile
@@ -15,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from tpkernels.kernels import (
     all_gather_matmul,
-    configs,
+    fetching,
     matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -30,15 +32,15 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "matmul": (matmul.matmul_kernel, {"before": None}),
     "shard": (
         all_gather_matmul.shard_kernel,
-        {"BLOCK": all_gather_matmul.COPY_BLOCK},
+        {"BLOCK": all_gather_matmul._COPY_BLOCK},
     ),
     "all_gather_matmul": (
         all_gather_matmul.all_gather_matmul_kernel,
-        {"PART": False, "FETCHERS": 16, "COPY": all_gather_matmul.COPY_BLOCK},
+        {"PART": False},
     ),
     "multiply_arriving": (
         all_gather_matmul.all_gather_matmul_kernel,
-        {"PART": True, "FETCHERS": 0, "COPY": all_gather_matmul.COPY_BLOCK},
+        {"PART": True, "fetching": fetching.NO_FETCHING},
     ),
     "matmul_reduce_scatter": (matmul_reduce_scatter.matmul_reduce_scatter_kernel, {}),
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
@@ -62,6 +64,7 @@ class Build:
     """A compiled kernel: its PTX, and what cuobjdump reports about the cubin."""
 
     ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
     registers: int
     stack: int
     local: int
@@ -70,6 +73,16 @@ class Build:
     def count(self, pattern: str) -> int:
         """How often an instruction occurs in the PTX."""
         return len(re.findall(pattern, self.ptx))
+
+    def depth(self, instruction: str) -> int:
+        """How many loops the last such instruction of the PTX is in."""
+        *before, _ = re.split(instruction, self.ptx)
+        return int(re.findall(r"Depth=(\d)", "".join(before))[-1])
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """What the GPU runs: ptxas orders and removes instructions."""
+        return _cuobjdump("-sass", self.cubin)
 
 
 def build(
@@ -88,15 +101,17 @@ def build(
     ``even``: all segments have as many rows."""
     kernel, own = KERNELS[name]
     wire = changed.get("WIRE", dtype)
-    ahead = configs.loads_ahead(dtype.primitive_bitwidth, wire.primitive_bitwidth)
+    bits = dtype.primitive_bitwidth, wire.primitive_bitwidth
+    store_tma = config.stores_by_tma(*bits, 16 if divisible else 1)
     constants: dict[str, Any] = {
         "WIRE": dtype,
         "world": WORLD,
         "chaos": 2000 if delays else 0,
         "stride_bk" if b_major == "k" else "stride_bn": 1,
+        "fetching": fetching.fetching_of(config, dtype.primitive_bitwidth // 8, 1 << 30, WORLD),
         "tiling": Tiling(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
-            *(config.tma, b_major if config.tma else "no", ahead),
+            *(config.tma, b_major if config.tma else "no", store_tma),
         ),
         **own,
     } | changed
@@ -131,7 +146,8 @@ def build(
     source = triton.compiler.ASTSource(kernel, signature, used, attributes)
     target = GPUTarget("cuda", arch, 32)
     compiled = triton.compile(source, target=target, options=config.launch)
-    return Build(compiled.asm["ptx"], *_resources(compiled.asm["cubin"]), compiled.metadata.shared)
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    return Build(ptx, cubin, *_resources(cubin), compiled.metadata.shared)
 
 
 def _descriptors(config: MatmulConfig, dtype: str, b_major: str) -> dict[str, str]:
@@ -147,12 +163,18 @@ def _descriptors(config: MatmulConfig, dtype: str, b_major: str) -> dict[str, st
 
 def _resources(cubin: bytes) -> tuple[int, int, int]:
     """(registers, bytes of stack, bytes of local memory) of a thread."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = _cuobjdump("-res-usage", cubin)
+    values = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    return int(values["REG"]), int(values["STACK"]), int(values["LOCAL"])
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    path = f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"  # it calls nvdisasm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    values = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    return int(values["REG"]), int(values["STACK"]), int(values["LOCAL"])
+        return subprocess.run(
+            [tools / "cuobjdump", option, file.name],
+            capture_output=True, text=True, check=True, env=os.environ | {"PATH": path},
+        ).stdout  # fmt: skip

@@ -129,13 +129,16 @@ def _gather_by_copies(
     from tpkernels.kernels import all_gather_matmul as kernel
 
     dtype = outs[0].dtype
-    prepared, step = kernel.prepare_arriving(config, weights[0], whole, dtype, sizes)
+    prepared, step, chunks = kernel.prepare_arriving(config, weights[0], whole, dtype, sizes)
     launch = prepared.launch(whole, weights[0], biases[0], outs[0])
     multiply_others = kernel.bind_others(config, whole, weights[1:], dtype)
     with queued(call, rows.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
         space, signature, in_place = memory.current, call.plan.signature, memory.segments.find(rows)
-        with cuda.CopyCall(space, signature, [whole, *outs], in_place) as copies:
-            bring_rows(copies, memory.side, call.peers_in_ring_order, rows, whole, sizes, step)
+        results, flags = [whole, *outs], len(sizes) * chunks
+        with cuda.CopyCall(space, signature, results, in_place, flags) as copies:
+            bring_rows(
+                copies, memory.side, call.peers_in_ring_order, rows, whole, sizes, step, chunks
+            )
             try:
                 launch.run(space, copies.signature)
             finally:
@@ -151,14 +154,14 @@ def bring_rows(
     whole: torch.Tensor,
     sizes: tuple[int, ...],
     step: int,
+    chunks: int,
 ) -> None:
     """Within a call, fills ``whole`` [sum(sizes), K] with ``rows`` [sizes[rank], K] and, in the
-    order of ``peers``, with the peers' rows. A word tells the kernel of each chunk, ``step`` rows.
-    The kernel is launched later: where all streams share one hardware queue, as with
-    CUDA_DEVICE_MAX_CONNECTIONS=1, it starts behind the last fetch, and nothing overlaps.
+    order of ``peers``, with the peers' rows. A flag tells the kernel of each chunk, ``step`` rows;
+    a rank has ``chunks`` at most. The kernel is launched later: where all streams share one
+    hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1, it starts behind the last fetch, and
+    nothing overlaps.
     """
-    from tpkernels.kernels import all_gather_matmul as kernel
-
     row_bytes = rows.shape[1] * rows.element_size()
     whole.narrow(0, sum(sizes[: copies.rank]), rows.shape[0]).copy_(rows)
     side.fork()
@@ -175,7 +178,7 @@ def bring_rows(
                     copies.await_word(owner, copies.last_word)
                 with side.copying():
                     copies.copy_from(owner, to, top * row_bytes)
-                copies.pass_on(owner, kernel.FIRST_CHUNK + chunk)
+                copies.raise_flag(owner * chunks + chunk)
 
 
 @scatters_in_rank_order

@@ -29,7 +29,7 @@ from tpkernels.integers import ceil_div, round_up
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 # The codes of csrc/cuda/kernels.h.
-WAYS = ("one_shot", "two_shot", "multimem", "low_latency", "low_latency_two_shot")
+WAYS = ("one_shot", "two_shot", "multimem", "low_latency", "low_latency_two_shot", "whole_lines")
 
 # Largest x, in bytes, that is reduced one-shot where no low-latency kernel is. Not measured.
 ONE_SHOT_BYTES = 256 << 10
@@ -65,6 +65,10 @@ def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Bu
         blocks = low_latency.blocks(segment * x_bytes, _LANE * x_bytes)
         words = low_latency.words(segment * x_bytes, segment * out_bytes)
         return BufferLayout(blocks, segment, 0, 0, 0, words)
+    if way == "whole_lines":
+        segment = round_up(ceil_div(count, world), _SEGMENT_UNIT)
+        words = low_latency.line_words(segment, x_bytes, out_bytes)
+        return BufferLayout(low_latency.line_blocks(segment), segment, 0, 0, 0, words)
     blocks = min(_REDUCE_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARD)))
     segment = count if way == "one_shot" else round_up(ceil_div(count, world), _SEGMENT_UNIT)
     slot = 0 if way == "multimem" else round_up(segment * x_bytes, _SLOT_ALIGNMENT)
@@ -109,8 +113,9 @@ def all_reduce(
         residual: of x's shape, any of the dtypes.
         way: ``one_shot`` (every rank sums everything), ``two_shot`` (every rank sums a part),
             ``low_latency`` and ``low_latency_two_shot`` (the same without fences, for twice the
-            bytes), ``auto`` (one of these, by size) or ``multimem``: the switch sums, in its own
-            order, so the bits may differ from run to run.
+            bytes), ``auto`` (one of these, by size), ``whole_lines`` (the last for 8/7 of the
+            bytes; only where stores of 128 bytes arrive whole, as over NVLink) or ``multimem``: the
+            switch sums, in its own order, so the bits may differ from run to run.
         early: the kernel may start while the last kernel queued on the stream runs. That must be
             a product which was queued behind the workspace's previous call, on the same stream.
 

@@ -8,7 +8,7 @@
             call.fetch(peer, 1, chunk, 0)      # waits for that word, then copies
         side.join()
 
-csrc/cuda/copies.h says what orders it, and why its waits are kernels.
+csrc/cuda/copies.h says what orders it, and why its waits are kernels and its flags are not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections.abc import Sequence
 
 import torch
 
+from tpkernels import _C
 from tpkernels.cuda.checks import check_contiguous, device_and_stream, space_of
 from tpkernels.cuda.image import kernels
-from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm import capture
+from tpkernels.symm.device import FLAGS, DeviceWorkspace
 from tpkernels.symm.gpu_segments import GpuSegment
 
 
@@ -35,6 +37,10 @@ class CopyCall:
     Args:
         results: contiguous; filled with NaN at the end if a wait has failed.
         in_place: what is fetched lies there and not in a rank's memory; nothing is put.
+        flags: how many `raise_flag` may raise.
+
+    Raises:
+        NotImplementedError: too many results, or flags.
     """
 
     def __init__(
@@ -43,28 +49,31 @@ class CopyCall:
         signature: int,
         results: Sequence[torch.Tensor] = (),
         in_place: GpuSegment | None = None,
+        flags: int = 0,
     ) -> None:
+        if len(results) > _C.cuda.MOST_RESULTS or flags > FLAGS:
+            raise NotImplementedError(
+                f"{len(results)} results and {flags} flags; a call of copy engines has at most "
+                f"{_C.cuda.MOST_RESULTS} and {FLAGS}: pass fewer weights at a time"
+            )
         for i, result in enumerate(results):
             check_contiguous(space.regions.device, **{f"results[{i}]": result})
         self.in_place = in_place
         self.signature = signature if in_place is None else in_place.signature(signature)
-        self._space, self._results = space, results
+        self._space, self._results, self._flags = space, results, flags
         self._words = space_of(space, self.signature)
         self.rank, self.last_word = space.rank, space.words - 2
         device, _ = device_and_stream(space.regions.device)
         self._kernels = kernels(device)
 
     def __enter__(self) -> CopyCall:
-        self._kernels.begin(self._stream(), self._words)
+        self._kernels.begin(self._stream(), self._words, self._flags)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            stream = self._stream()
-            self._kernels.end(stream, self._words)
-            for result in self._results:
-                nbytes = result.numel() * result.element_size()
-                self._kernels.poison(stream, self._words, result.data_ptr(), nbytes)
+            results = [(x.data_ptr(), x.numel() * x.element_size()) for x in self._results]
+            self._kernels.end(self._stream(), self._words, results)
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
         """The contiguous tensor at byte ``offset`` of this rank's memory."""
@@ -84,12 +93,12 @@ class CopyCall:
             self._check_peer(to)
         self._kernels.publish(self._stream(), self._words, -1 if to is None else to, index)
 
-    def pass_on(self, source: int, index: int) -> None:
-        """Publishes word ``index`` of rank ``source`` to this rank's own kernels: the stream's
-        earlier work is done."""
-        self._check_word(index)
-        self._check_peer(source)
-        self._kernels.pass_on(self._stream(), self._words, source, index)
+    def raise_flag(self, index: int) -> None:
+        """Tells this rank's own kernels, once in the call: the stream's earlier work is done."""
+        if not 0 <= index < self._flags:
+            raise ValueError(f"flag {index} of {self._flags}")
+        captured = capture.is_captured(self._space.regions.device)
+        self._kernels.raise_flag(self._stream(), self._words, index, captured)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
         """`await_word`, then `copy_from`."""

@@ -3,16 +3,15 @@
 Problem: rank r has rows [starts[r], starts[r+1]) of x; every rank needs all of them, in `gathered`.
 
 Algorithm, few bytes: a first kernel copies this rank's rows into symmetric memory, for the peers,
-and into `gathered`. In the second kernel, the first FETCHERS programs bring the peers' rows into
-`gathered`, a row of tiles at a time, starting with rank+1. The other programs run the tile loop:
-this rank's rows first, then those of rank+1, ... as they arrive. Many bytes: copy engines bring the
+and into `gathered`. In the second kernel, the first programs are fetchers. They bring the peers'
+rows into `gathered`, piece by piece (fetching.py). The other programs run the tile loop: this
+rank's rows first, then those of rank+1, ... as they arrive. Many bytes: copy engines bring the
 peers' rows, chunk by chunk. Such a call has several launches (csrc/cuda/copies.h), and the tile
 loop is one of them; see algorithms/fused.py.
 
-Sync: ENTERED of a peer says that its rows are in its buffer, since the copy is an earlier kernel of
-the stream. A fetcher waits for it, and for each chunk publishes a word to its own rank, TILES +
-chunk from the chunk's owner; a tile waits for the word of its chunk. When copy engines bring the
-rows, their stream publishes these words.
+Sync: a tile waits until its rows are there: for the words of their pieces, or for the flag of their
+chunk, owner * chunks + chunk, which the copy engines' streams raise. ENTERED of a peer says that
+its rows are in its buffer, since the copy is an earlier kernel of the stream.
 """
 
 from __future__ import annotations
@@ -28,18 +27,16 @@ from tpkernels.integers import ceil_div
 from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
+from tpkernels.kernels.fetching import NO_FETCHING, await_rows, fetch_rows, fetching_of
 from tpkernels.kernels.matmul import (
     Product,
     Result,
     bind_matmul,
     matmul_tiles,
-    segment,
     store_result,
 )
 from tpkernels.kernels.sync import (
-    ENTERED,
-    TILES,
-    buffer_of,
+    await_value,
     enter,
     failed,
     finish,
@@ -47,17 +44,16 @@ from tpkernels.kernels.sync import (
     next_buffer,
     pointer,
     poison,
-    publish_from,
-    wait_for,
 )
 from tpkernels.kernels.words import fence_async_proxy
+from tpkernels.symm import device
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
-FIRST_CHUNK = TILES.value  # the word of the first chunk from a rank
-COPY_BLOCK = 4096  # elements that a program copies at a time
+_FLAGS_AT = tl.constexpr(device.FLAGS_AT)
+_COPY_BLOCK = 4096  # elements that a program copies at a time
 # Bytes of a chunk that copy engines bring, and multiprocessors that the grid leaves free for the
-# kernels that wait for the chunks and publish their words. Not measured.
-_CHUNK_BYTES, _ROOM = 8 << 20, 2
+# kernels that wait for the peers, which are blocks of one warp. Not measured.
+_CHUNK_BYTES, _ROOM = 4 << 20, 1
 
 
 @triton.jit
@@ -79,40 +75,34 @@ def shard_kernel(x, gathered, count, workspace, rank, BLOCK: tl.constexpr):
     copy_elements(x, gathered, count, lane, lanes, BLOCK)
 
 
-@triton.jit
-def _fetch(peers, gathered, segments, K, lane, lanes, BLOCK_M: tl.constexpr, COPY: tl.constexpr):
-    """Brings the peers' rows; the fetchers take the chunks of all peers in turn."""
-    world = peers.space.world
-    turn = lane
-    for i in range(1, world):
-        owner = (peers.rank + i) % world
-        begin, end = segment(segments, owner)
-        chunks = tl.cdiv(end - begin, BLOCK_M)
-        if turn < chunks:
-            wait_for(peers, owner, ENTERED)
-        theirs = pointer(buffer_of(peers, owner), gathered.dtype.element_ty)
-        for chunk in range(turn, chunks, lanes):
-            row = chunk * BLOCK_M
-            count = tl.minimum(BLOCK_M, end - begin - row) * K
-            to = gathered + (begin + row).to(tl.int64) * K
-            copy_elements(theirs + row.to(tl.int64) * K, to, count, 0, 1, COPY)
-            publish_from(peers, peers.rank, owner, TILES + chunk)
-        turn += tl.cdiv(tl.maximum(chunks - turn, 0), lanes) * lanes - chunks
-
-
 class _Arrivals(NamedTuple):
     """The context of `_await_rows`."""
 
     peers: Any
-    chunk_tiles: Any  # rows of tiles in a chunk
-    tma: Any  # whether TMA reads the rows; known at compile time
+    segments: Any
+    K: Any
+    chunk_tiles: Any  # rows of tiles in a chunk, if there are no fetchers
+    chunks: Any  # of a rank, at most
+    block_m: Any  # from here on known at compile time
+    fetching: Any
+    tma: Any  # whether TMA reads the rows
 
 
 @triton.jit
 def _await_rows(arrivals, owner, tile_m):
-    """The `before` hook: waits for the chunk that the tile's rows are in."""
+    """The `before` hook: waits for the rows of a tile."""
     if owner != arrivals.peers.rank:
-        wait_for(arrivals.peers, owner, TILES + tile_m // arrivals.chunk_tiles)
+        if arrivals.fetching.programs == 0:
+            flag = owner * arrivals.chunks + tile_m // arrivals.chunk_tiles
+            raised = tl.full((), 1, tl.int64)
+            await_value(
+                arrivals.peers, owner, arrivals.peers.space.state + _FLAGS_AT + flag, raised, flag
+            )
+        else:
+            await_rows(
+                arrivals.peers, arrivals.segments, arrivals.K, owner, tile_m * arrivals.block_m,
+                arrivals.block_m, arrivals.fetching,
+            )  # fmt: skip
         if arrivals.tma:
             fence_async_proxy()
 
@@ -135,9 +125,9 @@ def all_gather_matmul_kernel(
     timeout_ns,
     seed,
     chunk_tiles,
+    chunks,
     PART: tl.constexpr,
-    FETCHERS: tl.constexpr,
-    COPY: tl.constexpr,
+    fetching: tl.constexpr,
     tiling: tl.constexpr,
 ):
     """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``. ``a`` is
@@ -147,13 +137,16 @@ def all_gather_matmul_kernel(
     if not PART:
         enter(peers)
     lane = tl.program_id(0)
-    if lane < FETCHERS:
-        _fetch(peers, gathered, segments, K, lane, FETCHERS, tiling.block_m, COPY)
+    if lane < fetching.programs:
+        fetch_rows(peers, gathered, segments, K, lane, fetching)
     else:
         matmul_tiles(
             Product(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
-            lane - FETCHERS, tl.num_programs(0) - FETCHERS,
-            _await_rows, _Arrivals(peers, chunk_tiles, tiling.a_tma),
+            lane - fetching.programs, tl.num_programs(0) - fetching.programs,
+            _await_rows,
+            _Arrivals(
+                peers, segments, K, chunk_tiles, chunks, tiling.block_m, fetching, tiling.a_tma
+            ),
             store_result, Result(out, bias, N), tiling,
         )  # fmt: skip
     if not PART:  # noqa: SIM102 - a condition known at compile time and one that is not
@@ -175,23 +168,23 @@ def prepare(
     kernel gathers; the others' are plain products."""
     (rows, k), w = x.shape, weights[0]
     operands = config.operands(gathered, w, out_dtype)
+    fetching = fetching_of(config, x.itemsize, max(sizes) * k, len(sizes))
     multiply_others = bind_others(config, gathered, weights[1:], out_dtype)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         begin, arguments = sum(sizes[: space.rank]), launch_arguments(space, signature)
         share = BoundKernel(
             shard_kernel,
-            min(config.programs, ceil_div(rows * k, COPY_BLOCK)),
-            (rows * k, *arguments[:2], COPY_BLOCK),
+            min(config.programs, ceil_div(rows * k, _COPY_BLOCK)),
+            (rows * k, *arguments[:2], _COPY_BLOCK),
             {},
         )
-        fetchers = config.fetchers if space.world > 1 else 0
-        lanes = min(config.programs - fetchers, config.tiles(sizes, w.shape[1]))
+        lanes = min(config.programs - fetching.programs, config.tiles(sizes, w.shape[1]))
         multiply = BoundKernel(
             all_gather_matmul_kernel,
-            fetchers + max(lanes, 1),
-            (segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, False, fetchers,
-             COPY_BLOCK, operands.tiling),
+            fetching.programs + max(lanes, 1),
+            (segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, 1, False,
+             fetching, operands.tiling),
             config.launch,
         )  # fmt: skip
 
@@ -204,7 +197,7 @@ def prepare(
 
         return run
 
-    words = 1 + ceil_div(max(sizes), config.block_m)
+    words = 1 + ceil_div(max(sizes) * k, fetching.piece)
     return Prepared(words, max(sizes) * k * x.itemsize, table_of(sizes), bind)
 
 
@@ -226,11 +219,12 @@ def bind_others(
 
 
 class ArrivingLaunch(NamedTuple):
-    """The product of a call in which copy engines bring the rows, chunk by chunk. Word FIRST_CHUNK
-    + i from a rank says that chunk i of its rows is there."""
+    """The product of a call in which copy engines bring the rows, chunk by chunk. Flag ``owner *
+    chunks + i`` says that chunk i of a rank's rows is there."""
 
     prepared: Prepared
     chunk_rows: int
+    chunks: int  # of a rank, at most
 
 
 def prepare_arriving(
@@ -241,12 +235,17 @@ def prepare_arriving(
     sizes: tuple[int, ...],
 ) -> ArrivingLaunch:
     """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive. Takes
-    gathered, w, bias and out. The last two words are the call's: one for the bytes in a rank's
-    memory, one for its end."""
+    gathered, w, bias and out. Its words are ENTERED, one for the bytes in a rank's memory, and
+    one for the call's end."""
     k = gathered.shape[1]
     row_bytes = k * gathered.itemsize
-    chunk_tiles = max(1, _CHUNK_BYTES // (config.block_m * row_bytes))
-    chunk_rows = chunk_tiles * config.block_m
+    tiles = ceil_div(max(sizes), config.block_m)
+    chunk_tiles = max(
+        1,
+        _CHUNK_BYTES // (config.block_m * row_bytes),
+        ceil_div(tiles, device.FLAGS // len(sizes)),
+    )
+    chunks = ceil_div(tiles, chunk_tiles)
     operands = config.operands(gathered, w, out_dtype)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
@@ -255,7 +254,7 @@ def prepare_arriving(
             all_gather_matmul_kernel,
             max(lanes, 1),
             (segments_of(space, sizes), w.shape[1], k, *w.stride(),
-             *launch_arguments(space, signature), chunk_tiles, True, 0, COPY_BLOCK,
+             *launch_arguments(space, signature), chunk_tiles, chunks, True, NO_FETCHING,
              operands.tiling),
             config.launch,
         )  # fmt: skip
@@ -265,6 +264,6 @@ def prepare_arriving(
 
         return run
 
-    words = FIRST_CHUNK + ceil_div(max(sizes), chunk_rows) + 2
     nbytes = ceil_div(max(sizes) * row_bytes, 2)
-    return ArrivingLaunch(Prepared(words, nbytes, table_of(sizes), bind), chunk_rows)
+    prepared = Prepared(3, nbytes, table_of(sizes), bind)
+    return ArrivingLaunch(prepared, chunk_tiles * config.block_m, chunks)

@@ -9,11 +9,13 @@ with such alignments has gone through Triton before.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -53,6 +55,29 @@ class BoundKernel:
         # It is not under the interpreter. Hooks before a launch are Triton's to call.
         if isinstance(compiled, CompiledKernel) and not self._kernel.pre_run_hooks:
             self._compiled[aligned] = compiled[self._grid]
+
+
+class WithScratch:
+    """A bound kernel that makes descriptors, in the device memory ``scratch``."""
+
+    def __init__(self, bound: BoundKernel, scratch: torch.Tensor) -> None:
+        self._bound, self._scratch = bound, scratch
+
+    def __call__(self, *tensors: Any) -> None:
+        # Triton's allocator is a variable of the context: a caller's own stays as it was.
+        contextvars.copy_context().run(self._launch, *tensors)
+
+    def _launch(self, *tensors: Any) -> None:
+        triton.set_allocator(self._allocate)
+        self._bound(*tensors)
+
+    def _allocate(self, nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
+        if nbytes > self._scratch.nbytes:
+            raise RuntimeError(
+                f"the kernel needs {nbytes} bytes of scratch memory; there are "
+                f"{self._scratch.nbytes}"
+            )
+        return self._scratch
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from tpkernels.planning.table import Config
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
 _SUM_ELEMENTS = 16  # of a sum, in a thread's registers at a time
+# Of a block, on the GPUs with TMA that the table is for; and what kernels take besides tiles.
+_SHARED_BYTES, _OTHER_SHARED_BYTES = 227 << 10, 2 << 10
 
 
 class Tiling(NamedTuple):
@@ -33,13 +35,7 @@ class Tiling(NamedTuple):
     sum_m: int  # rows of a tile that are summed at a time
     a_tma: bool
     b_tma: str  # "no", "k" or "n": the contiguous dim of b, if TMA loads it
-    ahead: bool  # whether loads of the next tile may be in flight in the epilogue
-
-
-def loads_ahead(operand_bits: int, stored_bits: int) -> bool:
-    """Whether loads of the next tile may be in flight in the epilogue: shared memory has room for
-    both if what is stored is no wider than the operands."""
-    return stored_bits <= operand_bits
+    store_tma: bool  # whether TMA may store the partials of a tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +43,7 @@ class MatmulConfig:
     """One way to run the tile loop.
 
     ``programs`` is the size of the persistent grid, 0 for one per multiprocessor. In an all-gather,
-    ``fetchers`` of them bring the peers' rows.
+    ``fetchers`` of them, at most, bring the peers' rows in pieces of ``piece_bytes``.
     """
 
     block_m: int
@@ -57,7 +53,8 @@ class MatmulConfig:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 0
-    fetchers: int = 16
+    fetchers: int = 12
+    piece_bytes: int = 128 << 10
     tma: bool = False
 
     @functools.cached_property
@@ -67,15 +64,15 @@ class MatmulConfig:
 
     def operands(self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype) -> Operands:
         """How the kernels take a [M, K] and b [K, N], and any others of their shapes, strides and
-        alignments: as descriptors where TMA can load them. The tile loop's epilogue stores tiles of
-        the dtype ``stored``.
+        alignments: as descriptors where TMA can load them. Tiles of the dtype ``stored`` go to
+        matrices with aligned rows of n elements.
         """
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
         a_matrix: Matrix | None = None
         b_matrix: Matrix | None = None
-        b_tma, ahead = "no", loads_ahead(8 * a.element_size(), 8 * stored.itemsize)
+        b_tma, n = "no", b.shape[1]
         if self.tma:
-            (rows, k), (k_stride, n_stride), n = a.shape, b.stride(), b.shape[1]
+            (rows, k), (k_stride, n_stride) = a.shape, b.stride()
             stride, unit = a.stride()
             if unit == 1 and rows > 0 and _aligned(a, stride):
                 a_matrix = (rows, k), (stride, 1), [block_m, block_k]
@@ -84,8 +81,17 @@ class MatmulConfig:
             elif n_stride == 1 and _aligned(b, k_stride):
                 b_tma, b_matrix = "n", ((k, n), (k_stride, 1), [block_k, block_n])
         a_tma = a_matrix is not None
-        tiling = Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, ahead)
+        store_tma = self.stores_by_tma(8 * a.element_size(), 8 * stored.itemsize, n)
+        tiling = Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, store_tma)
         return Operands(a_matrix, b_matrix, tiling)
+
+    def stores_by_tma(self, bits: int, stored_bits: int, n: int) -> bool:
+        """Whether TMA may store tiles into a matrix of ``n`` columns of ``stored_bits`` each: a
+        whole tile must fit shared memory beside the operands, whose elements have ``bits``."""
+        operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * bits // 8
+        needed = operands + self.block_m * self.block_n * stored_bits // 8 + _OTHER_SHARED_BYTES
+        aligned = n * stored_bits // 8 % _TMA_ALIGNMENT == 0
+        return self.tma and aligned and needed <= _SHARED_BYTES
 
     @functools.cached_property
     def launch(self) -> dict[str, int]:
@@ -174,8 +180,9 @@ CANDIDATES: dict[bool, tuple[Config, ...]] = {
     }.items()
 }
 INTERPRETER = MatmulConfig(
-    block_m=32, block_n=32, block_k=32, group_m=2, num_warps=1, programs=4, fetchers=2, tma=True
-)
+    block_m=32, block_n=32, block_k=32, group_m=2, num_warps=1, programs=4, fetchers=2,
+    piece_bytes=1 << 10, tma=True,
+)  # fmt: skip
 
 
 def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = ()) -> MatmulConfig:

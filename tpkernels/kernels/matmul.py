@@ -9,7 +9,10 @@ Program `lane` has the tiles whose number is `lane` modulo `lanes`, the same on 
 starts with the segment `lead`.
 
 Hooks: `before(context, owner, tile_m)` runs before the loads of a tile and may wait for its rows;
-`after(context, acc, tile)` takes the fp32 accumulator. Without hooks this is a matmul.
+`after(context, acc, tile)` takes the fp32 accumulator. `later(context, owner, index)`, for the same
+tile and with the context of `after`, runs when half of the next tile has been multiplied, after the
+last tile at once: what `after` has stored has arrived by then, so a release does not hold up the
+tensor cores. Without hooks this is a matmul.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import triton.language as tl
 
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig, choose
+from tpkernels.kernels.epilogue import column_parts, epilogue, rounded
 from tpkernels.kernels.words import INTERPRETED
 
 
@@ -133,6 +137,7 @@ def matmul_tiles(
     after: tl.constexpr,
     after_context,
     tiling: tl.constexpr,
+    later: tl.constexpr = None,
 ):
     """The tile loop."""
     a, b, N, K, stride_am, stride_bk, stride_bn = product
@@ -143,10 +148,12 @@ def matmul_tiles(
     count = tl.cdiv(tl.maximum(total - lane, 0), lanes)
     first = tiles_before(segments, N, lead, tiling)
     skipped = tl.cdiv(tl.maximum(first - lane, 0), lanes)
+    half = K // BLOCK_K // 2 * BLOCK_K
+    stored_owner, stored_index = 0, 0  # of the tile before
     tl.assume(K > 0)
     # Invariant: no load of a tile overtakes its `before`. Only where there is none, loads of the
     # next tile are in flight during `after`.
-    for i in tl.range(0, count, flatten=tiling.ahead and before is None):
+    for i in tl.range(0, count, flatten=before is None):
         tile = lane + (skipped + i) % count * lanes
         owner = owner_of(segments, N, tile, tiling)
         local = tile - tiles_before(segments, N, owner, tiling)
@@ -183,27 +190,14 @@ def matmul_tiles(
             if INTERPRETED:  # its dot treats bf16 as integers
                 x, y = x.to(tl.float32), y.to(tl.float32)
             acc = tl.dot(x, y, acc, input_precision="ieee")
+            if later is not None:  # noqa: SIM102 - a condition known at compile time and one not
+                if (k == half) & (i > 0):
+                    later(after_context, stored_owner, stored_index)
         after(after_context, acc, Tile(owner, local, row, column, begin, end))
-
-
-@triton.jit
-def rounded(acc, dtype: tl.constexpr):
-    """``acc`` in ``dtype``, rounded to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter's cast truncates
-        bits = acc.to(tl.int32, bitcast=True)
-        acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-    return acc.to(dtype)
-
-
-@triton.jit
-def epilogue(acc, bias, residual, column, N, inside):
-    """``acc + bias + residual`` in fp32; ``residual`` points at the tile's elements."""
-    if bias is not None:
-        columns = column + tl.arange(0, acc.shape[1])
-        acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    if residual is not None:
-        acc += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
-    return acc
+        stored_owner, stored_index = owner, local
+    if later is not None:  # noqa: SIM102 - as above
+        if count > 0:
+            later(after_context, stored_owner, stored_index)
 
 
 class Result(NamedTuple):
@@ -217,13 +211,16 @@ class Result(NamedTuple):
 @triton.jit
 def store_result(context, acc, tile):
     """The `after` hook where a tile is the result: adds the bias and rounds once."""
-    N = context.N
-    corner, offsets, inside = tile_at(
-        tile.row, tile.column, tile.end, N, N, acc.shape[0], acc.shape[1]
-    )
-    acc = epilogue(acc, context.bias, None, tile.column, N, inside)
-    out = context.out
-    tl.store(out + corner + offsets, rounded(acc, out.dtype.element_ty), mask=inside)
+    N, out = context.N, context.out
+    parts = column_parts(acc)
+    for i in tl.static_range(len(parts)):
+        part = parts[i]
+        column = tile.column + i * part.shape[1]
+        corner, offsets, inside = tile_at(
+            tile.row, column, tile.end, N, N, part.shape[0], part.shape[1]
+        )
+        part = epilogue(part, context.bias, None, column, N, inside)
+        tl.store(out + corner + offsets, rounded(part, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

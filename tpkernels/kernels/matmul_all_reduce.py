@@ -22,7 +22,7 @@ import triton.language as tl
 
 from tpkernels.integers import ceil_div
 from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
-from tpkernels.kernels.bound import BoundKernel
+from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.matmul import (
     Product,
@@ -37,6 +37,7 @@ from tpkernels.kernels.matmul_reduce_scatter import (
     TRITON_DTYPES,
     Slots,
     first_tile,
+    publish_tile,
     push,
     push_tile,
     slot_bytes,
@@ -75,7 +76,12 @@ def _push_to_all(slots, acc, tile):
     peers = slots.peers
     for i in range(peers.space.world):
         push(slots, acc, tile, (peers.rank + 1 + i) % peers.space.world)
-    publish_to_all(peers, TILES + tile.index)
+
+
+@triton.jit
+def _publish_to_all(slots, owner, index):
+    """The `later` hook of one-shot."""
+    publish_to_all(slots.peers, TILES + index)
 
 
 @triton.jit
@@ -153,10 +159,12 @@ def matmul_all_reduce_kernel(
     matmul_tiles(
         Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (own + 1) % segments.number, lane, lanes, None, None,
-        _push_to_all if ONE_SHOT else push_tile, Slots(peers, N, slot_bytes, WIRE), tiling,
+        _push_to_all if ONE_SHOT else push_tile,
+        Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling,
+        _publish_to_all if ONE_SHOT else publish_tile,
     )  # fmt: skip
     sum_tiles(
-        Slots(peers, N, slot_bytes, WIRE), segments, own, out,
+        Slots(peers, N, slot_bytes, WIRE, False), segments, own, out,
         begin, bias, residual, lane, lanes, None if ONE_SHOT else _publish_result, passed_on,
         workspace.world, tiling,
     )  # fmt: skip
@@ -192,13 +200,15 @@ def prepare(
     strides = x.stride(0), *w.stride()
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        launch = BoundKernel(
+        bound = BoundKernel(
             matmul_all_reduce_kernel,
             max(min(config.tiles(sizes, n), config.programs), 1),
             (segments_of(space, sizes), n, k, *strides, slot, world * slot, results,
              *launch_arguments(space, signature), one_shot, TRITON_DTYPES[wire], operands.tiling),
             config.launch,
         )  # fmt: skip
+        by_tma = operands.tiling.store_tma and not one_shot
+        launch = WithScratch(bound, space.scratch) if by_tma else bound
 
         def run(x: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
             launch(*operands.of(contiguous_rows(x), w), *more)

@@ -7,8 +7,14 @@ stores each tile, rounded to the wire's dtype, into this rank's slot in the owne
 program sums its tiles of this rank's own rows over the slots: in fp32, in rank order, with bias,
 residual and one rounding.
 
-Sync: the word TILES + tile from rank s says that slot s holds that tile. Every rank gives a tile to
-the program of the same number, so a program waits only for programs of its own number.
+A tile is stored by TMA from shared memory if that has room for a whole tile beside the operands
+(`MatmulConfig.operands`): in parts of 64 columns, which all leave while the next tile is
+multiplied. Else threads store it.
+
+Sync: the word TILES + tile from rank s says that slot s holds that tile. It is pushed while the
+sender multiplies its next tile, because nobody reads a slot before it has done all its own tiles.
+Every rank gives a tile to the program of the same number, so a program waits only for programs of
+its own number. It has published all its tiles before it waits.
 """
 
 from __future__ import annotations
@@ -23,15 +29,14 @@ import triton.language as tl
 
 from tpkernels.integers import round_up
 from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
-from tpkernels.kernels.bound import BoundKernel
+from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.configs import MatmulConfig
+from tpkernels.kernels.epilogue import column_parts, epilogue, rounded
 from tpkernels.kernels.matmul import (
     Product,
     contiguous_rows,
-    epilogue,
     matmul_tiles,
     position,
-    rounded,
     segment,
     tile_at,
     tiles_before,
@@ -47,37 +52,65 @@ from tpkernels.kernels.sync import (
     publish,
     wait_for_all,
 )
+from tpkernels.kernels.words import await_bulk_stores
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
-# Ranks whose partials are loaded before any is added: 8 of bf16 take 64 registers of a thread.
-LOADS = tl.constexpr(8)
+OUTSIDE = tl.constexpr(1 << 30)  # a row that no slot has
 
 
 class Slots(NamedTuple):
-    """The ranks' slots for partials; the context of `push_tile`."""
+    """The ranks' slots for partials; the context of `push_tile` and `publish_tile`."""
 
     peers: Any
     N: Any
     nbytes: Any  # of a slot
     wire: Any  # the dtype of partials on their way; known at compile time
+    tma: Any  # whether TMA stores them; known at compile time
 
 
 @triton.jit
 def push_tile(slots, acc, tile):
     """The `after` hook: this rank's partial goes into its slot at the owner."""
-    push(slots, acc, tile, tile.owner)
-    publish(slots.peers, tile.owner, TILES + tile.index)
+    if slots.tma:
+        _push_by_tma(slots, acc, tile)
+    else:
+        push(slots, acc, tile, tile.owner)
+
+
+@triton.jit
+def publish_tile(slots, owner, index):
+    """The `later` hook: tells the owner."""
+    if slots.tma:
+        await_bulk_stores()
+    publish(slots.peers, owner, TILES + index)
 
 
 @triton.jit
 def push(slots, acc, tile, to):
-    """Stores a tile into this rank's slot at ``to``."""
+    """Stores a tile into this rank's slot at ``to``, part by part."""
     peers, N, begin = slots.peers, slots.N, tile.begin
-    corner, offsets, inside = tile_at(
-        tile.row - begin, tile.column, tile.end - begin, N, N, acc.shape[0], acc.shape[1]
-    )
     slot = slot_of(slots, to, peers.rank)
-    tl.store(slot + corner + offsets, rounded(acc, slots.wire), mask=inside & peers.usable)
+    parts = column_parts(acc)
+    for i in tl.static_range(len(parts)):
+        part = parts[i]
+        column = tile.column + i * part.shape[1]
+        corner, offsets, inside = tile_at(
+            tile.row - begin, column, tile.end - begin, N, N, part.shape[0], part.shape[1]
+        )
+        tl.store(slot + corner + offsets, rounded(part, slots.wire), mask=inside & peers.usable)
+
+
+@triton.jit
+def _push_by_tma(slots, acc, tile):
+    """`push` to the owner. The descriptor is made here, because only the device knows the address:
+    it depends on the epoch. A program has memory for one, and one tile in shared memory: the next
+    tile's stores come after `await_bulk_stores`."""
+    slot = slot_of(slots, tile.owner, slots.peers.rank)
+    rows, columns = tile.end - tile.begin, tl.cast(slots.N, tl.int64)
+    matrix = tl.make_tensor_descriptor(slot, [rows, slots.N], [columns, 1], acc.shape)
+    # TMA has no mask, but stores nothing outside of the matrix.
+    row = tl.where(slots.peers.usable, tile.row - tile.begin, OUTSIDE)
+    matrix.store([row, tile.column], rounded(acc, slots.wire))
 
 
 @triton.jit
@@ -89,18 +122,12 @@ def slot_of(slots, rank, source):
 
 @triton.jit
 def sum_partials(slots, buffer, at, inside, WORLD: tl.constexpr):
-    """The sum of the elements ``at`` of the slots in this rank's ``buffer``, in rank order. The
-    loads of LOADS ranks are in flight before the first addition."""
+    """The sum of the elements ``at`` of the slots in this rank's ``buffer``, in rank order. Nothing
+    between the loads of two ranks waits, so as many are in flight as registers can take."""
     acc = tl.zeros(inside.shape, dtype=tl.float32)
-    for first in tl.static_range(0, WORLD, LOADS):
-        partials = ()
-        for source in tl.static_range(first, first + LOADS):
-            if source < WORLD:
-                slot = pointer(buffer + tl.cast(slots.nbytes, tl.int64) * source, slots.wire)
-                loaded = tl.load(slot + at, mask=inside, other=0.0)
-                partials += (loaded,)  # type: ignore[assignment]
-        for i in tl.static_range(len(partials)):
-            acc += partials[i].to(tl.float32)
+    for source in tl.static_range(WORLD):
+        slot = pointer(buffer + tl.cast(slots.nbytes, tl.int64) * source, slots.wire)
+        acc += tl.load(slot + at, mask=inside, other=0.0).to(tl.float32)
     return acc
 
 
@@ -182,10 +209,10 @@ def matmul_reduce_scatter_kernel(
     matmul_tiles(
         Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (rank + 1) % workspace.world, lane, lanes, None, None, push_tile,
-        Slots(peers, N, slot_bytes, WIRE), tiling,
+        Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling, publish_tile,
     )  # fmt: skip
     sum_tiles(
-        Slots(peers, N, slot_bytes, WIRE), segments, rank, out, 0, bias, residual,
+        Slots(peers, N, slot_bytes, WIRE, False), segments, rank, out, 0, bias, residual,
         lane, lanes, None, None, workspace.world, tiling,
     )  # fmt: skip
     if finish(peers):
@@ -222,13 +249,15 @@ def prepare(
     strides = x.stride(0), *w.stride()
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        launch = BoundKernel(
+        bound = BoundKernel(
             matmul_reduce_scatter_kernel,
             max(min(config.tiles(sizes, n), config.programs), 1),
             (segments_of(space, sizes), n, k, *strides, slot, *launch_arguments(space, signature),
              TRITON_DTYPES[wire], operands.tiling),
             config.launch,
         )  # fmt: skip
+        by_tma = operands.tiling.store_tma
+        launch = WithScratch(bound, space.scratch) if by_tma else bound
 
         def run(x: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
             launch(*operands.of(contiguous_rows(x), w), *more)

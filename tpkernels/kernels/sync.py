@@ -47,8 +47,8 @@ import triton.language as tl
 
 from tpkernels.kernels.words import (
     THREADS,
+    any_lacks,
     clock,
-    load_acquire,
     load_by_one,
     pause_for,
     poll,
@@ -69,13 +69,9 @@ STATE_LOST = tl.constexpr(device.LOST)
 LAST_EPOCH = tl.constexpr(device.LAST_EPOCH)
 ABORT = tl.constexpr(device.ABORT)
 FAILED = tl.constexpr(device.FAILED)
-FAILED_MISMATCH = tl.constexpr(device.MISMATCH)
-FAILED_TIMEOUT = tl.constexpr(device.TIMEOUT)
+FAILED_MISMATCH, FAILED_TIMEOUT = tl.constexpr(device.MISMATCH), tl.constexpr(device.TIMEOUT)
 FAILED_ABORT = tl.constexpr(device.ABORTED)
-
-# Words from one source: ENTERED, then one per tile or chunk.
-ENTERED = tl.constexpr(0)
-TILES = tl.constexpr(1)
+ENTERED, TILES = tl.constexpr(0), tl.constexpr(1)  # words from one source: TILES + tile or piece
 
 
 class Peers(NamedTuple):
@@ -162,21 +158,22 @@ def finish(peers):
 @triton.jit
 def _clear_words(peers):
     """As `advance` of csrc/cuda/sync.cuh does, so that no word is left whose epoch comes again."""
-    BLOCK: tl.constexpr = 1024
-    words, count = word_of(peers, peers.rank, 0, 0), peers.space.words * peers.space.world
-    for begin in range(0, count, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        tl.store(words + at, tl.zeros((BLOCK,), tl.int64), mask=at < count)
+    _fill(word_of(peers, peers.rank, 0, 0), peers.space.words * peers.space.world, 0)
 
 
 @triton.jit
 def poison(out, count):
     """Fills ``out`` with NaN, so it cannot be mistaken for a result."""
+    _fill(out, count, float("nan"))
+
+
+@triton.jit
+def _fill(to, count, value):
     BLOCK: tl.constexpr = 1024
-    nan = tl.full((BLOCK,), float("nan"), out.dtype.element_ty)
+    values = tl.full((BLOCK,), value, to.dtype.element_ty)
     for begin in range(0, count, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        tl.store(out + at, nan, mask=at < count)
+        tl.store(to + at, values, mask=at < count)
 
 
 @triton.jit
@@ -226,12 +223,17 @@ def publish_from(peers, to, source, index):
 @triton.jit
 def wait_for(peers, source, index):
     """Returns when the word ``index`` from ``source`` has arrived or a wait has failed. Acquire."""
-    delay(peers, index)
+    await_value(peers, source, word_of(peers, peers.rank, source, index), peers.word, index)
+
+
+@triton.jit
+def await_value(peers, source, word, value, place):
+    """The same for any word that gets ``value`` once ``source`` has come. ``place``: of a delay."""
+    delay(peers, place)
     if peers.space.chaos & 1 == 0:
-        word = word_of(peers, peers.rank, source, index)
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
-        if seen != peers.word:
-            _poll(peers, source, word)
+        if seen != value:
+            _poll(peers, source, word, value)
 
 
 @triton.jit
@@ -239,10 +241,8 @@ def wait_for_all(peers, index):
     """`wait_for` the word ``index`` from all ranks, this one too; at once if all are there."""
     world = peers.space.world
     source = tl.arange(0, THREADS)
-    seen = load_acquire(word_of(peers, peers.rank, source, index), source < world)
-    missing = tl.max(tl.where((source < world) & (seen != peers.word), 1, 0), 0)
-    tl.debug_barrier()  # some threads have acquired, all threads read
-    if (missing != 0) | (peers.space.chaos != 0):
+    words = word_of(peers, peers.rank, source, index)
+    if any_lacks(words, source < world, peers.word) | (peers.space.chaos != 0):
         for rank in range(world):
             wait_for(peers, rank, index)
 
@@ -266,14 +266,14 @@ def _lost(peers):
 
 
 @triton.jit
-def _poll(peers, source, awaited):
+def _poll(peers, source, awaited, value):
     state, word = peers.space.state, peers.word
     entered = word_of(peers, peers.rank, source, ENTERED)
     begin = _now(state)
     status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
     seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
-    while (seen != word) & (status == 0):
-        poll(awaited, word)
+    while (seen != value) & (status == 0):
+        poll(awaited, value)
         arrived = tl.atomic_add(entered, 0, sem="relaxed", scope="sys")
         lost = _lost(peers)
         if (arrived != word) & ((arrived & 0xFFFFFFFF) == (word & 0xFFFFFFFF)):

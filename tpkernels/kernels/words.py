@@ -150,6 +150,15 @@ def load_acquire(words, wanted):
 
 
 @triton.jit
+def any_lacks(words, wanted, value):
+    """Whether one of the words that are ``wanted`` has another value. Acquire, for all threads."""
+    seen = load_acquire(words, wanted)
+    lacking = tl.max(tl.where(wanted & (seen != value), 1, 0), 0) != 0
+    tl.debug_barrier()  # some threads have acquired, all threads read
+    return lacking
+
+
+@triton.jit
 def load_by_one(word):
     """A word of the host's memory in the thread that does atomics, 0 in the others."""
     if INTERPRETED:
@@ -174,4 +183,21 @@ def fence_async_proxy():
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def await_bulk_stores():
+    """Returns when the bulk stores (TMA) that this thread has issued are complete. Needed before a
+    release of what they stored: a release orders accesses of the generic proxy, and what Triton
+    has waited for is only that the source in shared memory has been read (`wait_group.read`).
+
+    `wait_group` without `.read` returns when the writes are visible to the thread that issued them,
+    in the generic proxy too: a bulk copy's completion implies a fence between the proxies (PTX ISA,
+    "Async proxy"). The barrier before a word is stored passes them on to the thread that stores it,
+    and that thread's release to whoever acquires the word. All threads wait, each for its own:
+    which one issues is Triton's choice."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
         )

@@ -11,11 +11,12 @@ Model:
 - `direct` is the product, then one kernel. Up to `LOW_LATENCY_BYTES` each word carries its flag:
   twice the bytes, one hop. Beyond it data is followed by a fence and a word. A reduction reads the
   slots of all ranks from memory.
-- `pipelined` is one product per rank beside the copy engines, each copy with its start. Then the
-  partials are summed.
+- `pipelined` is one product per rank beside the copy engines, each copy with its start. Two
+  products share their waves. Then the partials are summed.
 - `fused` is one grid: the first tiles of a peer are exposed, the rest of the smaller of product and
-  transfer is hidden. A gather leaves `FETCHERS` multiprocessors to bring the rows. A reduction ends
-  with the sum of its slots, which nothing hides.
+  transfer is hidden. The rows of a gather are brought by `FETCHERS` multiprocessors, each with a
+  ring of reads in flight, or, where shards are large, by copy engines, which leave `ROOM` to the
+  kernels that wait for them. A reduction ends with the sum of its slots, which nothing hides.
 
 Left out: the time in which the host launches, and that of a kernel before its first store.
 """
@@ -44,7 +45,9 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 COPY_S = 2.5e-6
 # A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
 LOW_LATENCY_BYTES = 128 << 10
-FETCHERS = 16  # `kernels.configs.MatmulConfig.fetchers`
+# Of `fused`: kernels/configs.py, kernels/all_gather_matmul.py, algorithms/fused.py.
+FETCHERS, PIECE_BYTES, RING_BYTES, ROOM, COPY_ENGINE_BYTES = 12, 128 << 10, 64 << 10, 1, 4 << 20
+READ_S = 2 * HOP_S  # a read from a peer: a hop each way
 # The tile loop of kernels/matmul.py relative to cuBLAS. Not measured; 0.9 is assumed.
 OWN_PRODUCT = 0.9
 
@@ -76,10 +79,13 @@ class _Call:
         """Seconds in which a rank reads the partials of its rows."""
         return 0.0 if self.problem.gathers else self.problem.nbytes / self.profile.bandwidth
 
-    def product(self, parts: int = 1, *, without: int = 0, rate: float = 1.0) -> float:
+    def product(
+        self, parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0
+    ) -> float:
         """Seconds of the local product, or of one of ``parts`` of its rows.
 
         Args:
+            at_once: parts that share the multiprocessors.
             without: multiprocessors that do something else.
             rate: relative to the vendor's.
         """
@@ -89,7 +95,7 @@ class _Call:
         m, width = ceil_div(problem.rows, parts), problem.shape[-1]
         k, n = (width, self.other) if problem.gathers else (self.other, width)
         units = profile.multiprocessors - without
-        waves = ceil_div(ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units)
+        waves = ceil_div(at_once * ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units) / at_once
         flops = 2 * prod(TILE) * k * waves * profile.multiprocessors
         multiply = flops / profile.rate(problem.dtype.itemsize) / rate
         move = (m * k + k * n + m * n) * problem.dtype.itemsize / profile.bandwidth
@@ -124,7 +130,8 @@ def _direct(call: _Call) -> float:
 
 def _pipelined(call: _Call) -> float:
     peers = call.ranks - 1
-    part, copy = call.product(call.ranks) + LAUNCH_S, COPY_S + call.received / max(peers, 1)
+    part = call.product(call.ranks, at_once=min(2, call.ranks)) + LAUNCH_S
+    copy = COPY_S + call.received / max(peers, 1)
     seconds = part + peers * max(part, copy)
     if call.problem.gathers:
         return seconds
@@ -133,12 +140,20 @@ def _pipelined(call: _Call) -> float:
 
 
 def _fused(call: _Call) -> float:
-    peers, received = max(call.ranks - 1, 1), call.received
-    if call.all_reduces and call.problem.nbytes <= 2 * LOW_LATENCY_BYTES:  # one-shot
+    peers, received, taken, begin = max(call.ranks - 1, 1), call.received, 0, FENCED_HOP_S
+    if call.problem.gathers:
+        shard = ceil_div(call.problem.nbytes, call.ranks)
+        if shard >= COPY_ENGINE_BYTES:
+            taken, begin = ROOM, begin + COPY_S
+        else:
+            taken = min(FETCHERS, peers * ceil_div(shard, PIECE_BYTES))
+            piece_s = PIECE_BYTES / RING_BYTES * READ_S + HOP_S  # with its word
+            received = max(received, peers * shard / PIECE_BYTES * piece_s / taken)
+    elif call.all_reduces and call.problem.nbytes <= 2 * LOW_LATENCY_BYTES:  # one-shot
         received *= call.ranks
-    product = call.product(rate=OWN_PRODUCT, without=FETCHERS if call.problem.gathers else 0)
+    product = call.product(rate=OWN_PRODUCT, without=taken)
     hidden = max(product, received) + min(product, received) / peers
-    seconds = FENCED_HOP_S + hidden + call.sum
+    seconds = begin + hidden + call.sum
     return seconds + (FENCED_HOP_S + call.received if call.all_reduces else 0.0)
 
 

@@ -19,16 +19,21 @@ from tpkernels.symm import capture
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
-_LINE = 2  # words that a thread stores at a time (csrc/cuda/low_latency.cuh)
+_LINE = 16  # words that begin where a line of 128 bytes does (csrc/cuda/whole_lines.cuh)
 
 # `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
 # grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
 STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST = range(8)
+# Behind them, flags: what copy engines have brought within a call (csrc/cuda/sync.cuh).
+FLAGS_AT, FLAGS = len(STATE), 1024
 # Epochs are 1 to LAST_EPOCH, then 1 again. A word that was never written has epoch 0.
 LAST_EPOCH = 0xFFFF_FFFE
 # `control`: int64 words in host memory. ABORT: 1 + the lost rank; the host writes it. FAILED: 1
 # once STATUS is set; a kernel writes it.
 CONTROL = ABORT, FAILED = range(2)
+# `scratch`: where up to 512 programs of a kernel make a descriptor each, of 128 bytes. The calls of
+# a group come one after the other.
+SCRATCH_BYTES = 512 * 128
 # Values of STATUS.
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
@@ -81,9 +86,10 @@ class DeviceWorkspace:
         addresses = [region.address for region in regions]
         with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
-            self.state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
+            self.state = torch.zeros(FLAGS_AT + FLAGS, dtype=torch.int64, device=device)
             pinned = self.regions.is_cuda  # host and kernels write it while the other reads
             self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
+            self.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
         # Reading an element of a tensor takes 2 us, and every call looks.
         self._failed = ctypes.c_int64.from_address(self.control.data_ptr() + FAILED * _WORD)
         self.rank, self.world = rank, len(addresses)

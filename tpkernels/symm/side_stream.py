@@ -1,4 +1,4 @@
-"""Streams for copies that overlap with a matmul on the current one."""
+"""Streams for copies that overlap with matmuls, and for matmuls that overlap with each other."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ _PRIORITY = -1
 
 
 class SideStream:
-    """Two streams of ``device`` that are forked from the current stream and joined to it within a
-    call. They take turns: while one copies, the other waits for the next word, or passes the word
-    of the last copy on. Copies run one after another, whatever their stream, so that the first to
-    be needed has the whole link.
+    """Streams of ``device`` that are forked from the current stream and joined to it within a call.
+
+    Two are for copies and take turns: while one copies, the other waits for the next word. Copies
+    run one after another, whatever their stream, so that the first to be needed has the whole link.
+    A third runs every second part of a matmul, so that the last wave of one part and the first of
+    the next share the multiprocessors.
 
     They use the caller's tensors without ``record_stream``: their memory is reused in the order of
-    the current stream, which has waited in ``join`` when the call returns. Ordering is by events,
-    so the streams can be captured into a graph. CPU tensors (a rehearsal) have no streams: all work
-    runs at once, in order.
+    the current stream, which has waited in ``join`` when the call returns. What is allocated on the
+    third stream must be used there alone. Ordering is by events, so the streams can be captured
+    into a graph. CPU tensors (a rehearsal) have no streams: all work runs at once, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._device = device
         self._streams = [torch.cuda.Stream(device, _PRIORITY) for _ in range(2) if on_gpu]
-        self._at = 0
+        self._second = torch.cuda.Stream(device) if on_gpu else None
+        self._at = self._parts = 0
+        self._begun: Mark = None
         self.copied: Mark = None  #: marks the last copy
 
     def fork(self) -> None:
         """Work queued here from now on runs after the work in the current stream."""
-        self._at, self.copied = 0, None
+        self._at, self._parts, self.copied = 0, 0, None
         if self._streams:
-            begun = torch.cuda.current_stream(self._device).record_event()
+            self._begun = torch.cuda.current_stream(self._device).record_event()
             for stream in self._streams:
-                stream.wait_event(begun)
+                stream.wait_event(self._begun)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -69,6 +73,20 @@ class SideStream:
         yield
         self.copied = stream.record_event()
 
+    @contextmanager
+    def part(self, *, alone: bool = False) -> Iterator[None]:
+        """Around a part of a matmul, and what belongs to it alone. The current stream has the first
+        part, the third, ..., or all that must be ``alone``; the others run after what came before
+        `fork`, and next to these."""
+        self._parts += not alone
+        if self._second is None or alone or self._parts % 2 == 1:
+            yield
+            return
+        if self._parts == 2 and self._begun is not None:
+            self._second.wait_event(self._begun)
+        with torch.cuda.stream(self._second):
+            yield
+
     def wait(self, mark: Mark) -> None:
         """The current stream waits for ``mark``."""
         if mark is not None:
@@ -76,5 +94,8 @@ class SideStream:
 
     def join(self) -> None:
         """The current stream waits for all work of these."""
-        for stream in self._streams:
+        used = self._streams
+        if self._second is not None and self._parts > 1:
+            used = [*used, self._second]
+        for stream in used:
             torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -49,6 +49,7 @@ std::map<std::string, Entry> entries{
     {"low_latency_all_reduce", {with(low_latency_all_reduce), true, kLowLatencyThreads}},
     {"low_latency_two_shot_all_reduce",
      {with(low_latency_two_shot_all_reduce), true, kLowLatencyThreads}},
+    {"whole_lines_all_reduce", {with(whole_lines_all_reduce), true, kLowLatencyThreads}},
     {"low_latency_all_gather", {with(low_latency_all_gather), true, kLowLatencyThreads}},
     {"low_latency_reduce_scatter", {with(low_latency_reduce_scatter), true, kLowLatencyThreads}},
     {"one_shot_normed_all_reduce", {with(one_shot_normed_all_reduce), true, kRowThreads}},
@@ -61,13 +62,15 @@ std::map<std::string, Entry> entries{
     {"call_begin", {with(call_begin), true, kSignalThreads}},
     {"call_publish", {with(call_publish), true, kSignalThreads}},
     {"call_wait", {with(call_wait), true, kSignalThreads}},
-    {"call_end", {with(call_end), true, kSignalThreads}},
-    {"call_poison", {with(call_poison), true, kPoisonThreads}},
+    {"call_flag", {with(call_flag), true, kSignalThreads}},
+    {"call_end", {with(call_end), true, kEndThreads}},
 };
 
 std::string failing;
 int failing_code = 0, capability = 90, pushes = 0, threads_of_block = 2;
 int early_launches = 0, version_of_driver = 13000;
+int launches = 0, writes = 0;  // kernels, and values that streams wrote
+bool streams_write = true;
 emulated::Counts most;
 void* current = nullptr;
 char context, module_handle;
@@ -95,6 +98,7 @@ int launch(const char* what, void* function, unsigned blocks, unsigned threads, 
   if (invalid) return 1;
   if (const int code = code_of(what); code != 0) return code;
   most = {};
+  ++launches;
   emulated::Grid grid{static_cast<int>(blocks), threads_of_block};
   grid.most = &most;
   grid.cluster = static_cast<int>(cluster);
@@ -125,6 +129,9 @@ void emulated_previous(char* results, std::size_t bytes, bool awaited) {
   emulated::previous.results.resize(bytes);
   emulated::previous.awaited = awaited;
 }
+int emulated_launches() { return launches; }
+int emulated_writes() { return writes; }
+void emulated_streams_write(bool can) { streams_write = can; }
 int emulated_early_launches() { return early_launches; }
 void emulated_driver_version(int version) { version_of_driver = version; }
 void emulated_loose(bool loose) { emulated::loose = loose; }
@@ -159,6 +166,7 @@ int cuDeviceGet(int* device, int ordinal) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : -1;
+  if (attribute == kStreamWrites) *value = streams_write;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void** made, int) {
@@ -194,6 +202,13 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
 int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t bytes, void*) {
   std::memmove(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes);
   return code_of("cuMemcpyAsync");
+}
+int cuStreamWriteValue64_v2(void*, std::uint64_t to, std::uint64_t value, unsigned flags) {
+  if (const int code = code_of("cuStreamWriteValue64"); code != 0) return code;
+  if (flags != 0 || !streams_write) return 1;
+  ++writes;
+  __atomic_store_n(reinterpret_cast<std::uint64_t*>(to), value, __ATOMIC_RELEASE);
+  return 0;
 }
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                    unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void*,

@@ -29,6 +29,8 @@ enum class Tearing {
   kBetweenWords,    // as to PTX: either word may be there first
   kOneFlagPerLine,  // the flag of the first word stands for both, as if a line were never torn
   kTornWords,       // a word is stored in halves, the epoch first
+  kTornLines,       // the flag of a line of 128 bytes comes before the rest
+  kLinesThatStay,   // lines of 128 bytes are not cleared
 };
 inline Tearing tearing = Tearing::kBetweenWords;
 

@@ -17,7 +17,7 @@ constexpr u64 kBuffersAt = (2 * kWorld * kWords * 8 + 255) / 256 * 256;
 
 struct Rank {
   std::vector<u64> region = std::vector<u64>((kBuffersAt + 2 * kBufferBytes) / 8 + 2);
-  std::vector<u64> state = std::vector<u64>(8);
+  std::vector<u64> state = std::vector<u64>(kStateFlags + 1);
   u64 control[2] = {};
   int wrong = 0;
 
@@ -71,7 +71,8 @@ void copies(Rank& own, const Space& space, int call) {
   const auto chunk = [&](int rank, int to) {
     return reinterpret_cast<u64*>(space.regions[rank] + kBuffersAt) + 16 * to;
   };
-  launch(space, 1, [&] { call_begin(space); });
+  launch(space, 1, [&] { call_begin(space, 1); });
+  own.wrong += own.state[kStateFlags] != 0;
   for (int to = 0; to < kWorld; ++to) {
     for (int i = 0; i < 16; ++i) chunk(space.rank, to)[i] = 100 * call + 10 * space.rank + to;
   }
@@ -84,7 +85,9 @@ void copies(Rank& own, const Space& space, int call) {
       own.wrong += chunk(source, space.rank)[i] != want;
     }
   }
-  launch(space, 1, [&] { call_end(space); });
+  launch(space, 1, [&] { call_flag(space, 0); });
+  own.wrong += own.state[kStateFlags] != kRaised;
+  launch(space, 1, [&] { call_end(space, {}); });
 }
 
 void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& regions,

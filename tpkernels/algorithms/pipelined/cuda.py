@@ -1,6 +1,8 @@
 """``pipelined`` on GPUs: one vendor matmul per peer, overlapped with peer copies.
 
-Algorithm: the current stream runs one matmul per peer, two others the peer copies in turn.
+Algorithm: the current stream and another run one matmul per peer, in turn, so that the tail of one
+overlaps with the next. A caller's product stays on the current stream: it may have memory of its
+own that two at a time would share. Two others run the peer copies in turn.
 all_gather_matmul      multiplies this rank's rows first, then those of rank+1, rank+2, ... when
                        they have been fetched.
 matmul_reduce_scatter  computes the partials for rank+1, rank+2, ... and publishes each to its owner
@@ -82,6 +84,7 @@ def gather_and_multiply(
     """Within a call: gathers the peers' ``rows`` [sizes[rank], K] into ``whole`` [sum(sizes), K],
     in the order of ``peers``, and multiplies them and the own rows for each (w, bias, out)."""
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    alone = not all(isinstance(w, torch.Tensor) for w, _, _ in factors)
     side.fork()
     with side.current():
         if copies.in_place is None:
@@ -90,10 +93,11 @@ def gather_and_multiply(
     arrived = side.copied
     try:
         for owner, following in zip((copies.rank, *peers), (*peers, None), strict=True):
-            side.wait(arrived)
             at = slice(begins[owner], begins[owner] + sizes[owner])
-            for w, bias, out in factors:
-                local_matmul(rows if owner == copies.rank else whole[at], w, out[at], bias)
+            with side.part(alone=alone):
+                side.wait(arrived)
+                for w, bias, out in factors:
+                    local_matmul(rows if owner == copies.rank else whole[at], w, out[at], bias)
             if following is not None:
                 there = whole.narrow(0, begins[following], sizes[following])
                 fetch(copies, side, following, there, 0)
@@ -151,12 +155,13 @@ def multiply_and_scatter(
         # this rank its own, in that turn.
         for owner, source in zip((*peers, rank), (None, *reversed(peers)), strict=True):
             part = rows[begins[owner] : begins[owner] + sizes[owner]]
-            if owner == rank:
-                local_matmul(part, w, partials[rank])
-            else:
-                shape = (sizes[owner], columns)
-                local_matmul(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
-                copies.publish(DATA, owner)
+            with side.part(alone=not isinstance(w, torch.Tensor)):
+                if owner == rank:
+                    local_matmul(part, w, partials[rank])
+                else:
+                    shape = (sizes[owner], columns)
+                    local_matmul(part, w, copies.view(wire, shape, begins[owner] * row_bytes))
+                    copies.publish(DATA, owner)
             if source is not None:
                 fetch(copies, side, source, partials[source], begins[rank] * row_bytes)
     finally:

@@ -132,6 +132,45 @@ inline void store_line_sys(Line* to, Line line) {
   }
 }
 
+// One thread stands for the eight that have a line of 128 bytes. The flag, its last pack, comes
+// when the rest is there, so whoever sees the flag first sees the line whole.
+constexpr int kLineLanes = 1;
+inline int line_lane() { return 0; }
+inline bool all_of_line(bool value) { return value; }
+
+inline void store_words(Pack* to, const Pack& pack, int order) {
+  auto* words = reinterpret_cast<u64*>(to);
+  u64 held[2];
+  std::memcpy(held, &pack, sizeof(held));
+  for (int i = 0; i < 2; ++i) __atomic_store_n(words + i, held[i], order);
+}
+
+template <int N>
+void store_share(Pack* line, const Pack (&share)[N]) {
+  static thread_local unsigned stored = 0;
+  if (reinterpret_cast<u64>(line) % sizeof(share) != 0) __builtin_trap();
+  const bool torn = emulated::tearing == emulated::Tearing::kTornLines;
+  const bool clears = share[N - 1].word[0] == 0;
+  if (clears && emulated::tearing == emulated::Tearing::kLinesThatStay) return;
+  if (torn) store_words(line + N - 1, share[N - 1], __ATOMIC_RELEASE);
+  const unsigned first = ++stored % (N - 1);
+  for (unsigned i = 0; i < N - 1; ++i) {
+    const unsigned at = (first + i) % (N - 1);
+    store_words(line + at, share[at], __ATOMIC_RELAXED);
+    if (stored % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  if (!torn) store_words(line + N - 1, share[N - 1], __ATOMIC_RELEASE);
+}
+
+template <int N>
+void load_share(Pack (&share)[N], const Pack* line) {
+  for (int at = N - 1; at >= 0; --at) {
+    const auto* words = reinterpret_cast<const u64*>(line + at);
+    const u64 held[2] = {load_acquire_sys(words), load_acquire_sys(words + 1)};
+    std::memcpy(&share[at], held, sizeof(held));
+  }
+}
+
 inline float float_of(unsigned bits) { return host::scalar::float_of(bits); }
 inline unsigned bits_of(float value) { return host::scalar::bits_of(value); }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
