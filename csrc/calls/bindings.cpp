@@ -111,10 +111,9 @@ void bind_memory(py::module_& m) {
 }
 
 host::Form form_of(const std::string& layout) {
-  if (layout == "packed") return host::Form::kPanels;
-  if (layout == "columns") return host::Form::kColumns;
-  if (layout == "rows") return host::Form::kRows;
-  throw std::invalid_argument("no layout of a weight: " + layout);
+  return layout == "packed"    ? host::Form::kPanels
+         : layout == "columns" ? host::Form::kColumns
+                               : host::Form::kRows;
 }
 
 void bind_product(py::module_& m) {
@@ -146,16 +145,18 @@ void bind_product(py::module_& m) {
       py::arg("dtype"), py::arg("layout"), py::arg("rows"));
   m.def(
       "multiply",
-      [](const py::handle& x, const py::handle& w, const py::handle& out, const py::handle& bias,
-         std::size_t whole_rows, bool packed) {
+      [](const py::object& x, const py::handle& w, const py::handle& out, const py::handle& bias,
+         std::size_t whole_rows, bool packed, std::size_t whole_columns) {
+        const Whole whole{whole_rows, whole_columns};
         Tensor a{}, to{}, added{};
         Weight weight{};
-        return read(x.ptr(), &a) && read(out.ptr(), &to) &&
-               (bias.is_none() || read(bias.ptr(), &added)) &&
-               read_weight(w.ptr(), packed, &weight) && multiply(a, weight, to, added, whole_rows);
+        const bool known = read_weight(w.ptr(), packed, &weight) && read(out.ptr(), &to);
+        if (!known || !(bias.is_none() || read(bias.ptr(), &added))) return false;
+        const py::object given = with_unit_stride(x, weight, dtype_of(to), whole);
+        return read(given.ptr(), &a) && multiply(a, weight, to, added, whole);
       },
       py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"), py::arg("whole_rows"),
-      py::arg("packed") = false);
+      py::arg("packed") = false, py::arg("whole_columns") = 0);
 }
 
 void bind_turns(py::module_& m) {

@@ -47,11 +47,18 @@ py::object matmul(const py::object& x, PyObject* w, bool packed) {
     return empty(py::make_tuple(a.shape[0], columns), dtype);
   };
   const auto rows = static_cast<std::size_t>(a.shape[0]);
+  const Whole whole{rows, 0};
   Weight weight{};
-  if (read_weight(w, packed, &weight) && multiplies(a, weight, rows)) {
-    py::object out = new_result(weight.n);
-    multiply(a, weight, dense(out.ptr()), {}, rows);
-    return out;
+  if (read_weight(w, packed, &weight)) {
+    const py::object given = with_unit_stride(x, weight, weight.dtype, whole);
+    const Tensor factor = dense(given.ptr());
+    if (multiplies(factor, weight, whole)) {
+      py::object out = new_result(weight.n);
+      if (!multiply(factor, weight, dense(out.ptr()), {}, whole)) {
+        throw std::logic_error("a product was begun and refused");
+      }
+      return out;
+    }
   }
   if (packed) return packed_matmul(x, w);
   const std::int64_t columns = dense(w).shape[1];

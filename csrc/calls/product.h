@@ -34,15 +34,25 @@ bool read_weight(PyObject* w, bool packed, Weight* weight);
 // Whether products of large weights with `rows` rows would be computed, to x's dtype.
 bool multiplies(host::DType dtype, host::Form form, std::size_t rows);
 
-// Whether a product of x's dtype without a bias would be computed. `whole_rows`: of the product
-// that this is a part of, so that its bits do not depend on the parts.
-bool multiplies(const Tensor& x, const Weight& w, std::size_t whole_rows);
+// The rows and columns of the product that a call's is a part of: the bits follow from these, so
+// that they do not depend on the parts.
+struct Whole {
+  std::size_t rows, columns;
+};
+
+// x, or a copy with unit column stride where the extension multiplies faster by that than torch by
+// x; `out_dtype` is that of the product.
+pybind11::object with_unit_stride(const pybind11::object& x, const Weight& w, host::DType out_dtype,
+                                  const Whole& whole);
+
+// Whether a product of x's dtype without a bias would be computed.
+bool multiplies(const Tensor& x, const Weight& w, const Whole& whole);
 
 // out = x @ w + bias, rounded once, where csrc/host/product.h has the fastest way; otherwise false,
 // and nothing is computed. x [rows, K], out [rows, N] of any float dtype on the CPU, both with unit
 // column stride; bias [N] in fp32, or without data. Gives up the GIL. Throws std::invalid_argument
 // if out or bias has another shape.
 bool multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
-              std::size_t whole_rows);
+              const Whole& whole);
 
 }  // namespace tpkernels::calls

@@ -122,7 +122,7 @@ def test_what_is_left_to_torch() -> None:
     assert product(torch.randn(6, 48)[::2, 3:43], k_major(60, 12, F32)[9:49], F32) is not None
     assert product(torch.randn(MOST + 1, 40), w, F32) is None  # w has few columns
     assert product(x, w.contiguous(), F32) is None
-    assert product(place(x, "transposed"), w, F32) is None
+    assert product(place(x, "transposed").bfloat16(), w.bfloat16(), BF16) is None
     assert product(x.bfloat16(), w, F32) is None
     assert product(x.double(), w.double(), torch.float64) is None
     assert product(x, w, torch.float64) is None

@@ -80,7 +80,8 @@ def test_exact_for_integers(unit: str) -> None:
         ):
             x = wide[:rows, 2 : 2 + k]
             got = product(x, weight, n, out_dtype, added)
-            assert (got is not None) is (takes_panels(dtype) and k > 1), (dtype, k, n, rows)
+            taken = k > 1 and _C.calls.multiplies(CODES[dtype], "packed", rows)
+            assert (got is not None) is taken, (dtype, k, n, rows)
             if got is not None:
                 exact = x.float() @ w.float() + (0 if added is None else added)
                 assert torch.equal(got.float(), exact), (dtype, k, n, rows, more, out_dtype)
@@ -96,6 +97,8 @@ def test_close_to_float64_and_the_same_beside_other_rows(dtype: torch.dtype) -> 
     weight, memory = in_panels(w)
     x = torch.randn(MOST, k).to(dtype)
     whole = product(x, weight, n, F32, None)
+    if not _C.calls.multiplies(CODES[dtype], "packed", MOST):
+        pytest.skip("oneDNN multiplies so many rows faster on this processor")
     assert whole is not None
     size = x.double().abs() @ w.double().abs()
     bound = k**0.5 * torch.finfo(F32).eps * size
@@ -104,8 +107,10 @@ def test_close_to_float64_and_the_same_beside_other_rows(dtype: torch.dtype) -> 
     # With 2 threads, one of the 2 panels for each; with 3, each panel in parts of the rows.
     for rows, threads in [((0, 1), 1), ((3, 10), 1), ((0, MOST), 2), ((0, MOST), 3)]:
         torch.set_num_threads(threads)
-        part = product(x[slice(*rows)], weight, n, F32, None)
-        torch.set_num_threads(before)
+        try:
+            part = product(x[slice(*rows)], weight, n, F32, None)
+        finally:
+            torch.set_num_threads(before)
         assert part is not None and torch.equal(part, whole[slice(*rows)]), (rows, threads)
     del memory
 
@@ -117,7 +122,6 @@ def test_what_is_left_to_others() -> None:
     x = torch.randn(3, 40)
     assert product(x, weight, 12, F32, None) is not None
     assert product(x[:, :39], weight, 12, F32, None) is None
-    assert product(x.t().contiguous().t(), weight, 12, F32, None) is None
     assert product(x.bfloat16(), weight, 12, F32, None) is None
     assert product(x, SimpleNamespace(), 12, F32, None) is None
     with pytest.raises(ValueError, match="another shape"):
@@ -179,6 +183,17 @@ def test_the_memory_lives_as_long_as_the_tensor(dtype: torch.dtype) -> None:
     results = new_product(torch.ones(1, 512, dtype=dtype), factor)
     known = hasattr(factor, "_tpkernels_panels")
     assert (results == (512 if known else 1024)).all()
+
+
+@pytest.mark.parametrize("dtype", packable(), ids=str)
+def test_strides_do_not_change_the_bits(dtype: torch.dtype) -> None:
+    """Nor does a bias of zeros, or a profiler."""
+    torch.manual_seed(4)
+    factor, x = tpkernels.pack(torch.randn(2000, 70).to(dtype)), torch.randn(2000, 40).to(dtype).t()
+    results = [new_product(x, factor), new_product(x, factor, torch.zeros(70, dtype=dtype))]
+    with torch.profiler.profile():
+        results.append(new_product(x, factor))
+    assert all(torch.equal(each, new_product(x.contiguous(), factor)) for each in results)
 
 
 def test_packing_leaves_the_random_numbers_alone() -> None:

@@ -4,6 +4,7 @@ slower. tests/native/test_products.cpp has them on all processors with AVX-512."
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -67,10 +68,12 @@ def test_a_result_does_not_depend_on_the_others(dtype: torch.dtype, layout: str)
     assert _C.calls.multiply(x, w, whole, None, rows)
     before = torch.get_num_threads()
     for threads, (begin, end) in itertools.product((1, 2, 3), [(0, 300), (7, 8), (100, 256)]):
-        torch.set_num_threads(threads)
         part = torch.empty(end - begin, 200)
-        assert _C.calls.multiply(x[begin:end], w, part, None, rows)
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        try:
+            assert _C.calls.multiply(x[begin:end], w, part, None, rows)
+        finally:
+            torch.set_num_threads(before)
         assert torch.equal(part, whole[begin:end]), (threads, begin)
 
 
@@ -83,8 +86,23 @@ def test_gradients_of_weights(dtype: torch.dtype) -> None:
         torch.randn(130, 65).to(dtype),
         torch.empty(70, 65),
     )
-    local_matmul(x.t(), grad, out)
+    with mock.patch.object(torch, "mm") as by_torch:
+        local_matmul(x.t(), grad, out)
+    assert not by_torch.called
     assert within_rounding(out, x.t(), grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_columns_of_a_whole(dtype: torch.dtype, layout: str) -> None:
+    """What has few columns because it is a part has the bits of the whole."""
+    torch.manual_seed(3)
+    x, w = torch.randn(64, 4096).to(dtype), weight(4096, 64, dtype, layout)
+    whole, parts = torch.empty(64, 64), torch.empty(64, 64)
+    local_matmul(x, w, whole)
+    for columns in (slice(0, 20), slice(20, 64)):
+        local_matmul(x, w[:, columns], parts[:, columns], whole_columns=64)
+    assert torch.equal(parts, whole)
 
 
 def test_what_is_left_to_torch() -> None:

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -85,6 +86,23 @@ std::size_t pitch(Form form, DType dtype, const Extents& size) {
   return (size.k * element + 3) / 4 * 4 * Product::kPanel;
 }
 
+// Rows from `first` on.
+void check_result(const VectorUnit& unit, Form form, DType dtype, const Extents& size,
+                  const std::byte* out, std::size_t first) {
+  for (std::size_t m = first; m < size.rows; ++m) {
+    for (std::size_t n = 0; n < size.columns; ++n) {
+      int exact = 0;
+      for (std::size_t k = 0; k < size.k; ++k) exact += value(m, k) * value(n + 3, k);
+      float got;
+      std::memcpy(&got, out + (m * size.columns + n) * sizeof(got), sizeof(got));
+      CHECK(got == static_cast<float>(exact),
+            text(unit, form, dtype, size) + ": " + std::to_string(got) + " at row " +
+                std::to_string(m) + ", column " + std::to_string(n) + ", which is " +
+                std::to_string(exact));
+    }
+  }
+}
+
 void check_product(const VectorUnit& unit, Multiply multiply, Form form, DType dtype,
                    const Extents& size, std::size_t at_a_time) {
   const std::size_t element = size_of(dtype);
@@ -111,24 +129,17 @@ void check_product(const VectorUnit& unit, Multiply multiply, Form form, DType d
   product.out = out.data();
   product.out_pitch = size.columns * sizeof(float);
   product.out_dtype = DType::kF32;
-  // In two parts where there are two, of which the second is some of the rows of the first.
-  for (std::size_t begin = 0; begin < size.columns; begin += at_a_time) {
-    const std::size_t end = std::min(begin + at_a_time, size.columns);
-    multiply(product, begin, end);
-    multiply(some_rows(product, size.rows / 2, size.rows - size.rows / 2), begin, end);
-  }
-  for (std::size_t m = 0; m < size.rows; ++m) {
-    for (std::size_t n = 0; n < size.columns; ++n) {
-      int exact = 0;
-      for (std::size_t k = 0; k < size.k; ++k) exact += value(m, k) * value(n + 3, k);
-      float got;
-      std::memcpy(&got, out.data() + (m * size.columns + n) * sizeof(got), sizeof(got));
-      CHECK(got == static_cast<float>(exact),
-            text(unit, form, dtype, size) + ": " + std::to_string(got) + " at row " +
-                std::to_string(m) + ", column " + std::to_string(n) + ", which is " +
-                std::to_string(exact));
+  const auto run = [&](const Product& some) {
+    for (std::size_t begin = 0; begin < size.columns; begin += at_a_time) {
+      multiply(some, begin, std::min(begin + at_a_time, size.columns));
     }
-  }
+  };
+  const std::size_t half = size.rows / 2;
+  run(product);
+  check_result(unit, form, dtype, size, out.data(), 0);
+  std::memset(out.data(), 0xff, size.rows * product.out_pitch);
+  run(some_rows(product, half, size.rows - half));
+  check_result(unit, form, dtype, size, out.data(), half);
 }
 
 }  // namespace

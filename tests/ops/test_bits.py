@@ -37,6 +37,7 @@ MATMULS = [
     Case(op="matmul_reduce_scatter", shape=(48, 65), k=(133, 90), biases=(F32,)),
     Case(op="matmul_reduce_scatter", shape=(2, 48, 300), dim=1, k=(70,), residual=F32),
     Case(op="matmul_reduce_scatter", shape=(9, 48), dim=1, k=(133,)),
+    Case(op="matmul_reduce_scatter", shape=(64, 60), dim=1, k=(1000,)),
     Case(op="matmul_all_reduce", shape=(48, 300), k=(133, 90), biases=(F32,)),
     Case(op="matmul_all_reduce", shape=(16, 33), k=(70,)),
 ]

@@ -81,7 +81,8 @@ def partial_of_shard(
         assert isinstance(w, torch.Tensor)  # ops/_check.py: only those can be sliced
         first = sum(problem.sizes[:owner])
         columns = w[:, first : first + problem.sizes[owner]]
-        local_matmul(x[begin : begin + to.shape[0]], columns, to, whole_rows=problem.rows)
+        part = x[begin : begin + to.shape[0]]
+        local_matmul(part, columns, to, whole_rows=problem.rows, whole_columns=w.shape[1])
         return
     for at, row, count in runs(problem, owner, begin, begin + to.shape[0]):
         part = to[at - begin : at - begin + count]

@@ -71,7 +71,9 @@ def choose(requested: str, version: str, platform: str, fast_products: bool) -> 
 
 
 def _has_fast_products() -> bool:
-    return _C.calls.multiplies(dtypes.CODES[torch.bfloat16], "packed", MANY_ROWS)
+    """Whether vLLM is known to be slower: with zentorch, which it prefers, it was not measured."""
+    zentorch = hasattr(torch.ops.zentorch, "zentorch_linear_unary")
+    return not zentorch and _C.calls.multiplies(dtypes.CODES[torch.bfloat16], "packed", MANY_ROWS)
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
 import tpkernels
-from tpkernels import dtypes, groups
+from tpkernels import _C, dtypes, groups
 from tpkernels.integrations.vllm import MANY_ROWS, logger
 from tpkernels.local import packed
 from tpkernels.ops._autograd import matmul
@@ -135,11 +135,14 @@ def replace_row_parallel() -> None:
 def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """What vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed copy of
     w [K, N] in place of that weight. None: vLLM may be faster."""
-    try:
-        packed.check_packable(w, "the weight")
-    except (NotImplementedError, ValueError):
+    code = dtypes.CODES.get(w.dtype)
+    if code is None or not _C.calls.multiplies(code, "packed", MANY_ROWS):
         return None
-    own = tpkernels.pack(w)
+    try:
+        own = tpkernels.pack(w)
+    except (ValueError, RuntimeError) as error:  # NotImplementedError among them
+        report(f"products of {list(w.shape)} are left to vLLM: {error}")
+        return None
     if not packed.has_panels(own, MANY_ROWS):
         return None
     return lambda x, weight, bias=None: matmul(x, own, bias=bias)

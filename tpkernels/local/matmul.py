@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from tpkernels import _C, dtypes
+from tpkernels import _C
 from tpkernels.local.memory import empty
 from tpkernels.local.native import native
 from tpkernels.local.packed import columns_of, has_panels, packed_product
@@ -44,20 +44,23 @@ def local_matmul(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     whole_rows: int | None = None,
+    whole_columns: int | None = None,
 ) -> torch.Tensor:
     """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
     strides, ``out`` with unit column stride. With a packed ``w`` or a caller's product,
     ``out`` has x's dtype; the latter has no bias. `Product` says what x is with a scaled one.
 
-    Where x is a part of the rows of a product, ``whole_rows`` is how many that has: what computes
-    the product follows from it, so that a result has the same bits whatever the parts are."""
+    Where x is a part of the rows of a product, ``whole_rows`` is how many that has, and where w is
+    a part of its columns, ``whole_columns``: what computes the product follows from these, so that
+    a result has the same bits whatever the parts are."""
     if x.shape[0] == 0 or columns_of(w) == 0:
         return out
     rows = x.shape[0] if whole_rows is None else whole_rows
+    columns = columns_of(w) if whole_columns is None else whole_columns
     if not profiling():  # takes 0.1 us; a null range would take 0.4
-        return _local_matmul(x, w, out, bias, rows)
+        return _local_matmul(x, w, out, bias, rows, columns)
     with recorded(MATMUL):
-        return _local_matmul(x, w, out, bias, rows)
+        return _local_matmul(x, w, out, bias, rows, columns)
 
 
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -72,11 +75,17 @@ def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) ->
 
 
 def _local_matmul(
-    x: torch.Tensor, w: Weight, out: torch.Tensor, bias: torch.Tensor | None, rows: int
+    x: torch.Tensor,
+    w: Weight,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: int,
+    columns: int,
 ) -> torch.Tensor:
+    """``rows`` and ``columns`` are those of the whole."""
     if isinstance(w, Product):
         return w.multiply(x, out, bias)
-    if not x.is_cuda and _multiply(x, w, out, bias, rows):
+    if not x.is_cuda and _multiply(x, w, out, bias, rows, columns):
         return out
     if w.is_mkldnn:
         return out.copy_(packed_product(x, w, bias))
@@ -92,17 +101,22 @@ def _local_matmul(
     wide = empty(x.shape, torch.float32, x.device).copy_(x)
     wide_bias = None if bias is None else bias.float()
     for begin in range(0, w.shape[1], _PANEL_COLUMNS):
-        columns = slice(begin, begin + _PANEL_COLUMNS)
-        panel_bias = None if wide_bias is None else wide_bias[columns]
-        _multiply_wide(wide, w[:, columns].float(), out[:, columns], panel_bias, rows)
+        part = slice(begin, begin + _PANEL_COLUMNS)
+        part_bias = None if wide_bias is None else wide_bias[part]
+        _multiply_wide(wide, w[:, part].float(), out[:, part], part_bias, rows, columns)
     return out
 
 
 def _multiply_wide(
-    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, rows: int
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: int,
+    columns: int,
 ) -> None:
     """``out = x @ w + bias``, all but ``out`` in fp32."""
-    if _multiply(x, w, out, bias, rows):
+    if _multiply(x, w, out, bias, rows, columns):
         return
     to = out if out.dtype == torch.float32 else None
     product = torch.mm(x, w, out=to) if bias is None else torch.addmm(bias, x, w, out=to)
@@ -111,15 +125,14 @@ def _multiply_wide(
 
 
 def _multiply(
-    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, rows: int
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: int,
+    columns: int,
 ) -> bool:
     """By the extension, if that is faster than torch."""
     if bias is not None:
         bias = bias.float().contiguous()
-    if x.stride(1) != 1 and (x.dtype == torch.float32 or x.dtype != out.dtype):
-        # A gradient of a weight. The copy takes 3 to 20 % of the product's time, and torch.mm, or
-        # the conversion to fp32, 1.6 to 3.8 times as long as both.
-        if not _C.calls.multiplies(dtypes.CODES[x.dtype], "rows", rows):
-            return False
-        x = x.contiguous()
-    return _C.calls.multiply(x, w, out, bias, rows, w.is_mkldnn)
+    return _C.calls.multiply(x, w, out, bias, rows, w.is_mkldnn, columns)
