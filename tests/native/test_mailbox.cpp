@@ -117,11 +117,11 @@ TEST_CASE(mailbox_loses_no_wake_up, kThreads) {
   constexpr std::size_t kControl = 4 * 64;  // two bells, two counts
   const auto arena = make_arena(1, kControl + 8);
   const int total = 200 * options().calls;
-  const double start = now_ms();
   int wrong = -1;
   const auto run = [&](bool writer) {
     End box(arena, 0, 1, options().seed + (writer ? 1 : 2));
     for (int at = 0; at < total; at += 8) {
+      const double start = now_ms();  // one that is lost ends with the slice
       std::byte bytes[8];
       std::fill(bytes, bytes + 8, byte_at(static_cast<unsigned>(at)));
       const std::size_t moved =
