@@ -25,13 +25,18 @@ from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
 from tpkernels.symm.device import DeviceWorkspace
 
 DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
-QUICK = {(arch, tl.bfloat16) for arch in (80, 90, 100)} | {(90, tl.float32)}
+THOROUGH = {
+    (80, tl.bfloat16, False),
+    (90, tl.bfloat16, True),
+    (90, tl.float32, False),
+    (100, tl.bfloat16, False),
+}
 
 
 def tier(arch: int, dtype: Any, few: bool) -> list[pytest.MarkDecorator]:
     if (arch, dtype, few) == (90, tl.bfloat16, False):
         return []
-    return [pytest.mark.thorough if (arch, dtype) in QUICK else pytest.mark.slow]
+    return [pytest.mark.thorough if (arch, dtype, few) in THOROUGH else pytest.mark.slow]
 
 
 ENTRIES = [
@@ -81,7 +86,7 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
 def smaller() -> Iterator[Any]:
     for name, arch, size, few in itertools.product(KERNELS, SMALLER, DTYPES, (False, True)):
         quick = (name, arch, size, few) == ("two_shot", 120, 2, False)
-        thorough = name in ("matmul", "two_shot") and size == 2
+        thorough = name == "two_shot" and size == 2
         marks = [] if quick else [pytest.mark.thorough if thorough else pytest.mark.slow]
         what = f"{name}-sm_{arch}-{8 * size}-{'few' if few else 'many'}"
         given = name, arch, DTYPES[size][0], TABLE[80, size, few]

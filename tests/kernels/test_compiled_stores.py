@@ -50,7 +50,7 @@ def test_bulk_stores_are_complete_before_the_word(name: str, arch: int) -> None:
     assert len(behind) >= 2 and all(events[at - 1] == "complete" for at in behind), events
 
 
-@pytest.mark.parametrize("name", [*PUSHES, thorough("one_shot")])
+@pytest.mark.parametrize("name", [*PUSHES, pytest.param("one_shot", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wire", [tl.bfloat16, thorough(tl.float32)])
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_a_tile_is_published_within_the_product_of_the_next(
@@ -88,7 +88,9 @@ def test_tma_stores_where_a_whole_tile_has_room() -> None:
     assert TABLE[90, 2, True].stores_by_tma(16, 32, 64)
 
 
-@pytest.mark.parametrize(("world", "in_flight"), [(8, 16), thorough(2, 4), thorough(16, 12)])
+@pytest.mark.parametrize(
+    ("world", "in_flight"), [(8, 16), pytest.param(2, 4, marks=pytest.mark.slow), thorough(16, 12)]
+)
 def test_partials_of_all_ranks_are_loaded_before_they_are_added(world: int, in_flight: int) -> None:
     """16 elements in a thread, 8 in a load, in the order of ptxas. Of 16 ranks it interleaves the
     rest with the additions, for want of registers."""
