@@ -146,17 +146,11 @@ void bind_product(py::module_& m) {
   m.def(
       "multiply",
       [](const py::object& x, const py::handle& w, const py::handle& out, const py::handle& bias,
-         std::size_t whole_rows, bool packed, std::size_t whole_columns) {
-        const Whole whole{whole_rows, whole_columns};
-        Tensor a{}, to{}, added{};
-        Weight weight{};
-        const bool known = read_weight(w.ptr(), packed, &weight) && read(out.ptr(), &to);
-        if (!known || !(bias.is_none() || read(bias.ptr(), &added))) return false;
-        const py::object given = with_unit_stride(x, weight, dtype_of(to), whole);
-        return read(given.ptr(), &a) && multiply(a, weight, to, added, whole);
+         bool packed, std::pair<std::size_t, std::size_t> whole) {
+        return multiply(x, w.ptr(), out.ptr(), bias.ptr(), packed, {whole.first, whole.second});
       },
-      py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"), py::arg("whole_rows"),
-      py::arg("packed") = false, py::arg("whole_columns") = 0);
+      py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"), py::arg("packed"),
+      py::arg("whole_shape"));
 }
 
 void bind_turns(py::module_& m) {

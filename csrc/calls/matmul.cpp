@@ -2,8 +2,8 @@
 
 #include <stdexcept>
 
+#include "calls/collective.h"
 #include "calls/memory.h"
-#include "calls/product.h"
 #include "calls/python.h"
 #include "calls/tensor.h"
 
@@ -52,11 +52,9 @@ py::object matmul(const py::object& x, PyObject* w, bool packed) {
   if (read_weight(w, packed, &weight)) {
     const py::object given = with_unit_stride(x, weight, weight.dtype, whole);
     const Tensor factor = dense(given.ptr());
-    if (multiplies(factor, weight, whole)) {
+    if (const host::Way way = way_of(factor, weight, weight.dtype, whole); way.multiply) {
       py::object out = new_result(weight.n);
-      if (!multiply(factor, weight, dense(out.ptr()), {}, whole)) {
-        throw std::logic_error("a product was begun and refused");
-      }
+      multiply(factor, weight, dense(out.ptr()), {}, way);
       return out;
     }
   }
@@ -68,6 +66,19 @@ py::object matmul(const py::object& x, PyObject* w, bool packed) {
   const py::object out = new_result(columns);
   factors[2] = out.ptr();
   return checked(PyObject_Vectorcall(mm.value(), factors, 2, by_name));
+}
+
+bool multiply(const py::object& x, PyObject* w, PyObject* out, PyObject* bias, bool packed,
+              const Whole& whole) {
+  Tensor a{}, to{}, added{};
+  Weight weight{};
+  const bool known = read_weight(w, packed, &weight) && read(out, &to) && takes_result(to);
+  if (!known || !(bias == Py_None || read(bias, &added))) return false;
+  const py::object given = with_unit_stride(x, weight, dtype_of(to), whole);
+  if (!read(given.ptr(), &a)) return false;
+  const host::Way way = way_of(a, weight, dtype_of(to), whole);
+  if (way.multiply) multiply(a, weight, to, added, way);
+  return way.multiply != nullptr;
 }
 
 }  // namespace tpkernels::calls

@@ -117,9 +117,8 @@ bool read_plain(PyObject* object, Weight* weight) {
 
 bool has_threads() { return torch_threads().parallel_for && torch_threads().get_num_threads; }
 
-// Without `multiply` where the extension does not compute the product. It takes unit column strides
-// of x only.
-Way way_of(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
+// way_of() for x with any strides.
+Way way_with_unit_stride(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
   DType dtype{};
   if (!has_threads() || !supported(x, &dtype) || dtype != w.dtype) return {};
   if (x.shape[0] == 0 || w.k < 2 || w.n == 0 || w.k != x.shape[1]) return {};
@@ -156,23 +155,27 @@ py::object with_unit_stride(const py::object& x, const Weight& w, DType out_dtyp
   // Otherwise torch reads any strides as fast. In gradients of weights the copy takes 3 to 20 % of
   // the product's time, and torch.mm, or the conversion to fp32, 1.6 to 3.8 times as long as both.
   const bool pays = w.form == Form::kPanels || w.dtype == DType::kF32 || w.dtype != out_dtype;
-  return pays && way_of(rows, w, out_dtype, whole).multiply ? x.attr("contiguous")() : x;
+  const bool multiplies = pays && way_with_unit_stride(rows, w, out_dtype, whole).multiply;
+  return multiplies ? x.attr("contiguous")() : x;
 }
 
-bool multiplies(const Tensor& x, const Weight& w, const Whole& whole) {
+Way way_of(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
+  const bool unit_stride = x.ndim == 2 && x.strides[1] == 1;
+  return unit_stride ? way_with_unit_stride(x, w, out_dtype, whole) : Way{};
+}
+
+bool takes_result(const Tensor& out) {
   DType dtype{};
-  return supported(x, &dtype) && x.strides[1] == 1 && way_of(x, w, dtype, whole).multiply;
+  return supported(out, &dtype) && out.strides[1] == 1;
 }
 
-bool multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
-              const Whole& whole) {
+void multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
+              const Way& way) {
   Work work{};
   Product& product = work.product;
-  if (!supported(out, &product.out_dtype) || out.strides[1] != 1) return false;
-  work.way = way_of(x, w, product.out_dtype, whole);
-  if (!work.way.multiply || x.strides[1] != 1) return false;
+  work.way = way;
   const bool biased = bias.data != nullptr;
-  if (out.shape[0] != x.shape[0] || out.shape[1] != w.n ||
+  if (!takes_result(out) || out.shape[0] != x.shape[0] || out.shape[1] != w.n ||
       (biased && (dtype_of(bias) != DType::kF32 || bias.ndim != 1 || !is_contiguous(bias) ||
                   bias.shape[0] != w.n))) {
     throw std::invalid_argument("the result or the bias of a product has another shape or dtype");
@@ -185,6 +188,7 @@ bool multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor&
   product.w_pitch = w.pitch;
   product.columns = static_cast<std::size_t>(w.n);
   product.out = data_of(out);
+  product.out_dtype = dtype_of(out);
   product.out_pitch = pitch(out, 0);
   product.bias = biased ? reinterpret_cast<const float*>(data_of(bias)) : nullptr;
   const std::size_t blocks = (product.columns + work.way.columns - 1) / work.way.columns;
@@ -199,7 +203,6 @@ bool multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor&
                                           static_cast<std::int64_t>(grain), multiply_items, &work);
   }
   if (failed) throw std::runtime_error("a product failed in torch_parallel_for, or has no memory");
-  return true;
 }
 
 }  // namespace tpkernels::calls

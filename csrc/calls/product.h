@@ -45,14 +45,18 @@ struct Whole {
 pybind11::object with_unit_stride(const pybind11::object& x, const Weight& w, host::DType out_dtype,
                                   const Whole& whole);
 
-// Whether a product of x's dtype without a bias would be computed.
-bool multiplies(const Tensor& x, const Weight& w, const Whole& whole);
+// How to compute x @ w to `out_dtype`; without `multiply` where the extension does not, as with
+// other column strides than 1 of x.
+host::Way way_of(const Tensor& x, const Weight& w, host::DType out_dtype, const Whole& whole);
 
-// out = x @ w + bias, rounded once, where csrc/host/product.h has the fastest way; otherwise false,
-// and nothing is computed. x [rows, K], out [rows, N] of any float dtype on the CPU, both with unit
-// column stride; bias [N] in fp32, or without data. Gives up the GIL. Throws std::invalid_argument
-// if out or bias has another shape.
-bool multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
-              const Whole& whole);
+// Whether the extension writes results to tensors like `out`: of any float dtype on the CPU, with
+// unit column stride.
+bool takes_result(const Tensor& out);
+
+// out [rows, N] = x [rows, K] @ w + bias by way_of(x, w, out's dtype, ...), rounded once; bias [N]
+// in fp32, or without data. Gives up the GIL. Throws std::invalid_argument if out or bias has
+// another shape or dtype.
+void multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
+              const host::Way& way);
 
 }  // namespace tpkernels::calls

@@ -57,20 +57,23 @@ bool is_plain(const PlainState& state, PyObject* value, std::uint64_t* keys) {
   return std::find(state.tensors.begin(), state.tensors.end(), own) != state.tensors.end();
 }
 
-bool is_plain(const ShortcutState& shortcut, const Slots& slots, std::uint64_t* keys) {
-  const PlainState* const state = state_of_thread(shortcut.states);
+// Whether all is plain for an op with these arguments.
+bool are_plain(const std::vector<PlainState>& states, PyObject* const* values, std::size_t count,
+               std::uint64_t* keys) {
+  const PlainState* const state = state_of_thread(states);
   if (!state) return false;
-  for (PyObject* const value : slots) {
-    if (!is_plain(*state, value, keys)) return false;
-  }
-  return !state->records || !needs_gradient(slots.data(), slots.size());
+  const bool plain = std::all_of(values, values + count,
+                                 [&](PyObject* value) { return is_plain(*state, value, keys); });
+  return plain && !(state->records && needs_gradient(values, count));
 }
 
 // Null without a Python error: the op is to be called.
 py::object run(const ShortcutState& shortcut, PyObject* args, PyObject* kwargs) {
   const Slots slots = shortcut.arguments->parse(args, kwargs);
   std::uint64_t keys = 0;
-  if (!is_tensor(slots[0]) || !is_plain(shortcut, slots, &keys)) return {};
+  if (!is_tensor(slots[0]) || !are_plain(shortcut.states, slots.data(), slots.size(), &keys)) {
+    return {};
+  }
   if (shortcut.overwrites && (keys & shortcut.versioned)) increment_version(slots[0]);
   return run_warm(shortcut.kernel, slots);
 }
@@ -93,13 +96,10 @@ struct MatmulState {
 py::object run_matmul(const MatmulState& shortcut, PyObject* args, PyObject* kwargs) {
   static PyObject* const is_packed = PyUnicode_InternFromString("is_mkldnn");
   const Slots slots = shortcut.arguments->parse(args, kwargs);
-  const PlainState* const state = state_of_thread(shortcut.states);
-  if (!state || slots.size() != 4 || slots[2] != Py_None || slots[3] != Py_None) return {};
+  if (slots.size() != 4 || slots[2] != Py_None || slots[3] != Py_None) return {};
+  if (!is_tensor(slots[0]) || !is_tensor(slots[1])) return {};
   std::uint64_t keys = 0;
-  for (std::size_t i = 0; i < 2; ++i) {
-    if (!is_tensor(slots[i]) || !is_plain(*state, slots[i], &keys)) return {};
-  }
-  if (state->records && needs_gradient(slots.data(), 2)) return {};
+  if (!are_plain(shortcut.states, slots.data(), 2, &keys)) return {};
   Tensor x{};
   if (!checked(PyObject_GetAttr(slots[1], is_packed)).is(py::bool_(true)) || profiling() ||
       !read(slots[0], &x) || x.ndim != 2 || x.shape[0] == 0) {
@@ -119,16 +119,9 @@ PyObject* call_matmul(PyObject* self, PyObject* args, PyObject* kwargs) {
 PyObject* answer(PyObject* self, PyObject* args, PyObject*) {
   const auto& states = state_of<std::vector<PlainState>>(self);
   return raising([&] {
-    const PlainState* const state = state_of_thread(states);
     std::uint64_t keys = 0;
-    PyObject** const values = PySequence_Fast_ITEMS(args);
     const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(args));
-    const bool plain =
-        state &&
-        std::all_of(values, values + count,
-                    [&](PyObject* value) { return is_plain(*state, value, &keys); }) &&
-        (!state->records || !needs_gradient(values, count));
-    return py::object(py::bool_(plain));
+    return py::object(py::bool_(are_plain(states, PySequence_Fast_ITEMS(args), count, &keys)));
   });
 }
 

@@ -139,20 +139,23 @@ def test_without_looking_at_flags_it_is_wrong(ranks: RanksFixture, cuda_driver: 
     assert sum(wrong for wrong, _ in told) > 0
 
 
-def mismatch_job(driver: str) -> tuple[bool, bool]:
-    """Rank 0 makes a low-latency call, rank 1 another: both fail, and rank 0 has no result."""
+def mismatch_job(driver: str, ways: tuple[str, str]) -> tuple[bool, bool]:
+    """Rank 0 makes one call, rank 1 another: both fail, and neither has a result."""
     space = emulated.space_of(driver, words=WORDS)
     x = torch.ones(200)
     out = torch.zeros(200)
-    cuda.all_reduce(space, 5 + space.rank, x, out, way=(WAY, "one_shot")[space.rank])
+    cuda.all_reduce(space, 5 + space.rank, x, out, way=ways[space.rank])
     failure = space.failure()
     told = failure is not None and failure[:2] == (MISMATCH, 1 - space.rank)
     return told, bool(out.isnan().all())
 
 
-def test_words_of_another_call_are_no_result(ranks: RanksFixture, cuda_driver: str) -> None:
+@pytest.mark.parametrize("ways", [(WAY, "one_shot"), ("whole_lines", TWO_SHOT)])
+def test_words_of_another_call_are_no_result(
+    ranks: RanksFixture, cuda_driver: str, ways: tuple[str, str]
+) -> None:
     """Its words have the epoch as well, in the places of data."""
-    assert ranks(2).run(mismatch_job, cuda_driver) == [(True, True)] * 2
+    assert ranks(2).run(mismatch_job, cuda_driver, ways) == [(True, True)] * 2
 
 
 def test_what_auto_takes() -> None:

@@ -16,7 +16,7 @@ from tests.support.cases import RanksFixture
 from tests.support.tiers import sweep
 from tpkernels import cuda
 from tpkernels.cuda import calls, low_latency
-from tpkernels.symm.device import EPOCH, LAST_EPOCH, MISMATCH
+from tpkernels.symm.device import EPOCH, LAST_EPOCH
 
 WAY = "whole_lines"
 TEARINGS_OF_LINES = (*TEARINGS, "torn lines", "lines that stay")  # tests/native/emulated/grid.h
@@ -88,19 +88,6 @@ def test_what_the_protocol_rules_out_would_be_seen(
     """Negative controls: a flag that comes before the rest of its line, as where lines are not
     whole; and data that stay where a later call looks for its words."""
     assert sum(ranks(3).run(mixed_job, cuda_driver, how, 2000)) > 0
-
-
-def mismatch_job(driver: str) -> tuple[bool, bool]:
-    space = emulated.space_of(driver, words=low_latency.words(1 << 12))
-    x, out = torch.ones(200), torch.zeros(200)
-    cuda.all_reduce(space, 5 + space.rank, x, out, way=(WAY, "low_latency_two_shot")[space.rank])
-    failure = space.failure()
-    told = failure is not None and failure[:2] == (MISMATCH, 1 - space.rank)
-    return told, bool(out.isnan().all())
-
-
-def test_lines_of_another_call_are_no_result(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(2).run(mismatch_job, cuda_driver) == [(True, True)] * 2
 
 
 def test_fewer_words_than_words_with_epochs() -> None:

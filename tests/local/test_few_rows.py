@@ -52,7 +52,7 @@ def product(
     rows, columns = x.shape[0], w.shape[1]
     around = torch.full((rows + 2, columns + 9), CANARY, dtype=dtype)
     inside = around[1:-1, 1 : 1 + columns]
-    took = _C.calls.multiply(x, w, inside, bias, rows)
+    took = _C.calls.multiply(x, w, inside, bias, False, (rows, 0))
     result = inside.clone()
     inside.fill_(CANARY)
     assert (around == CANARY).all(), "wrote beyond the result"
@@ -131,8 +131,8 @@ def test_what_is_left_to_torch() -> None:
         product(x, w, F32, torch.ones(11))
     assert product(x[:, :30], w, F32) is None
     part = torch.empty(3, 12)
-    assert not _C.calls.multiply(x, w, part, None, MOST + 1)
-    assert not _C.calls.multiply(x, w, part, None, 2)
+    assert not _C.calls.multiply(x, w, part, None, False, (MOST + 1, 0))
+    assert not _C.calls.multiply(x, w, part, None, False, (2, 0))
 
 
 @pytest.mark.skipif(not UNITS, reason="needs a vector unit")
@@ -158,7 +158,7 @@ def parts_and_whole(rows: int) -> None:
     multiply = matmul._multiply
 
     def told_rows(*args: Any) -> bool:
-        told.add(args[4])
+        told.add(args[4][0])
         return multiply(*args)
 
     for dtype in DTYPES:

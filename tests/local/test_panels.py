@@ -61,7 +61,7 @@ def product(
     """None where the extension leaves it to torch."""
     around = torch.full((x.shape[0] + 2, n + 9), FILLER, dtype=dtype)
     inside = around[1:-1, 1 : 1 + n]
-    took = _C.calls.multiply(x, w, inside, bias, x.shape[0], True)
+    took = _C.calls.multiply(x, w, inside, bias, True, (x.shape[0], 0))
     result = inside.clone()
     inside.fill_(FILLER)
     assert (around == FILLER).all(), "wrote beyond the result"
@@ -141,8 +141,8 @@ def test_a_packed_weight_and_its_alias(dtype: torch.dtype) -> None:
         known = known and _C.calls.multiplies(CODES[dtype], "packed", rows)
         exact = (x[:rows].float() @ w.float()).to(dtype)
         out = torch.empty_like(exact)
-        assert _C.calls.multiply(x[:rows], factor, out, None, rows, True) is known
-        assert not _C.calls.multiply(x[:rows], factor.detach(), out, None, rows, True)
+        assert _C.calls.multiply(x[:rows], factor, out, None, True, (rows, 0)) is known
+        assert not _C.calls.multiply(x[:rows], factor.detach(), out, None, True, (rows, 0))
         for each in (factor, factor.detach()):
             assert torch.equal(new_product(x[:rows], each), exact)
 

@@ -51,7 +51,7 @@ def test_close_to_float64(dtype: torch.dtype, layout: str) -> None:
         w, bias = weight(k, n + 8, dtype, layout)[:, 3 : 3 + n], torch.randn(n)
         around = torch.full((rows, n + 2), torch.nan, dtype=out_dtype)
         out = around[:, 1:-1]
-        taken = _C.calls.multiply(x, w, out, None, rows)
+        taken = _C.calls.multiply(x, w, out, None, False, (rows, 0))
         assert taken or (layout == "columns" and out_dtype == BF16)
         assert not taken or within_rounding(out, x, w), (rows, k, n, out_dtype)
         local_matmul(x, w, out, bias)
@@ -65,13 +65,13 @@ def test_a_result_does_not_depend_on_the_others(dtype: torch.dtype, layout: str)
     torch.manual_seed(1)
     x, w, rows = torch.randn(300, 700).to(dtype), weight(700, 200, dtype, layout), 300
     whole = torch.empty(rows, 200)
-    assert _C.calls.multiply(x, w, whole, None, rows)
+    assert _C.calls.multiply(x, w, whole, None, False, (rows, 0))
     before = torch.get_num_threads()
     for threads, (begin, end) in itertools.product((1, 2, 3), [(0, 300), (7, 8), (100, 256)]):
         part = torch.empty(end - begin, 200)
         torch.set_num_threads(threads)
         try:
-            assert _C.calls.multiply(x[begin:end], w, part, None, rows)
+            assert _C.calls.multiply(x[begin:end], w, part, None, False, (rows, 0))
         finally:
             torch.set_num_threads(before)
         assert torch.equal(part, whole[begin:end]), (threads, begin)
@@ -118,6 +118,6 @@ def test_what_is_left_to_torch() -> None:
             torch.ones(k, n, dtype=dtype),
             torch.empty(rows, n),
         )
-        assert _C.calls.multiply(x, w, out, None, rows) is taken
-        assert not _C.calls.multiply(x, w[:, ::2], out[:, : (n + 1) // 2], None, rows)
-        assert not _C.calls.multiply(x, w.half(), out, None, rows)
+        assert _C.calls.multiply(x, w, out, None, False, (rows, 0)) is taken
+        assert not _C.calls.multiply(x, w[:, ::2], out[:, : (n + 1) // 2], None, False, (rows, 0))
+        assert not _C.calls.multiply(x, w.half(), out, None, False, (rows, 0))

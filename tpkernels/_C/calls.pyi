@@ -158,9 +158,8 @@ def multiply(
     w: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    whole_rows: int,
-    packed: bool = False,
-    whole_columns: int = 0,
+    packed: bool,
+    whole_shape: tuple[int, int],
 ) -> bool: ...
 def result_pool() -> dict[str, int]: ...
 def limit_result_pool(nbytes: int) -> None: ...

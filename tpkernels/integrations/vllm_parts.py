@@ -68,6 +68,11 @@ def replace_communicator(platform: type) -> None:
     platform.get_device_communicator_cls = classmethod(lambda cls: name)  # type: ignore[attr-defined]
 
 
+def drop_weight(layer: Any) -> None:
+    """Frees the plain weight. vLLM asks for its dtype and device still."""
+    layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+
 class OwnMethod(UnquantizedLinearMethod):
     """Holds one weight of a layer on a CPU, plain or packed, in place of what vLLM packs. ``apply``
     is for what multiplies without the layer, such as LoRA."""
@@ -76,7 +81,7 @@ class OwnMethod(UnquantizedLinearMethod):
         layer.tpkernels_weight = layer.weight.detach().t()
         if packed.better_packed(layer.weight.dtype):
             layer.tpkernels_weight = tpkernels.pack(layer.tpkernels_weight)
-        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+        drop_weight(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return matmul(x, layer.tpkernels_weight, bias=bias)
@@ -162,6 +167,6 @@ def replace_products() -> None:
         report("unquantised layers multiply by packed weights")
         layer.cpu_linear = own
         if remove_weight:
-            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+            drop_weight(layer)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -55,12 +55,14 @@ def local_matmul(
     a result has the same bits whatever the parts are."""
     if x.shape[0] == 0 or columns_of(w) == 0:
         return out
-    rows = x.shape[0] if whole_rows is None else whole_rows
-    columns = columns_of(w) if whole_columns is None else whole_columns
+    whole = (
+        x.shape[0] if whole_rows is None else whole_rows,
+        columns_of(w) if whole_columns is None else whole_columns,
+    )
     if not profiling():  # takes 0.1 us; a null range would take 0.4
-        return _local_matmul(x, w, out, bias, rows, columns)
+        return _local_matmul(x, w, out, bias, whole)
     with recorded(MATMUL):
-        return _local_matmul(x, w, out, bias, rows, columns)
+        return _local_matmul(x, w, out, bias, whole)
 
 
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,18 +81,17 @@ def _local_matmul(
     w: Weight,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    rows: int,
-    columns: int,
+    whole: tuple[int, int],
 ) -> torch.Tensor:
-    """``rows`` and ``columns`` are those of the whole."""
+    """``whole``: the rows and columns of the whole product."""
     if isinstance(w, Product):
         return w.multiply(x, out, bias)
-    if not x.is_cuda and _multiply(x, w, out, bias, rows, columns):
+    if not x.is_cuda and _multiply(x, w, out, bias, whole):
         return out
     if w.is_mkldnn:
         return out.copy_(packed_product(x, w, bias))
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
-    if same and (x.is_cuda or not converts(x.dtype, rows)):
+    if same and (x.is_cuda or not converts(x.dtype, whole[0])):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
     if x.is_cuda:
         if out.dtype != torch.float32:
@@ -103,21 +104,14 @@ def _local_matmul(
     for begin in range(0, w.shape[1], _PANEL_COLUMNS):
         part = slice(begin, begin + _PANEL_COLUMNS)
         part_bias = None if wide_bias is None else wide_bias[part]
-        _multiply_wide(wide, w[:, part].float(), out[:, part], part_bias, rows, columns)
+        panel, to = w[:, part].float(), out[:, part]
+        if not _multiply(wide, panel, to, part_bias, whole):
+            _mm(wide, panel, to, part_bias)
     return out
 
 
-def _multiply_wide(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: int,
-    columns: int,
-) -> None:
-    """``out = x @ w + bias``, all but ``out`` in fp32."""
-    if _multiply(x, w, out, bias, rows, columns):
-        return
+def _mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """``out = x @ w + bias`` by torch, all but ``out`` in fp32."""
     to = out if out.dtype == torch.float32 else None
     product = torch.mm(x, w, out=to) if bias is None else torch.addmm(bias, x, w, out=to)
     if to is None:
@@ -129,10 +123,9 @@ def _multiply(
     w: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    rows: int,
-    columns: int,
+    whole: tuple[int, int],
 ) -> bool:
     """By the extension, if that is faster than torch."""
     if bias is not None:
         bias = bias.float().contiguous()
-    return _C.calls.multiply(x, w, out, bias, rows, w.is_mkldnn, columns)
+    return _C.calls.multiply(x, w, out, bias, w.is_mkldnn, whole)
