@@ -5,7 +5,8 @@ and the threads that its predecessor leaves behind.
 
 Algorithm: the candidates run in rounds, each in a random order that is the same on all ranks.
 Medians are compared. A candidate that is clearly slower than the fastest drops out, so that the
-remaining rounds go to those that are close.
+remaining rounds go to those that are close. That is decided by the shortest time of each: after few
+rounds other work on the machine would decide by the medians.
 
 The calls of one problem may differ in the extent that is not part of it: the projections to QKV
 and to gate and up share their input but not their N. Times are compared between calls of one
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from typing import NamedTuple
 
@@ -69,14 +70,11 @@ class Contest:
     def drop_slower(self) -> None:
         """Drops the candidates that are clearly slower than the fastest, whatever the other
         extent."""
-        medians = self.medians()
-        fastest = {other: min(each.values()) for other, each in medians.items()}
+        shortest = list(self._times(min).values())
         self.remaining = [
             name
             for name in self.remaining
-            if any(
-                each[name] <= _CLEARLY_SLOWER * fastest[other] for other, each in medians.items()
-            )
+            if any(each[name] <= _CLEARLY_SLOWER * min(each.values()) for each in shortest)
         ]
 
     @property
@@ -95,6 +93,9 @@ class Contest:
     def medians(self) -> dict[int, dict[str, float]]:
         """The median of each candidate, by the other extent. The extents count together where none
         has enough calls."""
+        return self._times(statistics.median)
+
+    def _times(self, statistic: Callable[[Iterable[float]], float]) -> dict[int, dict[str, float]]:
         compared = self._compared()
         if not compared:
             together: dict[str, list[float]] = {}
@@ -103,7 +104,7 @@ class Contest:
                     together.setdefault(name, []).extend(seconds)
             compared = {max(self._seconds): together}
         return {
-            other: {name: statistics.median(seconds) for name, seconds in times.items()}
+            other: {name: statistic(seconds) for name, seconds in times.items()}
             for other, times in compared.items()
         }
 
