@@ -123,7 +123,7 @@ class _Tuner:
         except _Skipped as skipped:
             self._warn(f"not tuned: {skipped}")
         if self._rounds:
-            found = contest.measurements(*key, contest.medians())
+            found = contest.measurements(*key)
             group.use_times(problem.device, group.tuned(problem.device).extended(found))
             if tuning.save and group.rank == 0:
                 self._save(found)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from typing import NamedTuple
 
@@ -90,10 +90,11 @@ class Contest:
             if all(len(times.get(name, ())) >= _FEWEST for name in self.remaining)
         }
 
-    def medians(self) -> dict[int, dict[str, float]]:
-        """The median of each candidate, by the other extent. The extents count together where none
-        has enough calls."""
-        return self._times(statistics.median)
+    def times(self) -> dict[int, dict[str, float]]:
+        """What the outcome follows from, by the other extent: the median of each candidate, or the
+        shortest time where that has made all but one drop out. The extents count together where
+        none has enough calls."""
+        return self._times(min if len(self.remaining) == 1 else statistics.median)
 
     def _times(self, statistic: Callable[[Iterable[float]], float]) -> dict[int, dict[str, float]]:
         compared = self._compared()
@@ -108,9 +109,7 @@ class Contest:
             for other, times in compared.items()
         }
 
-    def measurements(
-        self, series: Series, extent: int, medians: Mapping[int, Mapping[str, float]]
-    ) -> list[Measurement]:
+    def measurements(self, series: Series, extent: int) -> list[Measurement]:
         """Today's measurements of one problem, one for each other extent."""
         today = date.today().isoformat()
         return [
@@ -122,7 +121,7 @@ class Contest:
                 date=today,
                 tried=True,
             )
-            for other, each in medians.items()
+            for other, each in self.times().items()
         ]
 
 

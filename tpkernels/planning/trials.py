@@ -95,12 +95,11 @@ class Trial:
         if self._stage == 1 and not contest.all_compared:
             self._start_stage(_ROUNDS)  # once more
             return
-        medians = contest.medians()
         contest.drop_slower()
         if not self._last and len(contest.remaining) > 1:
             self._last = True
-            long = max(min(each.values()) for each in medians.values()) >= _LONG_SECONDS
+            long = max(min(each.values()) for each in contest.times().values()) >= _LONG_SECONDS
             self._start_stage(_FEW_MORE_ROUNDS if long else _MORE_ROUNDS)
             return
         self.over = True
-        self.measurements = contest.measurements(self._series, self._extent, medians)
+        self.measurements = contest.measurements(self._series, self._extent)
