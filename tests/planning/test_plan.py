@@ -99,6 +99,17 @@ def test_columns_are_split_if_there_are_many_rows() -> None:
         assert choose(columns, Means(shared_memory=True)).algorithm == algorithm
 
 
+def test_before_an_all_reduce_some_cpus_do_not_split() -> None:
+    for op, instructions, algorithm in [
+        ("matmul_all_reduce", {"avx512_bf16"}, "direct"),
+        ("matmul_reduce_scatter", {"avx512_bf16"}, "pipelined"),
+        ("matmul_all_reduce", {"avx2"}, "pipelined"),
+        ("matmul_all_reduce", set(), "pipelined"),
+    ]:
+        means = Means(shared_memory=True, instructions=frozenset(instructions))
+        assert choose(problem(op), means).algorithm == algorithm, (op, instructions)
+
+
 @pytest.mark.parametrize("way", ["ring", "pipelined"])
 def test_a_gather_of_k_is_never_split(way: str) -> None:
     along_k = problem("all_gather_matmul", shape=(LARGE, 8192), dim=1, sizes=(2048,) * 4)

@@ -24,6 +24,7 @@ from tpkernels.planning.thresholds import (
     RING_MIN_ROWS,
     ROWS_ALIKE,
     pipeline_min_rows,
+    splits_all_reduce,
 )
 
 
@@ -127,6 +128,8 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
         return "direct", f"{rows} rows a rank < {fewest}: one matmul, not split"
     if most < fewest:
         return "direct", f"the workspace holds {most} rows a rank < {fewest}"
+    if problem.dim is None and not splits_all_reduce(problem.dtype, means.instructions):
+        return "direct", "before an all-reduce one matmul is faster on this kind of CPU"
     return "pipelined", f"{rows} rows a rank >= {fewest}"
 
 

@@ -27,11 +27,13 @@ ROWS_ALIKE = 256
 class _Kind:
     """A kind of CPU: an instruction set that multiplies these dtypes, and the minimum rows per rank
     at which splitting the matmul pays off. With fewer rows the matmul is bound by streaming the
-    weight, and a split streams it once per part."""
+    weight, and a split streams it once per part. ``splits_all_reduce``: whether it does so before
+    an all-reduce, too, which copies the results between the ranks either way."""
 
     instructions: str
     dtypes: frozenset[torch.dtype]
     pipeline_min_rows: int
+    splits_all_reduce: bool = True
 
 
 _ANY = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -45,18 +47,28 @@ _KINDS = (
     # AMD EPYC Zen 4, 2 cores, 32 MB L3, 2 ranks x 1 thread, 2026-11-22: `python -m benchmarks.auto`
     # (benchmarks/results/cpu-2core-auto.md): with 128, 256, 512 and 1024 rows a rank `pipelined`
     # takes 0.90 to 1.47, 1.03 to 1.21, 0.73 to 1.11 and 0.90 to 1.06 of the time of `direct`,
-    # in the median 1.16, 1.11, 0.97 and 1.01.
-    _Kind("avx512_bf16", frozenset({torch.bfloat16}), 1024),
+    # in the median 1.16, 1.11, 0.97 and 1.01. Zen 5, the same, 2026-11-23: with 1024 and 2048 rows
+    # a rank 0.99 to 1.06 and, before an all-reduce, 1.04 to 1.13.
+    _Kind("avx512_bf16", frozenset({torch.bfloat16}), 1024, splits_all_reduce=False),
     # AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21: `tpkernels bench` (benchmarks/results).
     _Kind("avx2", _ANY, 256),
 )
-_UNKNOWN_MIN_ROWS = 1024  # `direct` loses less where it is wrong
+_UNKNOWN = _Kind("", _ANY, 1024)  # `direct` loses less where it is wrong
 INSTRUCTIONS = frozenset(kind.instructions for kind in _KINDS)
+
+
+def _kind_of(dtype: torch.dtype, instructions: Collection[str]) -> _Kind:
+    for kind in _KINDS:
+        if kind.instructions in instructions and dtype in kind.dtypes:
+            return kind
+    return _UNKNOWN
 
 
 def pipeline_min_rows(dtype: torch.dtype, instructions: Collection[str]) -> int:
     """Minimum rows per rank for `pipelined`, on a CPU with these of the `INSTRUCTIONS`."""
-    for kind in _KINDS:
-        if kind.instructions in instructions and dtype in kind.dtypes:
-            return kind.pipeline_min_rows
-    return _UNKNOWN_MIN_ROWS
+    return _kind_of(dtype, instructions).pipeline_min_rows
+
+
+def splits_all_reduce(dtype: torch.dtype, instructions: Collection[str]) -> bool:
+    """Whether `pipelined` pays off before an all-reduce, with these rows or more."""
+    return _kind_of(dtype, instructions).splits_all_reduce
