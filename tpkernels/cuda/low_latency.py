@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from tpkernels.integers import ceil_div
 
-# Largest tensor of a low-latency call, in bytes. NCCL's range for LL; untuned: no GPU has run it.
+# Largest tensor that is gathered, scattered or normalised by a low-latency call, in bytes. NCCL's
+# range for LL; untuned: no GPU has run it. Of other all-reduces: planning/hops.py.
 LOW_LATENCY_BYTES = 128 << 10
-# The same of an all-reduce in two hops: 64 rows of 4096 in bf16. Untuned as well.
-TWO_SHOT_BYTES = 512 << 10
 _THREADS, _MOST_BLOCKS = 256, 64  # kLowLatencyThreads; as other calls
 _FIRST_DATA, _PACK_BYTES, _PACK_WORDS = 2, 16, 4  # csrc/cuda/lines.cuh
 _LINE_WORDS, _LINE_VECTORS = 16, 7  # csrc/cuda/whole_lines.cuh
@@ -23,11 +22,6 @@ def takes(nbytes: int) -> bool:
     """Whether ``auto`` takes a low-latency kernel for a tensor of ``nbytes``, counted over
     all ranks."""
     return nbytes <= LOW_LATENCY_BYTES
-
-
-def takes_two_shot(nbytes: int) -> bool:
-    """The same of an all-reduce in two hops."""
-    return nbytes <= TWO_SHOT_BYTES
 
 
 def words(*nbytes: int) -> int:

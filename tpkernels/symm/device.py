@@ -83,6 +83,7 @@ class DeviceWorkspace:
         self._memory = regions  # keeps the regions mapped
         self._own = own
         self.multicast = multicast
+        self.whole_lines = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
         addresses = [region.address for region in regions]
         with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
