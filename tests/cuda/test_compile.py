@@ -22,12 +22,12 @@ from tpkernels.kernels import all_gather_matmul, sync
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 REDUCES = ("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_reduce")
 REDUCES += ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce")
-LOW_LATENCY_NORMED = "low_latency_normed_all_reduce"
-NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", LOW_LATENCY_NORMED)
+LOW_LATENCY_NORMED = ("low_latency_normed_all_reduce", "low_latency_two_shot_normed_all_reduce")
+NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", *LOW_LATENCY_NORMED)
 NORMS += ("rms_norm_of_rows",)
 SHARES = ("one_shot_gather", "one_shot_scatter")
 LOW_LATENCY = ("low_latency_all_reduce", "low_latency_all_gather", "low_latency_reduce_scatter")
-LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce", "whole_lines_all_reduce")
+LOW_LATENCY += (*LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce", "whole_lines_all_reduce")
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 

@@ -32,8 +32,6 @@ from tpkernels.symm.device import DeviceWorkspace, Launch
 # The codes of csrc/cuda/kernels.h.
 WAYS = ("one_shot", "two_shot", "multimem", "low_latency", "low_latency_two_shot", "whole_lines")
 
-# Largest x, in bytes, that is reduced one-shot where no low-latency kernel is. Not measured.
-ONE_SHOT_BYTES = 256 << 10
 # Most blocks of an all-reduce, and fewest elements for each. The same on all ranks, and few, since
 # blocks take SMs from a matmul. Not measured.
 _REDUCE_BLOCKS, _REDUCE_SHARD = 64, 4096

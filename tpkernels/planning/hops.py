@@ -34,13 +34,18 @@ def seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float
 
 
 @functools.lru_cache(maxsize=4096)
-def all_reduce_way(nbytes: int, world: int, whole_lines: bool) -> str:
+def all_reduce_way(nbytes: int, world: int, whole_lines: bool, split: int = 0) -> str:
     """The way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the fastest of
-    those without fences, by the model. ``whole_lines``: stores of 128 bytes arrive whole at all
-    ranks (symm/nvlink.py)."""
+    those without fences, by the model.
+
+    Args:
+        whole_lines: stores of 128 bytes arrive whole at all ranks (symm/nvlink.py).
+        split: bytes of all ranks' parts in two hops if that is more, as where parts are whole rows.
+    """
     way, most = "low_latency_two_shot", TWO_SHOT_BYTES
     if whole_lines:
         way, most = "whole_lines", WHOLE_LINES_BYTES
     if nbytes > most:
         return "two_shot"
-    return min("low_latency", way, key=lambda each: seconds(each, nbytes, world))
+    one_hop = seconds("low_latency", nbytes, world) <= seconds(way, max(nbytes, split), world)
+    return "low_latency" if one_hop else way
