@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from tpkernels.integers import ceil_div
 
-# Largest tensor that is gathered, scattered or normalised by a low-latency call, in bytes. NCCL's
-# range for LL; untuned: no GPU has run it. Of other all-reduces: planning/hops.py.
+# Largest tensor that is gathered or scattered by a low-latency call, in bytes. NCCL's range for LL;
+# untuned: no GPU has run it. Of all-reduces: planning/hops.py.
 LOW_LATENCY_BYTES = 128 << 10
 _THREADS, _MOST_BLOCKS = 256, 64  # kLowLatencyThreads; as other calls
 _FIRST_DATA, _PACK_BYTES, _PACK_WORDS = 2, 16, 4  # csrc/cuda/lines.cuh
@@ -19,8 +19,8 @@ _VECTOR = 8  # elements
 
 
 def takes(nbytes: int) -> bool:
-    """Whether ``auto`` takes a low-latency kernel for a tensor of ``nbytes``, counted over
-    all ranks."""
+    """Whether ``auto`` gathers or scatters a tensor of ``nbytes``, counted over all ranks, by a
+    low-latency kernel."""
     return nbytes <= LOW_LATENCY_BYTES
 
 
