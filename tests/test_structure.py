@@ -32,7 +32,7 @@ ALLOWED = {
     "local": LEAVES | {"symm", "local"},
     "transport": LEAVES | {"call", "groups", "local", "transport"},
     "kernels": LEAVES | {"symm", "planning", "kernels"},
-    "cuda": LEAVES | {"symm", "call", "cuda"},
+    "cuda": LEAVES | {"symm", "planning", "call", "cuda"},
     "algorithms": LEAVES
     | {"call", "planning", "local", "transport", "symm", "kernels", "cuda", "algorithms"},
     "backends": LEAVES

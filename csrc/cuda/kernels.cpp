@@ -37,6 +37,7 @@ Kernels::Kernels(int device, const void* image) {
   normed_[0] = function("one_shot_normed_all_reduce");
   normed_[1] = function("two_shot_normed_all_reduce");
   normed_[3] = function("low_latency_normed_all_reduce");
+  normed_[4] = function("low_latency_two_shot_normed_all_reduce");
   norm_ = function("rms_norm_of_rows");
   low_latency_gather_ = function("low_latency_all_gather");
   low_latency_scatter_ = function("low_latency_reduce_scatter");

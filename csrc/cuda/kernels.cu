@@ -101,11 +101,8 @@ low_latency_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
 
 TPK_KERNEL(kLowLatencyThreads)
 low_latency_two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
-  within_low_latency_call(space, output_of(call), [&](const Peers& peers) {
-    if (call.wire == kF32) return low_latency_two_shot<kF32>(peers, call);
-    if (call.wire == kF16) return low_latency_two_shot<kF16>(peers, call);
-    low_latency_two_shot<kBF16>(peers, call);
-  });
+  within_low_latency_call(space, output_of(call),
+                          [&](const Peers& peers) { low_latency_two_shot(peers, call); });
 }
 
 TPK_KERNEL(kLowLatencyThreads)
@@ -138,6 +135,18 @@ low_latency_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
   if (call.wire == kF32) low_latency_normed<kF32>(peers, call, norm);
   if (call.wire == kF16) low_latency_normed<kF16>(peers, call, norm);
   if (call.wire == kBF16) low_latency_normed<kBF16>(peers, call, norm);
+  if (finish_low_latency(peers)) poison(output_of(call, norm));
+}
+
+TPK_KERNEL(kRowThreads)
+low_latency_two_shot_normed_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call,
+                                       TPK_PARAM RmsNorm norm) {
+  const Peers peers = enter_low_latency(space);
+  prefetch_operands(call, norm);
+  await_previous();
+  if (call.wire == kF32) low_latency_two_shot_normed<kF32>(peers, call, norm);
+  if (call.wire == kF16) low_latency_two_shot_normed<kF16>(peers, call, norm);
+  if (call.wire == kBF16) low_latency_two_shot_normed<kBF16>(peers, call, norm);
   if (finish_low_latency(peers)) poison(output_of(call, norm));
 }
 

@@ -119,17 +119,35 @@ TPK_DEVICE bool look_again(const Peers& peers, int late, int looks, u64 begin) {
   return true;
 }
 
+// The P packs of a piece from `first` on, as far as there are any.
+template <int P>
+TPK_DEVICE void load_piece(Pack (&held)[P], const Piece& piece, u64 first) {
+#pragma unroll
+  for (int p = 0; p < P; ++p) {
+    const u64 at = (first + p) * sizeof(Pack);
+    if (at < piece.bytes) held[p] = load_some(piece.from + at, piece.bytes - at);
+  }
+}
+
+// Pushes the P packs of a piece from `first` on to one peer.
+template <int P>
+TPK_DEVICE void push_packs_to(const Peers& peers, int to, const Piece& piece, u64 first) {
+  const u64 packs = packs_in(piece.bytes);
+  Pack held[P];
+  load_piece<P>(held, piece, first);
+#pragma unroll
+  for (int p = 0; p < P; ++p) {
+    if (first + p < packs) send_pack(peers, to, piece, first + p, held[p]);
+  }
+}
+
 // Pushes the P packs of a piece from `first` on to every peer.
 template <int P>
 TPK_DEVICE void push_packs(const Peers& peers, const Piece& piece, u64 first) {
   const int rank = peers.space.rank, world = peers.space.world;
   const u64 packs = packs_in(piece.bytes);
   Pack held[P];
-#pragma unroll
-  for (int p = 0; p < P; ++p) {
-    const u64 at = (first + p) * sizeof(Pack);
-    if (at < piece.bytes) held[p] = load_some(piece.from + at, piece.bytes - at);
-  }
+  load_piece<P>(held, piece, first);
 #pragma unroll 4
   for (int i = 1; i < world; ++i) {
 #pragma unroll
@@ -176,6 +194,31 @@ TPK_DEVICE void push_each(const Peers& peers, u64 most, const PieceFor& piece_fo
       }
     }
   }
+}
+
+// Waits for the P packs from `first` on of a piece from one source, all of which are in it. Returns
+// false if the wait has failed: they may be anything then.
+template <int P>
+TPK_DEVICE bool receive_from(const Peers& peers, int source, const Piece& piece, u64 first,
+                             Pack (&found)[P]) {
+  const bool waits = (peers.space.chaos & 1) == 0;
+  u64 since = 0;
+  bool arrived = true;
+#pragma unroll 1
+  for (int looks = 1;; ++looks) {
+    bool all = true;
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      const Lines seen = look_at(peers, source, piece, first + p);
+      all = has_arrived(peers, seen) && all;
+      found[p] = pack_of(seen);
+    }
+    if (all || !waits) break;
+    if (looks == 1) since = clock_ns();
+    arrived = look_again(peers, source, looks, since);
+    if (!arrived) break;
+  }
+  return arrived;
 }
 
 // Looks at the P packs from `first` on of as many sources as `seen` holds, from `begin` on. Returns

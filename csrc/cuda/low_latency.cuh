@@ -145,22 +145,35 @@ struct TwoHops {
   }
 };
 
+TPK_DEVICE TwoHops two_hops(const AllReduce& call) {
+  return {call, kHalves * packs_in(call.segment * size_of(call.wire))};
+}
+
+// The first hop: pushes partials and sums this rank's segment. Returns false if a wait of this
+// thread has failed.
+template <int D>
+TPK_DEVICE bool sum_segment(const Peers& peers, const TwoHops& hops) {
+  const AllReduce& call = hops.call;
+  const int rank = peers.space.rank;
+  push_each<kVector / kLanes<D>>(peers, packs_in(call.segment * size_of(D)),
+                                 [&](int owner) { return hops.partial_for(owner); });
+  const u64 begin = call.begin + segment_of(call, rank).first;
+  return sum_arriving<D>(peers, hops.partial_for(rank), hops.sum_of(rank).from, begin,
+                         hops.epilogue_of(rank));
+}
+
 // Every rank sums a segment and pushes its sum: fewer bytes than in one hop, from three ranks on,
 // for two hops. `out` may be x: a sum arrives only where this rank's partial has been sent.
-template <int D>
 TPK_DEVICE void low_latency_two_shot(const Peers& peers, const AllReduce& call) {
   const int rank = peers.space.rank;
-  const u64 packs = packs_in(call.segment * size_of(D));
-  const TwoHops hops{call, kHalves * packs};
-  const auto partial_for = [&](int owner) { return hops.partial_for(owner); };
+  const TwoHops hops = two_hops(call);
   const auto theirs = [&](int owner) { return owner == rank ? Piece{0, 0} : hops.sum_of(owner); };
-  push_each<kVector / kLanes<D>>(peers, packs, partial_for);
-  const u64 first = segment_of(call, rank).first;
-  const Piece own = hops.partial_for(rank), sum = hops.sum_of(rank);
-  const Epilogue epilogue = hops.epilogue_of(rank);
-  if (!sum_arriving<D>(peers, own, sum.from, call.begin + first, epilogue)) return;
-  if (hops.out() == 4) return exchange_sums<2>(peers, call, sum, theirs);
-  exchange_sums<1>(peers, call, sum, theirs);
+  const bool arrived = call.wire == kF32   ? sum_segment<kF32>(peers, hops)
+                       : call.wire == kF16 ? sum_segment<kF16>(peers, hops)
+                                           : sum_segment<kBF16>(peers, hops);
+  if (!arrived) return;
+  if (hops.out() == 4) return exchange_sums<2>(peers, call, hops.sum_of(rank), theirs);
+  exchange_sums<1>(peers, call, hops.sum_of(rank), theirs);
 }
 
 // The most packs of a shard with rows of `row_bytes`.

@@ -5,7 +5,7 @@
 //
 // Algorithm: sums as in cuda/low_latency.cuh, or one-shot and two-shot as in cuda/all_reduce.cuh,
 // but a cluster of blocks has whole rows, which it normalises at once (cuda/rms_norm.cuh). In
-// two-shot the owner pushes the sum of its rows, as there, and every rank normalises all rows: so
+// two hops the owner pushes the sum of its rows, as there, and every rank normalises all rows: so
 // no more bytes cross the links.
 //
 // Sync: that of those files. Blocks wait only for blocks of the same number on other ranks, and for
@@ -215,6 +215,56 @@ TPK_DEVICE void two_shot_normed(const Peers& peers, const AllReduce& call, const
       normalise<D>(norm, first / cols, turn++, total, value);
     });
   }
+}
+
+// In two hops: `call.segment` is whole rows, and a row has the same cluster on all ranks. A thread
+// has the same vectors of a row in every step.
+template <int D>
+TPK_DEVICE void low_latency_two_shot_normed(const Peers& peers, const AllReduce& call,
+                                            const RmsNorm& norm) {
+  constexpr int kPacks = kVectorPacks<D>;
+  const int rank = peers.space.rank;
+  const u64 cols = norm.cols, rows = call.count / cols;
+  const TwoHops hops = two_hops(call);
+  const auto owner_of = [&](u64 row) { return static_cast<int>(row * cols / call.segment); };
+  const auto vector_in = [&](u64 row, u64 v) { return row * cols % call.segment / kVector + v; };
+  const auto total_of = [&](u64 row) { return address_of(call.out) + row * cols * size_of(D); };
+  delay(peers, thread());
+  for_rows(peers.usable ? rows : 0, [&](u64 row) {
+    const int owner = owner_of(row);
+    if (owner == rank) return;
+    const Piece piece = hops.partial_for(owner);
+    for_vectors(cols, [&](u64 v) {
+      push_packs_to<kPacks>(peers, owner, piece, vector_in(row, v) * kPacks);
+    });
+  });
+  sync_cluster();  // its blocks run now, so their scratch is there
+  delay(peers, thread() + 1);
+  for_rows(peers.usable ? rows : 0, [&](u64 row) {
+    if (owner_of(row) != rank) return;
+    for_vectors(cols, [&](u64 v) {
+      float x[kVector];
+      const bool arrived = add_up_arriving<D>(x, peers, hops.partial_for(rank), vector_in(row, v));
+      add_epilogue(x, call.begin, row * cols + v * kVector, call.epilogue);
+      store<D>(total_of(row) + v * kVector * size_of(D), x);
+      if (arrived) push_packs<kPacks>(peers, hops.sum_of(rank), vector_in(row, v) * kPacks);
+    });
+  });
+  delay(peers, thread() + 2);
+  unsigned turn = 0;
+  for_rows(rows, [&](u64 row) {
+    const int owner = owner_of(row);
+    const auto value = [&](u64 v, float (&x)[kVector]) {
+      const u64 at = total_of(row) + v * kVector * size_of(D);
+      if (owner != rank) {
+        Pack found[kPacks];
+        receive_from<kPacks>(peers, owner, hops.sum_of(owner), vector_in(row, v) * kPacks, found);
+        store_packs<D>(at, found);
+      }
+      load<D>(x, at);
+    };
+    normalise<D>(norm, row, turn++, total_of(row), value);
+  });
 }
 
 }  // namespace tpkernels::cuda

@@ -131,14 +131,14 @@ TPK_DEVICE void publish_to_all(const Peers& peers, int index) {
   }
 }
 
-// Records the first failure of the group.
+// Records the first failure of the group. The host may read it while this kernel still runs.
 TPK_DEVICE void fail(const Peers& peers, u64 kind, u64 source, u64 seen) {
   u64* state = peers.space.state;
   if (cas_acq_rel_gpu(state + kStateStatus, 0, kind) != 0) return;
   state[kStatePeer] = source;
   state[kStateExpected] = peers.word;
   state[kStateSeen] = seen;
-  store_relaxed_sys(peers.space.control + kControlFailed, 1);  // tells the host to read the state
+  store_release_sys(peers.space.control + kControlFailed, 1);  // tells the host to read the state
 }
 
 // Records a failure if there is a reason to give up.

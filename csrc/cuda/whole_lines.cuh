@@ -11,7 +11,7 @@
 //
 // Sync: PTX does not promise it, but where stores of a warp to a line leave its SM together they
 // arrive together: over NVLink, on the GPUs that NCCL lists (compute capability 7.0 and newer), not
-// over PCIe. Hence this is not chosen by default.
+// over PCIe. Hence it is chosen only where NVLink connects all GPUs (tpkernels/symm/nvlink.py).
 // - A store or a load of a line is one instruction of its eight threads: it is behind no condition
 //   that differs between them, and `__syncwarp` brings them together.
 // - Relaxed order is enough: data and flag are one access, whose result the eight share by a vote.

@@ -30,3 +30,19 @@ def test_explain_predicts_the_times_of_gpus_of_one_node(world: int, there: bool)
     spec = Spec("all_reduce", (1 << 15,), torch.bfloat16)
     times = predicted(spec.problem(2, "cuda"), spec.other, machine_named("h800"))
     assert (milliseconds(1e3 * times["unfused"]) in shown) is there
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "world", "said"),
+    [
+        ("16K", 8, "direct sums by low_latency: the fastest by the model"),
+        ("256K", 8, "by whole_lines where NVLink connects all GPUs, else by low_latency_two_shot"),
+        ("1M", 8, "by whole_lines where NVLink connects all GPUs, else by two_shot"),
+        ("4M", 8, "direct sums by two_shot"),
+    ],
+)
+def test_explain_says_how_direct_sums(nbytes: str, world: int, said: str) -> None:
+    given = ["--op", "all_reduce", "--bytes", nbytes, "--tp", str(world)]
+    shown = " ".join(invoke("explain", *given, "--device", "cuda").output.split())
+    assert said in shown
+    assert "direct sums" not in invoke("explain", *given).output

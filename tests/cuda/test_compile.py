@@ -22,12 +22,12 @@ from tpkernels.kernels import all_gather_matmul, sync
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 REDUCES = ("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_reduce")
 REDUCES += ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce")
-LOW_LATENCY_NORMED = "low_latency_normed_all_reduce"
-NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", LOW_LATENCY_NORMED)
+LOW_LATENCY_NORMED = ("low_latency_normed_all_reduce", "low_latency_two_shot_normed_all_reduce")
+NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", *LOW_LATENCY_NORMED)
 NORMS += ("rms_norm_of_rows",)
 SHARES = ("one_shot_gather", "one_shot_scatter")
 LOW_LATENCY = ("low_latency_all_reduce", "low_latency_all_gather", "low_latency_reduce_scatter")
-LOW_LATENCY += (LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce", "whole_lines_all_reduce")
+LOW_LATENCY += (*LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce", "whole_lines_all_reduce")
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -80,7 +80,7 @@ def test_spills_would_be_seen() -> None:
 
 
 def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
-    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
+    kernels = cuda_builds.calls_of(cuda_builds.ptx_of(embedded()))
     assert set(kernels) == entries()
     others = {"sum_of_partials", "paced_copy", "rms_norm_of_rows", *LOW_LATENCY}
     waits = entries() - others - {"call_publish", "call_flag"}
@@ -96,13 +96,23 @@ def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
 @pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_publish", "call_flag"])
 def test_a_word_follows_the_data_of_all_threads(kernel: str) -> None:
     """Before each release there is a barrier, and between the two no store of data."""
-    lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
+    lines = cuda_builds.calls_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
     releases = [at for at, line in enumerate(lines) if re.search(RELEASE, line)]
     stores = rf"{BARRIER}|st\.global\.v4|st\.(?:global\.)?[ufb]\d+|multimem\.st"
     for at in releases:
         before = (line for line in reversed(lines[:at]) if re.search(stores, line))
         assert re.search(BARRIER, next(before)), "\n".join(lines[at - 30 : at + 1])
     assert releases
+
+
+def test_the_host_is_told_of_a_failure_that_it_can_read() -> None:
+    """It may copy the record while the kernel still runs, on another stream."""
+    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
+    for name, ptx in kernels.items():
+        records = len(re.findall(cuda_builds.RECORD, ptx))
+        assert records == len(re.findall(r"atom\S*\.cas", ptx)), name
+        local = ("sum_of_partials", "paced_copy", "rms_norm_of_rows", "call_publish", "call_flag")
+        assert (records > 0) == (name not in local), name
 
 
 @pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_wait", "call_begin", "call_end"])
@@ -121,7 +131,7 @@ def test_data_follows_a_wait_behind_a_barrier(kernel: str) -> None:
 def test_a_low_latency_call_has_no_fence(kernel: str) -> None:
     """Data go and come by strong accesses to two words of 8 bytes, never by others. What orders
     memory is the count of blocks that have ended and the record of a failure."""
-    ptx = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel]
+    ptx = cuda_builds.calls_of(cuda_builds.ptx_of(embedded()))[kernel]
     assert re.search(r"st\.relaxed\.sys\.global\.v2\.u64", ptx)
     assert re.search(r"ld\.relaxed\.sys\.global\.v2\.u64", ptx)
     assert not re.search(r"fence|membar|(?<!bar\.)\bred\.|\.(?:acquire|release)\.", ptx)
@@ -195,8 +205,10 @@ def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
         assert ("UCGABAR_WAIT" in kernels[name]) == (name in NORMS and arch != "sm_80"), name
         early = name in (*REDUCES, *SHARES, *LOW_LATENCY) and arch != "sm_80"
         assert ("ACQBULK" in kernels[name]) == early, name
-        fences = re.search(r"MEMBAR\.\w+\.SYS", kernels[name])
-        assert (fences is not None) == (name not in quiet)
+        fences, records = (
+            len(re.findall(what, kernels[name])) for what in (r"MEMBAR\.\w+\.SYS", r"ATOM\S*\.CAS")
+        )
+        assert fences >= records and (fences > records) == (name not in quiet), name
         assert (re.search(r"LDGMC\.", kernels[name]) is not None) == ("multimem" in name), name
 
 

@@ -27,7 +27,7 @@ from tpkernels.symm.device import DeviceWorkspace
 
 WAYS = ("low_latency", "one_shot", "two_shot")
 TWO_HOPS = ("low_latency_two_shot", "whole_lines")
-CASES = [(way, False) for way in (*WAYS, *TWO_HOPS)] + [(way, True) for way in WAYS]
+CASES = [(way, False) for way in (*WAYS, *TWO_HOPS)] + [(way, True) for way in (*WAYS, TWO_HOPS[0])]
 SHAPE = (3, 264)
 
 
@@ -69,12 +69,12 @@ def early_job(driver: str, awaited: bool) -> tuple[int, int]:
 
 
 def test_an_early_launch_waits_for_its_input(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(3).run(early_job, cuda_driver, True) == [(0, 16)] * 3
+    assert ranks(3).run(early_job, cuda_driver, True) == [(0, 2 * len(CASES))] * 3
 
 
 def test_without_that_wait_it_is_wrong(ranks: RanksFixture, cuda_driver: str) -> None:
     """Negative control."""
-    assert all(wrong == 16 for wrong, _ in ranks(3).run(early_job, cuda_driver, False))
+    assert all(wrong == 2 * len(CASES) for wrong, _ in ranks(3).run(early_job, cuda_driver, False))
 
 
 def gated_job(driver: str, capability: int, version: int) -> tuple[bool, int]:

@@ -160,17 +160,18 @@ def test_words_of_another_call_are_no_result(
 
 def test_what_auto_takes() -> None:
     for nbytes, world, way in (
-        (131_072, 3, WAY),
-        (131_074, 3, TWO_SHOT),
-        (131_074, 2, WAY),
-        (524_288, 3, TWO_SHOT),
+        (25_714, 8, WAY),
+        (25_716, 8, TWO_SHOT),
         (524_288, 2, WAY),
+        (524_288, 8, TWO_SHOT),
         (524_290, 2, "two_shot"),
     ):
         x = torch.empty(nbytes // 2, dtype=BF16)
-        needs = cuda.prepare_all_reduce(world, x, x)
-        assert (needs.buffer_bytes == 0) == (way in (WAY, TWO_SHOT))
-        assert cuda.calls.all_reduce_way(x, world) == way
+        needs, wanted = (
+            cuda.prepare_all_reduce(world, x, x),
+            cuda.calls.layout(way, *x.shape, world, 2, 2),
+        )
+        assert (needs.words, needs.buffer_bytes) == (wanted.words, wanted.nbytes)
     sizes = (64, 64)  # 128 KiB and one row more
     for rows, small in ((64, True), (65, False)):
         shard, whole = torch.empty(rows, 512, dtype=BF16), torch.empty(64 + rows, 512, dtype=BF16)

@@ -22,10 +22,10 @@ from tpkernels.cuda import image, low_latency
 from tpkernels.cuda import normed as rows
 from tpkernels.symm.device import EPOCH, LAST_EPOCH, TIMEOUT, DeviceWorkspace
 
-WAYS = ("low_latency", "one_shot", "two_shot")
+WAYS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
 SHAPES = ((0, 8), (1, 8), (3, 264), (5, 4160), (2, 9000), (70, 16))  # 1, 2 and 4 blocks for a row
 MOST = max(rows * columns for rows, columns in SHAPES)
-WORDS, BUFFER_BYTES = low_latency.words(4 * MOST), 16 * MOST
+WORDS, BUFFER_BYTES = low_latency.words(4 * MOST, 4 * MOST), 16 * MOST
 EPS = 1e-5
 
 
@@ -161,7 +161,7 @@ def delays_job(driver: str, delay_us: int, broken: dict[str, bool], first: int =
             results[call] = x, x
         else:
             total = x if call % 2 else torch.empty_like(x)
-            way = WAYS[call // 2 % 3]
+            way = WAYS[call // 2 % 4]
             results[call] = launch(space, call + 1, x, weight, way, total=total)
     wrong = int(space.failure() is not None)
     for (normed, total), want in zip(results, wants, strict=True):
@@ -219,8 +219,8 @@ def counts_job(driver: str) -> list[tuple[int, ...]]:
 
 def test_what_a_call_does_in_turn(ranks: RanksFixture, cuda_driver: str) -> None:
     """Of the barriers, one is that of a cluster that starts, and two are a row's."""
-    for low, low_four, one, one_four, two, _ in ranks(3).run(counts_job, cuda_driver):
-        assert (low, low_four) == ((5, 0, 0), (5, 0, 1))
+    for *low, one, one_four, two, _ in ranks(3).run(counts_job, cuda_driver):
+        assert low == [(5, 0, 0), (5, 0, 1)] * 2
         assert (one, one_four) == ((9, 2, 0), (9, 2, 1))
         assert two[1:] == (3, 0)
 
@@ -249,7 +249,7 @@ def test_a_lost_peer_leaves_no_result(ranks: RanksFixture, cuda_driver: str, way
     assert ranks(2).run(late_job, cuda_driver, way) == [(True, True, True)] * 2
 
 
-def ops_job(driver: str, low: bool) -> list[str]:
+def ops_job(driver: str, way: str) -> list[str]:
     """The ops by `direct` on the way of CUDA tensors, and rows that are no whole vectors."""
     emulated.load(driver)
     cases = each(
@@ -261,15 +261,25 @@ def ops_job(driver: str, low: bool) -> list[str]:
         algorithms=("direct",),
     )
     with pretending() as patch, fresh_group() as group:
-        if not low:
-            patch.setattr("tpkernels.cuda.low_latency.LOW_LATENCY_BYTES", -1)
-            patch.setattr("tpkernels.cuda.calls.ONE_SHOT_BYTES", 1 << 13)
+        if way != "auto":
+            patch.setattr(rows, "all_reduce_way", lambda *_, **__: way)
         return check_cases(cases, group)
 
 
-@pytest.mark.parametrize("low", [True, False])
-def test_the_ops(ranks: RanksFixture, cuda_driver: str, low: bool) -> None:
-    report(failure for rank in ranks(3).run(ops_job, cuda_driver, low) for failure in rank)
+@pytest.mark.parametrize("way", ["auto", "low_latency_two_shot", "two_shot"])
+def test_the_ops(ranks: RanksFixture, cuda_driver: str, way: str) -> None:
+    report(failure for rank in ranks(3).run(ops_job, cuda_driver, way) for failure in rank)
+
+
+def test_what_auto_takes() -> None:
+    """In two hops a rank has whole rows: of 2 rows most ranks have none, of 9 one has two."""
+    for way, cases in {
+        "low_latency": [(1, 8192, 8), (1, 65536, 8), (2, 32768, 8), (32, 8192, 2)],
+        "low_latency_two_shot": [(8, 8192, 8), (4, 32768, 8), (32, 8192, 8)],
+    }.items():
+        assert {rows._way(m, 2 * n, world) for m, n, world in cases} == {way}
+    needs = rows._layout("low_latency_two_shot", 9, 64, 8, 2, 1)
+    assert (needs.segment, needs.words, needs.blocks) == (2 * 64, low_latency.words(256, 256), 9)
 
 
 def test_refusals() -> None:

@@ -51,6 +51,13 @@ def test_a_missing_order_is_reported(scratch: Path, order: str) -> None:
 
 
 @pytest.mark.thorough
+def test_torn_lines_would_be_seen(scratch: Path) -> None:
+    """Eight threads have a line; its flag comes before the rest."""
+    ended = run(scratch, "thread", "--torn-lines")
+    assert ended.returncode != 0 and "24 calls, 0 wrong" not in ended.stdout, ended.stdout
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("breakage", ["single-buffer", "skip-waits"])
 def test_a_broken_protocol_is_reported(scratch: Path, breakage: str) -> None:
     ended = run(scratch, "thread", f"--{breakage}")

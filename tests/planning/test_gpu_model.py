@@ -10,7 +10,8 @@ import torch
 from tpkernels.bench.specs import Spec
 from tpkernels.planning import gpu_model
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.gpu_model import COPY_S, FENCED_HOP_S, HOP_S, LAUNCH_S, predicted
+from tpkernels.planning.gpu_model import COPY_S, LAUNCH_S, predicted
+from tpkernels.planning.hops import FENCED_HOP_S, HOP_S
 from tpkernels.planning.machines import Link, Profile, machine_named
 
 MIB = 1 << 20
@@ -79,14 +80,16 @@ def test_a_product_of_few_rows_is_bound_by_the_weight() -> None:
     assert found["pipelined"] > 4 * weight > 3 * found["unfused"]
 
 
-@pytest.mark.parametrize(("nbytes", "low_latency"), [(1 << 17, True), (MIB, False)])
-def test_small_tensors_travel_with_their_flags(nbytes: int, low_latency: bool) -> None:
-    found = times("all_reduce", (nbytes // 2,))
-    if low_latency:  # to each of three peers, twice
-        assert found["direct"] == pytest.approx(HOP_S + 2 * 3 * nbytes / 1e11)
-    else:
-        received = nbytes * 3 / 4 / 1e11
-        assert found["direct"] == pytest.approx(2 * (FENCED_HOP_S + received) + nbytes / 1e12)
+@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 17, MIB])
+def test_small_tensors_travel_with_their_flags(nbytes: int) -> None:
+    """To each of three peers, twice; then a quarter to each, twice in each hop; then once."""
+    found, received = times("all_reduce", (nbytes // 2,)), nbytes * 3 / 4 / 1e11
+    wanted = {
+        1 << 16: HOP_S + 8 * received,
+        1 << 17: 2 * (HOP_S + 2 * received),
+        MIB: 2 * (FENCED_HOP_S + received) + nbytes / 1e12,
+    }
+    assert found["direct"] == pytest.approx(wanted[nbytes])
     assert set(found) == {"unfused", "ring", "direct"}
 
 

@@ -46,6 +46,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
     "two_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": False}),
 }
+# They have no product, or tiles that wait for their rows.
+UNSPECIALIZED = ("shard", "all_gather_matmul", "multiply_arriving")
 
 
 @triton.jit
@@ -69,15 +71,24 @@ class Build:
     stack: int
     local: int
     shared: int
+    threads: int
+    scratch: int  # bytes of device memory, of a program
+    ttgir: str = field(repr=False)
 
     def count(self, pattern: str) -> int:
         """How often an instruction occurs in the PTX."""
         return len(re.findall(pattern, self.ptx))
 
     def depth(self, instruction: str) -> int:
-        """How many loops the last such instruction of the PTX is in."""
+        """How many loops the last such instruction of the PTX is in, without the one in which warps
+        that are specialised wait for work."""
         *before, _ = re.split(instruction, self.ptx)
-        return int(re.findall(r"Depth=(\d)", "".join(before))[-1])
+        return int(re.findall(r"Depth=(\d)", "".join(before))[-1]) - self.specialized
+
+    @property
+    def specialized(self) -> bool:
+        """Whether registers are divided among warps with parts of their own."""
+        return self.count("setmaxnreg") > 0
 
     @functools.cached_property
     def sass(self) -> str:
@@ -103,6 +114,8 @@ def build(
     wire = changed.get("WIRE", dtype)
     bits = dtype.primitive_bitwidth, wire.primitive_bitwidth
     store_tma = config.stores_by_tma(*bits, 16 if divisible else 1)
+    waits = name in UNSPECIALIZED or changed.get("before") is not None
+    specialized = not waits and config.specializes(config.tma)
     constants: dict[str, Any] = {
         "WIRE": dtype,
         "world": WORLD,
@@ -111,7 +124,7 @@ def build(
         "fetching": fetching.fetching_of(config, dtype.primitive_bitwidth // 8, 1 << 30, WORLD),
         "tiling": Tiling(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
-            *(config.tma, b_major if config.tma else "no", store_tma),
+            *(config.tma, b_major if config.tma else "no", store_tma, specialized),
         ),
         **own,
     } | changed
@@ -145,9 +158,12 @@ def build(
     signature = {arg: type_of(arg, at) for at, arg in enumerate(kernel.arg_names)}
     source = triton.compiler.ASTSource(kernel, signature, used, attributes)
     target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source, target=target, options=config.launch)
+    compiled = triton.compile(source, target=target, options=config.launch(specialized))
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-    return Build(ptx, cubin, *_resources(cubin), compiled.metadata.shared)
+    threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
+    scratch = compiled.metadata.global_scratch_size
+    used_memory = *_resources(cubin), compiled.metadata.shared
+    return Build(ptx, cubin, *used_memory, threads, scratch, compiled.asm["ttgir"])
 
 
 def _descriptors(config: MatmulConfig, dtype: str, b_major: str) -> dict[str, str]:

@@ -37,7 +37,9 @@ from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.groups.group import Group
 from tpkernels.planning import gpu_model, machines, store
 from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
+from tpkernels.planning.hops import all_reduce_way
 from tpkernels.planning.machine import Machine, instructions, this_machine
+from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Config, Measurement, Table
 from tpkernels.planning.trials import ELIGIBLE, is_eligible
 from tpkernels.shards import shard_sizes
@@ -225,6 +227,8 @@ class Explanation:
         machine: None if this machine does not have the device.
         table: everything measured for the machine.
         tries: what ``auto`` tries in the first calls; empty: it keeps to the plan.
+        ways: how `direct` sums on GPUs, where NVLink connects all of them and where not; None: not
+            at all, or on CPUs.
         predicted: seconds by the model of GPUs, by algorithm; empty for CPUs.
         model: the GPUs of that model.
     """
@@ -235,6 +239,7 @@ class Explanation:
     machine: Machine | None
     table: Table
     tries: list[str]
+    ways: tuple[str, str] | None
     predicted: Mapping[str, float]
     model: str
 
@@ -267,9 +272,17 @@ def explain(
         tries=[name for name in candidates(problem, means) if name in ELIGIBLE]
         if is_eligible(problem, shared_memory, table)
         else [],
+        ways=_ways(problem) if device == "cuda" else None,
         predicted=predicted,
         model=model,
     )
+
+
+def _ways(problem: Problem) -> tuple[str, str] | None:
+    if problem.op not in ("all_reduce", "matmul_all_reduce"):
+        return None
+    lines, words = (all_reduce_way(problem.nbytes, problem.world, each) for each in (True, False))
+    return lines, words
 
 
 def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, float], str]:

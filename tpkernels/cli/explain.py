@@ -75,6 +75,14 @@ def _show(title: str, explanation: Explanation, out: Console) -> None:
     out.print(grid)
     if predicted:
         out.print(f"Predicted for {explanation.model} by data sheets; not measured", markup=False)
+    if explanation.ways is not None:
+        lines, words = explanation.ways
+        out.print(
+            f"direct sums by {lines}"
+            + (f" where NVLink connects all GPUs, else by {words}" if words != lines else "")
+            + ": the fastest by the model of hops, for these bytes and ranks",
+            markup=False,
+        )
     out.print(f"auto chooses [bold]{plan.algorithm}[/]: {escape(plan.reason)}")
     if explanation.tries:
         out.print(

@@ -7,7 +7,6 @@ tells whether a wait has failed.
 """
 
 from tpkernels.cuda.calls import (
-    ONE_SHOT_BYTES,
     WAYS,
     all_reduce,
     barrier,
@@ -28,7 +27,6 @@ from tpkernels.cuda.shards import (
 
 __all__ = [
     "DTYPES",
-    "ONE_SHOT_BYTES",
     "WAYS",
     "CopyCall",
     "all_gather",

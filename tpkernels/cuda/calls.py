@@ -26,13 +26,12 @@ from tpkernels.cuda.checks import (
 from tpkernels.cuda.image import kernels
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
+from tpkernels.planning.hops import all_reduce_way
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 # The codes of csrc/cuda/kernels.h.
 WAYS = ("one_shot", "two_shot", "multimem", "low_latency", "low_latency_two_shot", "whole_lines")
 
-# Largest x, in bytes, that is reduced one-shot where no low-latency kernel is. Not measured.
-ONE_SHOT_BYTES = 256 << 10
 # Most blocks of an all-reduce, and fewest elements for each. The same on all ranks, and few, since
 # blocks take SMs from a matmul. Not measured.
 _REDUCE_BLOCKS, _REDUCE_SHARD = 64, 4096
@@ -83,17 +82,6 @@ def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Bu
     )
 
 
-def all_reduce_way(x: torch.Tensor, world: int) -> str:
-    """The way that ``auto`` takes for an all-reduce of x over ``world`` ranks."""
-    nbytes = x.numel() * x.element_size()
-    if low_latency.takes(nbytes):
-        return "low_latency"
-    if not low_latency.takes_two_shot(nbytes):
-        return "two_shot"
-    # Between two ranks one hop moves no more bytes than two.
-    return "low_latency_two_shot" if world > 2 else "low_latency"
-
-
 def all_reduce(
     space: DeviceWorkspace,
     signature: int,
@@ -113,9 +101,10 @@ def all_reduce(
         residual: of x's shape, any of the dtypes.
         way: ``one_shot`` (every rank sums everything), ``two_shot`` (every rank sums a part),
             ``low_latency`` and ``low_latency_two_shot`` (the same without fences, for twice the
-            bytes), ``auto`` (one of these, by size), ``whole_lines`` (the last for 8/7 of the
-            bytes; only where stores of 128 bytes arrive whole, as over NVLink) or ``multimem``: the
-            switch sums, in its own order, so the bits may differ from run to run.
+            bytes), ``whole_lines`` (the last for 8/7 of the bytes; only where stores of 128 bytes
+            arrive whole, as over NVLink), ``auto`` (one of these, by size and by
+            ``space.whole_lines``) or ``multimem``: the switch sums, in its own order, so the bits
+            may differ from run to run.
         early: the kernel may start while the last kernel queued on the stream runs. That must be
             a product which was queued behind the workspace's previous call, on the same stream.
 
@@ -129,7 +118,7 @@ def all_reduce(
     check_alike(False, x=x, out=out, residual=residual)
     check_bias(bias, _columns(x))
     if way == "auto":
-        way = all_reduce_way(x, space.world)
+        way = all_reduce_way(x.numel() * x.element_size(), space.world, space.whole_lines)
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
     if way == "multimem":
@@ -167,9 +156,11 @@ def prepare_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     early: bool = False,
+    whole_lines: bool = False,
 ) -> Launch:
-    """An ``all_reduce`` over ``world`` ranks that goes in one piece."""
-    way = all_reduce_way(x, world)
+    """An ``all_reduce`` over ``world`` ranks that goes in one piece. ``whole_lines``: that of the
+    workspace."""
+    way = all_reduce_way(x.numel() * x.element_size(), world, whole_lines)
     needs = layout(way, x.numel(), world, x.element_size(), out.element_size())
 
     def run(space: DeviceWorkspace, signature: int) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from tpkernels.integers import ceil_div
 
-# Largest tensor of a low-latency call, in bytes. NCCL's range for LL; untuned: no GPU has run it.
+# Largest tensor that is gathered or scattered by a low-latency call, in bytes. NCCL's range for LL;
+# untuned: no GPU has run it. Of all-reduces: planning/hops.py.
 LOW_LATENCY_BYTES = 128 << 10
-# The same of an all-reduce in two hops: 64 rows of 4096 in bf16. Untuned as well.
-TWO_SHOT_BYTES = 512 << 10
 _THREADS, _MOST_BLOCKS = 256, 64  # kLowLatencyThreads; as other calls
 _FIRST_DATA, _PACK_BYTES, _PACK_WORDS = 2, 16, 4  # csrc/cuda/lines.cuh
 _LINE_WORDS, _LINE_VECTORS = 16, 7  # csrc/cuda/whole_lines.cuh
@@ -20,14 +19,9 @@ _VECTOR = 8  # elements
 
 
 def takes(nbytes: int) -> bool:
-    """Whether ``auto`` takes a low-latency kernel for a tensor of ``nbytes``, counted over
-    all ranks."""
+    """Whether ``auto`` gathers or scatters a tensor of ``nbytes``, counted over all ranks, by a
+    low-latency kernel."""
     return nbytes <= LOW_LATENCY_BYTES
-
-
-def takes_two_shot(nbytes: int) -> bool:
-    """The same of an all-reduce in two hops."""
-    return nbytes <= TWO_SHOT_BYTES
 
 
 def words(*nbytes: int) -> int:

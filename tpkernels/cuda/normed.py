@@ -11,7 +11,7 @@ import functools
 import torch
 
 from tpkernels import _C
-from tpkernels.cuda import calls, low_latency
+from tpkernels.cuda import low_latency
 from tpkernels.cuda.calls import WAYS, BufferLayout
 from tpkernels.cuda.checks import (
     DTYPES,
@@ -26,6 +26,7 @@ from tpkernels.cuda.checks import (
 from tpkernels.cuda.image import kernels
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
+from tpkernels.planning.hops import all_reduce_way
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 _VECTOR, _THREADS = 8, 256  # kVector, kRowThreads of csrc/cuda
@@ -34,6 +35,7 @@ _PACK_BYTES = 16
 _BLOCKS, _CLUSTER = 64, 4
 _CLUSTERS_SINCE = 90  # compute capability
 _SLOT_ALIGNMENT = 256
+_WAYS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
 
 
 def normalises(dtype: torch.dtype, columns: int) -> bool:
@@ -60,7 +62,7 @@ def prepare_normed_all_reduce(
         x: [..., N], contiguous, fp32, fp16 or bf16, N a multiple of 8.
         total, normed: like x; ``total`` may be x.
         weight: [N], bias: [N], residual: like x, each of any of the dtypes.
-        way, early: as for ``all_reduce``, but not ``multimem``.
+        way, early: as for ``all_reduce``, but not ``multimem`` or ``whole_lines``.
 
     Raises:
         ValueError: an unknown way.
@@ -69,11 +71,12 @@ def prepare_normed_all_reduce(
         ValueError: an argument does not fit the others, or the workspace is too small.
         NotImplementedError: no driver or GPU; a dtype; rows of another length.
     """
-    way = _way(x) if way == "auto" else way
-    if way not in ("low_latency", "one_shot", "two_shot"):
-        raise ValueError(f"way is {way!r}; it must be auto, low_latency, one_shot or two_shot")
+    if way not in ("auto", *_WAYS):
+        raise ValueError(f"way is {way!r}; it must be auto, {', '.join(_WAYS[:-1])} or {_WAYS[-1]}")
     rows, columns = _matrix(x)
     x_bytes = x.element_size()
+    if way == "auto":
+        way = _way(rows, columns * x_bytes, world)
     cluster = _cluster(ceil_div(rows, world) if way == "two_shot" else rows, columns, x.device)
     needs = _layout(way, rows, columns, world, x_bytes, cluster)
 
@@ -134,11 +137,11 @@ def rms_norm(rows: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps
 _MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
 
 
-def _way(x: torch.Tensor) -> str:
-    nbytes = x.numel() * x.element_size()
-    if low_latency.takes(nbytes):
-        return "low_latency"
-    return "one_shot" if nbytes <= calls.ONE_SHOT_BYTES else "two_shot"
+def _way(rows: int, row_bytes: int, world: int) -> str:
+    """In two hops a rank has whole rows."""
+    return all_reduce_way(
+        rows * row_bytes, world, False, split=world * ceil_div(rows, world) * row_bytes
+    )
 
 
 def _matrix(x: torch.Tensor) -> tuple[int, int]:
@@ -191,11 +194,13 @@ def _layout(
     way: str, rows: int, columns: int, world: int, x_bytes: int, cluster: int
 ) -> BufferLayout:
     """As ``calls.layout``, but whole rows."""
-    segment = ceil_div(rows, world) if way == "two_shot" else rows
-    blocks = cluster * max(1, min(_BLOCKS // cluster, segment))
+    segment = rows if way in ("low_latency", "one_shot") else ceil_div(rows, world)
+    blocks = cluster * max(1, min(_BLOCKS // cluster, segment if way == "two_shot" else rows))
     count = rows * columns
-    if way == "low_latency":
-        return BufferLayout(blocks, count, 0, 0, 0, low_latency.words(count * x_bytes))
+    if way in ("low_latency", "low_latency_two_shot"):
+        hops = 1 if way == "low_latency" else 2
+        words = low_latency.words(*[segment * columns * x_bytes] * hops)
+        return BufferLayout(blocks, segment * columns, 0, 0, 0, words)
     slot = round_up(segment * columns * x_bytes, _SLOT_ALIGNMENT)
     results = round_up(count * x_bytes, _SLOT_ALIGNMENT) if way == "two_shot" else 0
     return BufferLayout(

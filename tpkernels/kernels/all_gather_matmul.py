@@ -167,7 +167,7 @@ def prepare(
     of ``sizes``. Takes x, the lists of weights, biases and outs, and gathered. The first weight's
     kernel gathers; the others' are plain products."""
     (rows, k), w = x.shape, weights[0]
-    operands = config.operands(gathered, w, out_dtype)
+    operands = config.operands(gathered, w, out_dtype, waits=True)
     fetching = fetching_of(config, x.itemsize, max(sizes) * k, len(sizes))
     multiply_others = bind_others(config, gathered, weights[1:], out_dtype)
 
@@ -185,7 +185,7 @@ def prepare(
             fetching.programs + max(lanes, 1),
             (segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, 1, False,
              fetching, operands.tiling),
-            config.launch,
+            operands.launch,
         )  # fmt: skip
 
         def run(x: torch.Tensor, weights: Any, biases: Any, outs: Any, gathered: Any) -> None:
@@ -246,7 +246,7 @@ def prepare_arriving(
         ceil_div(tiles, device.FLAGS // len(sizes)),
     )
     chunks = ceil_div(tiles, chunk_tiles)
-    operands = config.operands(gathered, w, out_dtype)
+    operands = config.operands(gathered, w, out_dtype, waits=True)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         lanes = min(config.programs - _ROOM, config.tiles(sizes, w.shape[1]))
@@ -256,7 +256,7 @@ def prepare_arriving(
             (segments_of(space, sizes), w.shape[1], k, *w.stride(),
              *launch_arguments(space, signature), chunk_tiles, chunks, True, NO_FETCHING,
              operands.tiling),
-            config.launch,
+            operands.launch,
         )  # fmt: skip
 
         def run(gathered: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:

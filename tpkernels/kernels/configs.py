@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.integers import ceil_div
@@ -20,6 +21,8 @@ from tpkernels.planning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+_STORING_WARPS = 8  # that a specialized loop must have to store tiles without spills
 _SUM_ELEMENTS = 16  # of a sum, in a thread's registers at a time
 # Of a block, on the GPUs with TMA that the table is for; and what kernels take besides tiles.
 _SHARED_BYTES, _OTHER_SHARED_BYTES = 227 << 10, 2 << 10
@@ -36,6 +39,7 @@ class Tiling(NamedTuple):
     a_tma: bool
     b_tma: str  # "no", "k" or "n": the contiguous dim of b, if TMA loads it
     store_tma: bool  # whether TMA may store the partials of a tile
+    specialized: bool  # whether warps have parts of their own in the loop over tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,8 @@ class MatmulConfig:
     """One way to run the tile loop.
 
     ``programs`` is the size of the persistent grid, 0 for one per multiprocessor. In an all-gather,
-    ``fetchers`` of them, at most, bring the peers' rows in pieces of ``piece_bytes``.
+    ``fetchers`` of them, at most, bring the peers' rows in pieces of ``piece_bytes``. With
+    ``specialize`` four more warps load the operands and multiply, where that is possible.
     """
 
     block_m: int
@@ -56,16 +61,19 @@ class MatmulConfig:
     fetchers: int = 12
     piece_bytes: int = 128 << 10
     tma: bool = False
+    specialize: bool = False
 
     @functools.cached_property
     def sum_m(self) -> int:
         """Rows of a tile that are summed at a time: as many as fit the registers."""
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
-    def operands(self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype) -> Operands:
+    def operands(
+        self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype, *, waits: bool = False
+    ) -> Operands:
         """How the kernels take a [M, K] and b [K, N], and any others of their shapes, strides and
         alignments: as descriptors where TMA can load them. Tiles of the dtype ``stored`` go to
-        matrices with aligned rows of n elements.
+        matrices with aligned rows of n elements. ``waits``: a tile waits for its rows.
         """
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
         a_matrix: Matrix | None = None
@@ -82,8 +90,16 @@ class MatmulConfig:
                 b_tma, b_matrix = "n", ((k, n), (k_stride, 1), [block_k, block_n])
         a_tma = a_matrix is not None
         store_tma = self.stores_by_tma(8 * a.element_size(), 8 * stored.itemsize, n)
-        tiling = Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, store_tma)
-        return Operands(a_matrix, b_matrix, tiling)
+        specialized = not waits and self.specializes(a_tma and b_matrix is not None)
+        tiling = Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, store_tma, specialized)
+        return Operands(a_matrix, b_matrix, tiling, self.launch(specialized))
+
+    def specializes(self, all_tma: bool) -> bool:
+        """Whether the tile loop has warps that only load, and only multiply. Where threads load
+        operands, or four warps store tiles, it would spill. Triton 3.7 crashes where tiles wait for
+        rows; older versions were not tried."""
+        able = all_tma and self.num_warps == _STORING_WARPS and _TRITON >= (3, 7)
+        return self.specialize and able
 
     def stores_by_tma(self, bits: int, stored_bits: int, n: int) -> bool:
         """Whether TMA may store tiles into a matrix of ``n`` columns of ``stored_bits`` each: a
@@ -93,11 +109,12 @@ class MatmulConfig:
         aligned = n * stored_bits // 8 % _TMA_ALIGNMENT == 0
         return self.tma and aligned and needed <= _SHARED_BYTES
 
-    @functools.cached_property
-    def launch(self) -> dict[str, int]:
+    def launch(self, specialized: bool) -> dict[str, int]:
         """Launch options. A persistent grid has one program per multiprocessor, so a program may
-        use all registers. Without maxnreg, ptxas spills some to fit more programs."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": 255}
+        use all registers. Without maxnreg, ptxas spills some to fit more programs. With it, Triton
+        does not divide the registers among warps that are specialized."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if specialized else options | {"maxnreg": 255}
 
     def tiles(self, sizes: Iterable[int], n: int) -> int:
         """Number of tiles in segments of ``sizes`` rows and ``n`` columns."""
@@ -124,6 +141,7 @@ class Operands(NamedTuple):
     a: Matrix | None  # that TMA loads
     b: Matrix | None
     tiling: Tiling
+    launch: dict[str, int]  # options
 
     def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
         """The launch arguments for these tensors."""
@@ -158,7 +176,7 @@ TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
     (90, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
     (100, 2, True): MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True),
     (100, 2, False): MatmulConfig(
-        block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, tma=True
+        block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, tma=True, specialize=True
     ),
     (100, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
     (100, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),

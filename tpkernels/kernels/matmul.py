@@ -152,8 +152,9 @@ def matmul_tiles(
     stored_owner, stored_index = 0, 0  # of the tile before
     tl.assume(K > 0)
     # Invariant: no load of a tile overtakes its `before`. Only where there is none, loads of the
-    # next tile are in flight during `after`.
-    for i in tl.range(0, count, flatten=before is None):
+    # next tile are in flight during `after`, or other warps multiply it. Hooks run in the first
+    # num_warps warps.
+    for i in tl.range(0, count, flatten=before is None, warp_specialize=tiling.specialized):
         tile = lane + (skipped + i) % count * lanes
         owner = owner_of(segments, N, tile, tiling)
         local = tile - tiles_before(segments, N, owner, tiling)
@@ -274,7 +275,7 @@ def bind_matmul(
         matmul_kernel,
         min(config.tiles([m], n), config.programs),
         (m, n, k, a.stride(0), *b.stride(), None, operands.tiling),
-        config.launch,
+        operands.launch,
     )
 
     def run(a: torch.Tensor, b: torch.Tensor, *more: torch.Tensor | None) -> None:

@@ -205,7 +205,7 @@ def prepare(
             max(min(config.tiles(sizes, n), config.programs), 1),
             (segments_of(space, sizes), n, k, *strides, slot, world * slot, results,
              *launch_arguments(space, signature), one_shot, TRITON_DTYPES[wire], operands.tiling),
-            config.launch,
+            operands.launch,
         )  # fmt: skip
         by_tma = operands.tiling.store_tma and not one_shot
         launch = WithScratch(bound, space.scratch) if by_tma else bound

@@ -254,7 +254,7 @@ def prepare(
             max(min(config.tiles(sizes, n), config.programs), 1),
             (segments_of(space, sizes), n, k, *strides, slot, *launch_arguments(space, signature),
              TRITON_DTYPES[wire], operands.tiling),
-            config.launch,
+            operands.launch,
         )  # fmt: skip
         by_tma = operands.tiling.store_tma
         launch = WithScratch(bound, space.scratch) if by_tma else bound

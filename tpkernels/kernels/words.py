@@ -13,6 +13,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_threads
 
 THREADS = tl.constexpr(128)  # of a program, at least (kernels/configs.py); a group has <= 72 ranks
 POLLS = tl.constexpr(64)  # polls of a word between two looks for failure
@@ -38,9 +39,20 @@ else:
 
     @triton.jit
     def pause_for(nanoseconds):
-        begin = clock()
-        while clock() - begin < nanoseconds:
-            pass
+        """A loop of Triton's own would keep its compiler from specialising warps."""
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .b64 begin; .reg .b64 passed;
+            mov.u64 begin, %globaltimer;
+            AGAIN:
+            mov.u64 passed, %globaltimer;
+            sub.u64 passed, passed, begin;
+            setp.lt.u64 p, passed, $1;
+            @p bra AGAIN;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l", [nanoseconds.to(tl.int64)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
     @triton.jit
     def yield_core():
@@ -56,15 +68,15 @@ def store_release(word, value, allowed):
             tl.atomic_xchg(word, value, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
-            """{
+            f"""{{
             .reg .pred first; .reg .b32 t;
             mov.u32 t, %tid.x;
             setp.ne.u32 first, $3, 0;
             setp.eq.and.u32 first, t, 0, first;
-            bar.sync 0;
+            bar.sync 0, {num_threads()};
             @first st.release.sys.global.u64 [$1], $2;
             mov.u32 $0, 0;
-            }""",
+            }}""",
             "=r,l,l,r", [word.to(tl.int64), value, allowed.to(tl.int32)], tl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
@@ -81,7 +93,7 @@ def store_release_at_all(regions, world, offset, value, allowed):
                 tl.atomic_xchg(word, value, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
-            """{
+            f"""{{
             .reg .pred first; .reg .b32 t; .reg .b64 at;
             mov.u32 t, %tid.x;
             setp.ne.u32 first, $5, 0;
@@ -89,10 +101,10 @@ def store_release_at_all(regions, world, offset, value, allowed):
             mad.wide.u32 at, t, 8, $1;
             @first ld.global.u64 at, [at];
             add.s64 at, at, $2;
-            bar.sync 0;
+            bar.sync 0, {num_threads()};
             @first st.release.sys.global.u64 [at], $3;
             mov.u32 $0, 0;
-            }""",
+            }}""",
             "=r,l,l,l,r,r",
             [
                 regions.to(tl.int64), offset, value, tl.full((), world, tl.int32),

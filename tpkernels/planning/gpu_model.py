@@ -9,8 +9,8 @@ Model:
 - `unfused` and `ring` go through NCCL: the product and the collective of the machine's link class,
   one after the other. For `ring` the product is cut by ranks and overlaps the transfers.
 - `direct` is the product, then one kernel. Up to `LOW_LATENCY_BYTES` each word carries its flag:
-  twice the bytes, one hop. Beyond it data is followed by a fence and a word. A reduction reads the
-  slots of all ranks from memory.
+  twice the bytes, one hop. An all-reduce goes as in hops.py, in words. Beyond it data is followed
+  by a fence and a word. A reduction reads the slots of all ranks from memory.
 - `pipelined` is one product per rank beside the copy engines, each copy with its start. Two
   products share their waves. Then the partials are summed.
 - `fused` is one grid: the first tiles of a peer are exposed, the rest of the smaller of product and
@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from math import prod
 
 from tpkernels.integers import ceil_div
+from tpkernels.planning import hops
+from tpkernels.planning.hops import FENCED_HOP_S, HOP_S
 from tpkernels.planning.machines import Profile
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.rates import collective_seconds
@@ -37,9 +39,6 @@ TILE = 128, 256
 # From the end of a kernel to the begin of the next in a stream: 3.8 us a kernel of 2.9 us, V100
 # ("Getting Started with CUDA Graphs", NVIDIA's technical blog, 2019).
 LAUNCH_S = 0.9e-6
-# A store that a peer sees, by NVLink: the latencies of LL, which needs no fence, and of Simple,
-# which has one, in NCCL's model (NVIDIA/nccl, src/graph/tuning.cc, rings).
-HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # The start of a copy between GPUs by a copy engine: the order of what CUDA's sample
 # p2pBandwidthLatencyTest prints with NVSwitch. From memory.
 COPY_S = 2.5e-6
@@ -120,11 +119,12 @@ def _ring(call: _Call) -> float:
 def _direct(call: _Call) -> float:
     seconds = call.product() + (LAUNCH_S if call.problem.has_matmul else 0.0)
     nbytes = call.problem.nbytes
+    if call.all_reduces:
+        way = hops.all_reduce_way(nbytes, call.ranks, whole_lines=False)
+        seconds += hops.seconds(way, nbytes, call.ranks, call.profile.within.bandwidth)
+        return seconds + (call.sum if way == "two_shot" else 0.0)
     if nbytes <= LOW_LATENCY_BYTES:
-        whole = call.all_reduces  # every rank sends all of its tensor to every other
-        return seconds + HOP_S + 2 * call.received * (call.ranks if whole else 1)
-    if call.all_reduces:  # reduce-scatter and all-gather
-        return seconds + 2 * (FENCED_HOP_S + call.received) + call.sum
+        return seconds + HOP_S + 2 * call.received
     return seconds + FENCED_HOP_S + call.received + call.sum
 
 

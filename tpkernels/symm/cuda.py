@@ -25,6 +25,7 @@ from tpkernels.symm.exchange import Participant
 from tpkernels.symm.failures import kernel_error
 from tpkernels.symm.gpu_memory import make_workspace
 from tpkernels.symm.gpu_segments import GpuSegments
+from tpkernels.symm.nvlink import why_lines_may_tear
 from tpkernels.symm.side_stream import SideStream
 from tpkernels.symm.watch import Watch
 
@@ -79,6 +80,7 @@ class CudaWorkspace:
         if self.spaces:
             words, buffer_bytes = self.current.enlarged(words, buffer_bytes)
         space = make_workspace(self._member, words, buffer_bytes, self.device, reason)
+        space.whole_lines = self.spaces[-1].whole_lines if self.spaces else self._lines_are_whole()
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
@@ -86,6 +88,18 @@ class CudaWorkspace:
         # The watch ends the waits in the workspaces that it finds when a peer is lost.
         if self._watch.error is not None:
             raise self._watch.error
+
+    def _lines_are_whole(self) -> bool:
+        """Found out once, together."""
+        why_not = why_lines_may_tear(self._member, self.device)
+        if self._member.rank == 0:
+            said = (
+                f"not sent in whole lines, {why_not}"
+                if why_not
+                else "sent in whole lines, by NVLink"
+            )
+            _logger.info("all-reduces of few bytes in group '%s' are %s", self._member.group, said)
+        return why_not is None
 
     def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A symmetric tensor of a user's. Collective; raises what ``make_symmetric`` does."""

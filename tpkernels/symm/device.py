@@ -31,9 +31,9 @@ LAST_EPOCH = 0xFFFF_FFFE
 # `control`: int64 words in host memory. ABORT: 1 + the lost rank; the host writes it. FAILED: 1
 # once STATUS is set; a kernel writes it.
 CONTROL = ABORT, FAILED = range(2)
-# `scratch`: where up to 512 programs of a kernel make a descriptor each, of 128 bytes. The calls of
-# a group come one after the other.
-SCRATCH_BYTES = 512 * 128
+# `scratch`: where up to 512 programs of a kernel make descriptors of 128 bytes each, one for each
+# of the pipeline's stages (at most 4) and one more. The calls of a group come one after the other.
+SCRATCH_BYTES = 512 * 5 * 128
 # Values of STATUS.
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 
@@ -83,6 +83,7 @@ class DeviceWorkspace:
         self._memory = regions  # keeps the regions mapped
         self._own = own
         self.multicast = multicast
+        self.whole_lines = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
         addresses = [region.address for region in regions]
         with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)

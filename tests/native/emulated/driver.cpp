@@ -55,6 +55,8 @@ std::map<std::string, Entry> entries{
     {"one_shot_normed_all_reduce", {with(one_shot_normed_all_reduce), true, kRowThreads}},
     {"two_shot_normed_all_reduce", {with(two_shot_normed_all_reduce), true, kRowThreads}},
     {"low_latency_normed_all_reduce", {with(low_latency_normed_all_reduce), true, kRowThreads}},
+    {"low_latency_two_shot_normed_all_reduce",
+     {with(low_latency_two_shot_normed_all_reduce), true, kRowThreads}},
     {"rms_norm_of_rows", {with(rms_norm_of_rows), false, kRowThreads}},
     {"sum_of_partials", {with(sum_of_partials), false, kSumThreads}},
     {"paced_copy", {with(paced_copy), false, kPacedThreads}},

@@ -86,10 +86,21 @@ class BlockBarrier {
 
 constexpr int kScratchFloats = 1120;
 
+// Threads that have a line of 128 bytes together; 1: one stands for all eight.
+#ifndef EMULATED_LINE_LANES
+#define EMULATED_LINE_LANES 1
+#endif
+constexpr int kLineLanes = EMULATED_LINE_LANES;
+
 // What the threads of a block share.
 struct Block {
-  explicit Block(int threads) : barrier(threads) {}
+  explicit Block(int threads) : barrier(threads) {
+    for (int i = 0; i < threads / kLineLanes; ++i) {
+      lines.push_back(std::make_unique<BlockBarrier>(kLineLanes));
+    }
+  }
   BlockBarrier barrier;
+  std::vector<std::unique_ptr<BlockBarrier>> lines;  // of the threads of a line
   alignas(16) float scratch[kScratchFloats] = {};
 };
 
@@ -106,6 +117,7 @@ struct Here {
   const Grid* grid = nullptr;
   Cluster* cluster = nullptr;
   BlockBarrier* barrier = nullptr;
+  Block* own = nullptr;
   int block = 0;
   int thread = 0;
   Counts counts = {};
@@ -131,7 +143,8 @@ inline void run(const Grid& grid, int at_once, const std::function<void()>& kern
       cluster->barrier.arrive_and_wait(false);
       const int number = cluster->number * grid.cluster + block;
       if (number >= grid.blocks) return;
-      here = {&grid, cluster, &cluster->blocks[block]->barrier, number, thread};
+      Block& own = *cluster->blocks[block];
+      here = {&grid, cluster, &own.barrier, &own, number, thread};
       kernel();
       if (grid.most != nullptr) {
         const std::lock_guard lock(counting);

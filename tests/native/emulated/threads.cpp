@@ -1,5 +1,7 @@
 // Runs the CUDA kernels with ranks as threads of one process, for ThreadSanitizer and
-// AddressSanitizer: call after call, with random delays on each rank. The sums are checked.
+// AddressSanitizer: call after call, with random delays on each rank. The sums are checked. In
+// whole lines eight threads have a line, as on a GPU: they meet, and vote.
+#define EMULATED_LINE_LANES 8
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -12,16 +14,16 @@ namespace {
 
 constexpr int kWorld = 3, kCalls = 24, kBlocks = 3, kThreads = 2, kAtOnce = 2;
 constexpr u64 kCount = 3 * 64 * 2 + 5, kBufferBytes = 8192;
-constexpr int kWords = kFirstData + 4 * ((kCount * 4 + 15) / 16);
+constexpr int kWords = (kFirstData + 4 * ((kCount * 4 + 15) / 16) + 15) / 16 * 16;
 constexpr u64 kBuffersAt = (2 * kWorld * kWords * 8 + 255) / 256 * 256;
 
 struct Rank {
-  std::vector<u64> region = std::vector<u64>((kBuffersAt + 2 * kBufferBytes) / 8 + 2);
+  std::vector<u64> region = std::vector<u64>((kBuffersAt + 2 * kBufferBytes) / 8 + 16);
   std::vector<u64> state = std::vector<u64>(kStateFlags + 1);
   u64 control[2] = {};
   int wrong = 0;
 
-  u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 15) / 16 * 16; }
+  u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 127) / 128 * 128; }
 };
 
 struct Switches {
@@ -29,15 +31,16 @@ struct Switches {
   bool skip_waits = false;
 };
 
-void launch(const Space& space, int blocks, const std::function<void()>& kernel) {
-  emulated::run({blocks, kThreads, space.world, space.regions}, kAtOnce, kernel);
+void launch(const Space& space, int blocks, const std::function<void()>& kernel,
+            int threads = kThreads) {
+  emulated::run({blocks, threads, space.world, space.regions}, kAtOnce, kernel);
 }
 
 // x[i] of a rank in a call; small enough to be exact in any dtype.
 float value(int call, int rank, u64 i) { return static_cast<float>((call + 2 * rank + i) % 7); }
 
 void all_reduce(Rank& own, const Space& space, int call) {
-  const int way = (call - call / 4) % 5;
+  const int way = (call - call / 4) % 6;
   const u64 segment = way == 0 || way == 3 ? kCount : (kCount / kWorld + 64) / 64 * 64;
   const u64 slot = way == 2 ? 0 : (segment * 4 + 255) / 256 * 256;
   alignas(16) float x[kCount], out[kCount];
@@ -52,13 +55,17 @@ void all_reduce(Rank& own, const Space& space, int call) {
                         slot,
                         kWorld * slot,
                         emulated::kMulticast};
-  launch(space, kBlocks, [&] {
-    if (way == 0) return one_shot_all_reduce(space, given);
-    if (way == 1) return two_shot_all_reduce(space, given);
-    if (way == 3) return low_latency_all_reduce(space, given);
-    if (way == 4) return low_latency_two_shot_all_reduce(space, given);
-    multimem_all_reduce(space, given);
-  });
+  launch(
+      space, kBlocks,
+      [&] {
+        if (way == 0) return one_shot_all_reduce(space, given);
+        if (way == 1) return two_shot_all_reduce(space, given);
+        if (way == 3) return low_latency_all_reduce(space, given);
+        if (way == 4) return low_latency_two_shot_all_reduce(space, given);
+        if (way == 5) return whole_lines_all_reduce(space, given);
+        multimem_all_reduce(space, given);
+      },
+      way == 5 ? 2 * emulated::kLineLanes : kThreads);
   for (u64 i = 0; i < kCount; ++i) {
     float sum = 0;
     for (int r = 0; r < kWorld; ++r) sum += value(call, r, i);
@@ -124,6 +131,7 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     switches.single_buffer |= std::string(argv[i]) == "--single-buffer";
     switches.skip_waits |= std::string(argv[i]) == "--skip-waits";
+    if (std::string(argv[i]) == "--torn-lines") emulated::tearing = emulated::Tearing::kTornLines;
   }
   std::vector<Rank> ranks(kWorld);
   std::vector<u64> regions;

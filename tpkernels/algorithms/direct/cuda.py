@@ -83,8 +83,15 @@ def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduct
 def _all_reduce(
     call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction, early: bool = False
 ) -> Launch:
-    world, bias, residual = call.problem.world, reduction.bias, reduction.residual
-    return cuda.prepare_all_reduce(world, x, out, bias, residual, early)
+    return cuda.prepare_all_reduce(
+        call.problem.world,
+        x,
+        out,
+        reduction.bias,
+        reduction.residual,
+        early,
+        call.workspace.on_gpus[x.device].current.whole_lines,
+    )
 
 
 def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:

@@ -132,17 +132,32 @@ inline void store_line_sys(Line* to, Line line) {
   }
 }
 
-// One thread stands for the eight that have a line of 128 bytes. The flag, its last pack, comes
-// when the rest is there, so whoever sees the flag first sees the line whole.
-constexpr int kLineLanes = 1;
-inline int line_lane() { return 0; }
-inline bool all_of_line(bool value) { return value; }
+// One thread stands for the eight that have a line of 128 bytes, or there are eight, which meet.
+// The flag, its last pack, comes when the rest is there, so whoever sees the flag first sees the
+// line whole.
+constexpr int kLineLanes = emulated::kLineLanes;
+inline int line_lane() { return emulated::here.thread % kLineLanes; }
+inline bool any_of_line(bool value) {
+  if constexpr (kLineLanes == 1) return value;
+  return emulated::here.own->lines[emulated::here.thread / kLineLanes]->arrive_and_wait(value);
+}
+inline bool all_of_line(bool value) { return !any_of_line(!value); }
 
 inline void store_words(Pack* to, const Pack& pack, int order) {
   auto* words = reinterpret_cast<u64*>(to);
   u64 held[2];
   std::memcpy(held, &pack, sizeof(held));
   for (int i = 0; i < 2; ++i) __atomic_store_n(words + i, held[i], order);
+}
+
+inline void store_share(Pack* line, const Pack (&share)[1]) {
+  const bool torn = emulated::tearing == emulated::Tearing::kTornLines;
+  const bool first = (line_lane() == kLineLanes - 1) == torn;
+  any_of_line(false);
+  if (first) store_words(line + line_lane(), share[0], __ATOMIC_RELEASE);
+  if (first && torn) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  any_of_line(false);
+  if (!first) store_words(line + line_lane(), share[0], __ATOMIC_RELEASE);
 }
 
 template <int N>
@@ -162,12 +177,24 @@ void store_share(Pack* line, const Pack (&share)[N]) {
   if (!torn) store_words(line + N - 1, share[N - 1], __ATOMIC_RELEASE);
 }
 
+inline void load_words(Pack& pack, const Pack* from) {
+  const auto* words = reinterpret_cast<const u64*>(from);
+  const u64 held[2] = {load_acquire_sys(words), load_acquire_sys(words + 1)};
+  std::memcpy(&pack, held, sizeof(held));
+}
+
+inline void load_share(Pack (&share)[1], const Pack* line) {
+  const bool first = line_lane() == kLineLanes - 1;
+  any_of_line(false);
+  if (first) load_words(share[0], line + line_lane());
+  any_of_line(false);
+  if (!first) load_words(share[0], line + line_lane());
+}
+
 template <int N>
 void load_share(Pack (&share)[N], const Pack* line) {
   for (int at = N - 1; at >= 0; --at) {
-    const auto* words = reinterpret_cast<const u64*>(line + at);
-    const u64 held[2] = {load_acquire_sys(words), load_acquire_sys(words + 1)};
-    std::memcpy(&share[at], held, sizeof(held));
+    load_words(share[at], line + at);
   }
 }
 

@@ -1,0 +1,145 @@
+"""Whole lines are taken where NVLink connects all GPUs, and all ranks take the same way: an NVML
+made for the tests, and the kernels of csrc/cuda on the CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import emulated
+from tests.support.cases import Case, RanksFixture, each
+from tests.support.cuda_rehearsal import pretending, space_of
+from tests.support.ranked import check_cases, fresh_group
+from tests.support.tiers import sweep
+from tpkernels import groups
+from tpkernels.cuda import calls
+from tpkernels.symm import nvlink
+
+F32 = torch.float32
+SMALL, MIDDLE = (64, 16), (300, 64)  # 4 KiB and 75 KiB in fp32
+# What the ranks find, by rank; and what rank 0 is told.
+DOUBTS = {
+    "a pair is not linked": (
+        {0: {"EMULATED_UNLINKED": "0-2"}},
+        "rank 0: no NVLink from GPU-0 to GPU-2",
+    ),
+    "one direction": ({3: {"EMULATED_UNLINKED": "3-1"}}, "rank 3: no NVLink from GPU-3 to GPU-1"),
+    "off on one rank": ({1: {"NCCL_PROTO": "^LL128"}}, r"rank 1: NCCL_PROTO is '\^LL128'"),
+    "a GPU that NVML lacks": ({2: {"gpu": "GPU-9"}}, r"rank 0: .*GPU-9\) returns 6"),
+    "one GPU for two": ({2: {"gpu": "GPU-1"}}, "rank 1: shares GPU-1 with another rank"),
+    "no GPU": ({0: {"gpu": ""}}, "rank 0: no GPU"),
+    "no NVML": (
+        {1: {"library": "libmissing.so"}},
+        "rank 1: NVML says nothing about links: libmissing",
+    ),
+    "another library": ({1: {"library": "libm.so.6"}}, "rank 1: NVML says nothing .*nvmlInit_v2"),
+}
+
+
+@pytest.fixture(scope="session")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(emulated.build(tmp_path_factory.mktemp("nvml"), "nvml.cpp", "-fPIC", "-shared"))
+
+
+@contextmanager
+def links(library: str, rank: int, found: dict[str, str]) -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        found = dict(found)
+        patch.setattr(nvlink, "_LIBRARY", found.pop("library", library))
+        gpu = found.pop("gpu", f"GPU-{rank}") or None
+        patch.setattr(nvlink, "_uuid", lambda _: gpu)
+        for name, value in found.items():
+            patch.setenv(name, value)
+        yield patch
+
+
+def ways_job(driver: str, library: str, found: dict[int, dict[str, str]]) -> list[Any]:
+    """The ways that calls of two sizes take, what is wrong, and what the log says."""
+    emulated.load(driver)
+    ways, run = [], calls.all_reduce
+    said: list[str] = []
+
+    def spy(*given: Any) -> None:
+        ways.append(given[6])
+        run(*given)
+
+    with pretending() as patch, fresh_group() as group:
+        patch.setattr(calls, "all_reduce", spy)
+        patch.setattr(
+            "tpkernels.symm.cuda._logger.info", lambda text, *more: said.append(text % more)
+        )
+        with links(library, group.rank(), found.get(group.rank(), {})):
+            cases = each(
+                Case(op="all_reduce", shape=SMALL),
+                Case(op="all_reduce", shape=MIDDLE),
+                Case(op="matmul_all_reduce", shape=MIDDLE, k=(5,)),
+                dtypes=(F32,),
+                algorithms=("direct",),
+                integers=(False,),
+            )
+            wrong = check_cases(cases, group)
+        space = space_of(group)
+        same = {each.whole_lines for each in space.spaces} == {space.current.whole_lines}
+    return [ways, wrong, same and len(space.spaces) > 1, said]
+
+
+def test_whole_lines_over_nvlink(ranks: RanksFixture, cuda_driver: str, nvml: str) -> None:
+    """In every workspace of the group, however it grows; with the bits of the other algorithms."""
+    ways = ["low_latency", "whole_lines", "whole_lines"]
+    said = "are sent in whole lines, by NVLink"
+    for rank, told in enumerate(ranks(4).run(ways_job, cuda_driver, nvml, {})):
+        assert told[:3] == [ways, [], True]
+        assert [said in each for each in told[3]] == [True] * (rank == 0)
+
+
+@pytest.mark.parametrize("doubt", sweep(DOUBTS, count=3))
+def test_a_doubt_of_one_rank_is_a_no_for_all(
+    ranks: RanksFixture, cuda_driver: str, nvml: str, doubt: str
+) -> None:
+    found, _ = DOUBTS[doubt]
+    ways = ["low_latency", "low_latency", "low_latency"]  # 75 KiB: by words one hop, on 4 ranks
+    for told in ranks(4).run(ways_job, cuda_driver, nvml, found):
+        assert told[:3] == [ways, [], True]
+
+
+def why_job(library: str, found: dict[int, dict[str, str]]) -> str | None:
+    with fresh_group() as group, links(library, group.rank(), found.get(group.rank(), {})):
+        participant = groups.get(group.group_name).participant(20.0)
+        return nvlink.why_lines_may_tear(participant, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_all_ranks_are_told_alike(ranks: RanksFixture, nvml: str, doubt: str) -> None:
+    found, wanted = DOUBTS[doubt]
+    told = ranks(4).run(why_job, nvml, found)
+    assert len(set(told)) == 1 and told[0] is not None
+    assert re.match(wanted, told[0]), told[0]
+
+
+@pytest.mark.parametrize(
+    ("protocols", "on"),
+    [
+        (None, True),
+        ("LL,LL128,Simple", True),
+        ("ll128", True),
+        ("^LL", True),
+        ("^LL128", False),
+        ("^Simple, LL128", False),
+        ("Simple", False),
+        ("", False),
+        ("allreduce:LL128", False),
+        ("^allreduce:LL128", False),
+    ],
+)
+def test_what_keeps_nccl_from_ll128_does_here(protocols: str | None, on: bool) -> None:
+    assert nvlink._allows_ll128(protocols) is on
+
+
+def test_a_cpu_has_no_nvlink() -> None:
+    assert nvlink._uuid(torch.device("cpu")) is None
+    assert nvlink._why_not([None, None], 0) == "no GPU"

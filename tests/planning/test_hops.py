@@ -1,0 +1,53 @@
+"""How an all-reduce of few bytes goes: by the model of its hops."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpkernels.planning import hops
+from tpkernels.planning.hops import all_reduce_way, seconds
+
+ONE, TWO, LINES, WORDS = "low_latency", "low_latency_two_shot", "whole_lines", "two_shot"
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "lines"),
+    [(3, 202_500, 109_038), (4, 90_000, 63_000), (8, 25_714, 22_500), (16, 10_285, 9_692)],
+)
+def test_one_hop_up_to_a_size_that_depends_on_the_ranks(world: int, words: int, lines: int) -> None:
+    """What 0.6 us at 450 GB/s carry, 270 KB, over the bytes that two hops save."""
+    for most, open_, second in ((words, False, TWO), (lines, True, LINES)):
+        assert all_reduce_way(most, world, open_) == ONE
+        assert all_reduce_way(most + 2, world, open_) == second
+
+
+@pytest.mark.parametrize("whole_lines", [False, True])
+def test_the_fastest_by_the_model(whole_lines: bool) -> None:
+    second, most = (LINES, hops.WHOLE_LINES_BYTES) if whole_lines else (TWO, hops.TWO_SHOT_BYTES)
+    for world in (2, 3, 4, 5, 8, 16, 72):
+        for nbytes in (*range(0, 256 * KIB, 8 * KIB), most):
+            ways = (ONE, second, WORDS)
+            way = all_reduce_way(nbytes, world, whole_lines)
+            assert way == min(ways, key=lambda each: seconds(each, nbytes, world)), (nbytes, world)
+        assert all_reduce_way(most + 1, world, whole_lines) == WORDS
+
+
+def test_few_ranks() -> None:
+    """Alone nothing is sent. Between two, words in one hop are as many as in two."""
+    assert all_reduce_way(1 << 19, 1, False) == all_reduce_way(1 << 19, 2, False) == ONE
+    assert all_reduce_way(256 * KIB, 2, True) == ONE
+    assert all_reduce_way(512 * KIB, 2, True) == LINES
+
+
+def test_published_table() -> None:
+    """benchmarks/results/gpu-by-construction.md, in us."""
+    for (world, kib), wanted in {
+        (8, 16): (1.1, 1.3, 1.3, 6.9),
+        (8, 512): (16.9, 5.3, 3.5, 8.8),
+        (8, 2048): (65.8, 17.5, 10.5, 15.0),
+        (4, 64): (1.5, 1.6, 1.4, 7.0),
+        (2, 512): (2.9, 3.5, 2.5, 8.0),
+    }.items():
+        found = [round(1e6 * seconds(way, kib * KIB, world), 1) for way in (ONE, TWO, LINES, WORDS)]
+        assert tuple(found) == wanted

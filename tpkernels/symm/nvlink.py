@@ -1,0 +1,99 @@
+"""Whether stores of 128 bytes arrive whole at the GPUs of a group: where NVLink connects all pairs.
+
+PTX does not promise it (csrc/cuda/whole_lines.cuh). NCCL relies on it: its protocol LL128 is on by
+default over NVLink from compute capability 7.0 on, and "other cases are not tested and may cause
+silent data corruption" (NVIDIA/nccl, src/graph/tuning.cc). So any doubt is a no. Whoever keeps NCCL
+from LL128 by NCCL_PROTO, keeps the kernels here from it too. No GPU has confirmed them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tpkernels.symm.exchange import Participant, exchange
+
+_LIBRARY = "libnvidia-ml.so.1"  # NVML, of the driver
+_SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
+
+
+def why_lines_may_tear(participant: Participant, device: torch.device) -> str | None:
+    """Why stores of 128 bytes may not arrive whole at all ranks' GPUs, this rank's being
+    ``device``; None: they do. The same on all ranks. Collective."""
+    gpus = [each["gpu"] for each in exchange(participant, "GPUs", {"gpu": _uuid(device)})]
+    own = _why_not(gpus, participant.rank)
+    found = exchange(participant, "links between GPUs", {"why_not": own})
+    for rank, each in enumerate(found):
+        if each["why_not"] is not None:
+            return f"rank {rank}: {each['why_not']}"
+    return None
+
+
+def _uuid(device: torch.device) -> str | None:
+    """The name of a GPU, whatever other processes see of it."""
+    if device.type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _why_not(gpus: Sequence[str | None], rank: int) -> str | None:
+    own = gpus[rank]
+    if own is None:
+        return "no GPU"
+    if gpus.count(own) > 1:
+        return f"shares {own} with another rank"
+    if not _allows_ll128(text := os.environ.get("NCCL_PROTO")):
+        return f"NCCL_PROTO is '{text}'"
+    try:
+        with _nvml() as nvml:
+            peers = (gpu for gpu in gpus if gpu not in (None, own))
+            unlinked = [gpu for gpu in peers if not _has_link(nvml, own, str(gpu))]
+    except (OSError, AttributeError, RuntimeError) as error:  # AttributeError: too old
+        return f"NVML says nothing about links: {error}"
+    return f"no NVLink from {own} to {', '.join(map(str, unlinked))}" if unlinked else None
+
+
+def _allows_ll128(protocols: str | None) -> bool:
+    """Whether a value of NCCL_PROTO leaves LL128 on: a list of protocols, or of those that are off
+    after ``^``. What else NCCL may understand counts as no."""
+    if protocols is None:
+        return True
+    names = {name.strip().lower() for name in protocols.removeprefix("^").split(",")}
+    known = names <= {"ll", "ll128", "simple"}
+    return known and ("ll128" in names) != protocols.startswith("^")
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    nvml = ctypes.CDLL(_LIBRARY)
+    _check(nvml.nvmlInit_v2(), "nvmlInit_v2")
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _has_link(nvml: Any, gpu: str, peer: str) -> bool:
+    status = ctypes.c_int(-1)
+    code = nvml.nvmlDeviceGetP2PStatus(
+        _handle(nvml, gpu), _handle(nvml, peer), _NVLINK, ctypes.byref(status)
+    )
+    _check(code, "nvmlDeviceGetP2PStatus")
+    return status.value == _SUCCESS
+
+
+def _handle(nvml: Any, uuid: str) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    code = nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
+    _check(code, f"nvmlDeviceGetHandleByUUID({uuid})")
+    return handle
+
+
+def _check(code: int, function: str) -> None:
+    if code != _SUCCESS:
+        raise RuntimeError(f"{function} returns {code}")
