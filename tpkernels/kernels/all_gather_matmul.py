@@ -193,7 +193,8 @@ def prepare(
                 share(x, gathered.narrow(0, begin, rows))
             a, b = operands.of(gathered, weights[0])
             multiply(gathered, a, b, biases[0], outs[0])
-            multiply_others(gathered, weights[1:], biases[1:], outs[1:])
+            if len(weights) > 1:
+                multiply_others(gathered, weights[1:], biases[1:], outs[1:])
 
         return run
 

@@ -74,7 +74,7 @@ class Problem:
         """Whether the op multiplies as well as communicates."""
         return has_matmul(self.op)
 
-    @property
+    @functools.cached_property
     def outer(self) -> int:
         """Elements before ``dim``: the number of blocks in one rank's shard."""
         return prod(self.shape[: self.dim]) if self.dim is not None else 1
