@@ -216,7 +216,10 @@ def _queued_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot"):
         results.append((op, all(made.check(op, i, 300 + i % 3) for i in range(calls))))
     if device == "cuda":
-        results.append(("graph replays", made.replay(10 * calls) == 0))
+        index = torch.cuda.current_device()
+        by = "streams" if cuda.image.kernels(index).streams_write(captured=True) else "kernels"
+        what = f"graph replays, flags by {by}" if algorithm == "copied" else "graph replays"
+        results.append((what, made.replay(10 * calls) == 0))
     return results
 
 

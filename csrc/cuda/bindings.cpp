@@ -198,6 +198,7 @@ void bind_signals(py::class_<Kernels>& kernels) {
           py::arg("stream"), py::arg("space"), py::arg("to"), py::arg("index"), ReleaseGil())
       .def("raise_flag", &raise_flag, py::arg("stream"), py::arg("space"), py::arg("index"),
            py::arg("captured"), ReleaseGil())
+      .def("streams_write", &Kernels::streams_write, py::arg("captured"))
       .def(
           "copy",
           [](const Kernels& k, Stream stream, Address dst, Address src, std::size_t bytes) {

@@ -29,8 +29,10 @@ namespace tpkernels::cuda {
 // addresses must have access to each other.
 void copy(const Kernels& kernels, Stream stream, Address dst, Address src, std::size_t bytes);
 
-// Raises a flag behind the stream's earlier work. By a kernel where the device cannot do otherwise
-// and in captures: drivers before CUDA 11.7 could not capture the write, and torch does not either.
+// Raises a flag behind the stream's earlier work. By a kernel where the device cannot do otherwise,
+// and in captures where the driver does not record the write. A call that fails may spoil the
+// capture that it is made in, so nothing is tried there: the first write outside captures tries it
+// in a capture of its own. NCCL too records such writes, for its collectives by copy engines.
 void raise_flag(Kernels& kernels, Stream stream, const Space& space, int index, bool captured);
 
 }  // namespace tpkernels::cuda

@@ -45,6 +45,14 @@ Driver load() {
   find(library, "cuLaunchKernelEx", d.launch_with);
   find(library, "cuMemcpyAsync", d.copy_async);
   find(library, "cuStreamWriteValue64_v2", d.write_value);
+  find(library, "cuStreamCreate", d.create_stream);
+  find(library, "cuStreamDestroy_v2", d.destroy_stream);
+  find(library, "cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode);
+  find(library, "cuStreamBeginCapture_v2", d.begin_capture);
+  find(library, "cuStreamEndCapture", d.end_capture);
+  find(library, "cuGraphInstantiateWithFlags", d.instantiate);
+  find(library, "cuGraphExecDestroy", d.destroy_executable);
+  find(library, "cuGraphDestroy", d.destroy_graph);
   if (const int code = d.init(0); code != 0) {
     const char* text = nullptr;
     d.error_string(code, &text);

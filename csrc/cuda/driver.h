@@ -61,6 +61,14 @@ struct Driver {
   int (*launch_with)(const LaunchConfig* config, Handle function, void** parameters, void** extra);
   int (*copy_async)(Address dst, Address src, std::size_t bytes, Handle stream);
   int (*write_value)(Handle stream, Address to, std::uint64_t value, unsigned flags);
+  int (*create_stream)(Handle* stream, unsigned flags);
+  int (*destroy_stream)(Handle stream);
+  int (*exchange_capture_mode)(int* mode);
+  int (*begin_capture)(Handle stream, int mode);
+  int (*end_capture)(Handle stream, Handle* graph);
+  int (*instantiate)(Handle* executable, Handle graph, std::uint64_t flags);
+  int (*destroy_executable)(Handle executable);
+  int (*destroy_graph)(Handle graph);
 
   // Unless `code` is 0, throws std::runtime_error with the name of the call and the driver's text.
   void check(int code, const char* call) const;

@@ -63,10 +63,17 @@ class Kernels {
   void end(Stream stream, const Space& space, const Results& results);
 
   Handle context() const { return context_; }
-  // Whether streams write words of 8 bytes without a kernel. The attribute of the device says so;
-  // where a write is refused all the same, nobody tries again.
-  bool streams_write() const { return streams_write_; }
+  // Whether streams write words of 8 bytes without a kernel, now or in a capture. Eager writes: the
+  // attribute of the device says so; where one is refused all the same, nobody tries again. In
+  // captures: only once a trial has shown it.
+  bool streams_write(bool captured) const {
+    return streams_write_ && (!captured || captured_writes_ == CapturedWrites::kTaken);
+  }
   void no_stream_writes() { streams_write_ = false; }
+  bool tried_captured_writes() const { return captured_writes_ != CapturedWrites::kUntried; }
+  void captured_writes(bool taken) {
+    captured_writes_ = taken ? CapturedWrites::kTaken : CapturedWrites::kRefused;
+  }
 
  private:
   Handle function(const char* name) const;
@@ -81,6 +88,8 @@ class Kernels {
   Handle module_ = nullptr;
   bool launches_early_ = false;
   std::atomic<bool> streams_write_{false};
+  enum class CapturedWrites { kUntried, kRefused, kTaken };
+  std::atomic<CapturedWrites> captured_writes_{CapturedWrites::kUntried};
   Handle all_reduce_[6] = {}, normed_[5] = {};
   Handle gather_, scatter_, low_latency_gather_, low_latency_scatter_, sum_, barrier_, paced_,
       begin_, publish_, flag_, wait_, end_, norm_;

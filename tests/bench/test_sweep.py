@@ -72,7 +72,7 @@ def test_ops_of_a_model() -> None:
         ["matmul_all_reduce", "1x4096x4096"],
         ["matmul_all_reduce", "1x4096x14336"],
     ]
-    assert len(cases()) == 4 * 2 + 4 * 3  # matmul ops by shapes, collectives by sizes
+    assert len(cases()) == 7 * 2 + 5 * 3  # matmul ops by shapes, collectives by sizes
     assert cases(shape=("9,32,64",), op=("all_gather_matmul",), uneven=True)
 
 

@@ -117,18 +117,11 @@ def launches_job(driver: str, way: str) -> tuple[int, int]:
 
 
 def unable_job(driver: str, refuses: bool) -> tuple[int, int]:
-    """The same on a device whose streams cannot write, or whose driver ``refuses`` each write; its
-    kernels are loaded anew."""
-    library = emulated.load(driver)
-    library.emulated_streams_write(refuses)
-    library.emulated_fail(b"cuStreamWriteValue64", 801)
-    cuda.image.kernels.cache_clear()
-    try:
+    """The same on a device whose streams cannot write, or whose driver ``refuses`` each write."""
+    with emulated.new_kernels(driver) as library:
+        library.emulated_streams_write(refuses)
+        library.emulated_fail(b"cuStreamWriteValue64", 801)
         return launches_job(driver, "unable")
-    finally:
-        library.emulated_streams_write(True)
-        library.emulated_fail(b"", 0)
-        cuda.image.kernels.cache_clear()
 
 
 @pytest.mark.parametrize("way", ["eager", "captured", "unable", "refused"])
@@ -140,7 +133,7 @@ def test_a_chunk_is_told_without_a_kernel(
     able = way in ("eager", "captured")
     job, given = (launches_job, way) if able else (unable_job, way == "refused")
     for launches, writes in interpreting(2).run(job, cuda_driver, given):
-        assert (launches, writes) == ((4, chunks) if way == "eager" else (4 + chunks, 0))
+        assert (launches, writes) == ((4, chunks) if able else (4 + chunks, 0))
 
 
 def late_job(driver: str) -> tuple[bool, Ending] | None:

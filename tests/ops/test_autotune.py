@@ -120,6 +120,22 @@ def test_scaled_products(ranks: RanksFixture) -> None:
     assert ranks(WORLD).run(scaled_job) == [({"unfused", "direct"}, True)] * WORLD
 
 
+def exchanged_job() -> tuple[set[str], bool]:
+    """An even all-to-all is tuned, one that is not split evenly is not."""
+    with fresh_group() as group, watched() as made, tpkernels.autotune(group):
+        rank, columns = dist.get_rank(), [2 + each for each in range(WORLD)]
+        x = torch.full((4, sum(columns)), float(rank))
+        tpkernels.all_to_all(x, group, scatter_sizes=columns)
+        once = set(made.values()) == {1}
+        out = tpkernels.all_to_all(torch.full((4, 2 * WORLD), float(rank)), group)
+    right = torch.equal(out[:, 0], torch.arange(float(WORLD)).repeat_interleave(4))
+    return set(made), once and right
+
+
+def test_exchanges(ranks: RanksFixture) -> None:
+    assert ranks(WORLD).run(exchanged_job) == [({"unfused", "ring", "direct"}, True)] * WORLD
+
+
 def overwritten_job() -> list[float]:
     with fresh_group() as group, tpkernels.autotune(group):
         x = torch.arange(6.0) + dist.get_rank()

@@ -25,7 +25,7 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
 from tests.support.ranked import apart, fresh_group
 from tpkernels import groups
-from tpkernels.backends import PLAIN_OPS
+from tpkernels.backends import OPS
 from tpkernels.bench.cases import random_case, run_tpkernels
 from tpkernels.bench.specs import Spec
 from tpkernels.planning import store
@@ -209,9 +209,7 @@ def problems_of_calls(specs: list[Spec]) -> list[Any]:
 
 def test_what_is_tuned_is_what_is_called(ranks: RanksFixture) -> None:
     """Otherwise no measurement would ever apply."""
-    specs = [
-        spec(9, op=op) if "matmul" in op else Spec(op, (77,), torch.float32) for op in PLAIN_OPS
-    ]
+    specs = [spec(9, op=op) if "matmul" in op else Spec(op, (77,), torch.float32) for op in OPS]
     for problems in ranks(2).run(problems_of_calls, specs):
         assert problems == [spec.problem(2) for spec in specs]
 

@@ -9,6 +9,7 @@ copy engines, multicast.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,6 +17,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,20 @@ def load(path: str) -> ctypes.CDLL:
     if not _C.cuda.architectures():  # any image will do
         image.nvrtc_image = lambda capability: b"an image"
     return ctypes.CDLL(path)
+
+
+@contextlib.contextmanager
+def new_kernels(path: str) -> Iterator[ctypes.CDLL]:
+    """A driver that the block may have refuse calls; the kernels are loaded anew in it."""
+    library = load(path)
+    image.kernels.cache_clear()
+    try:
+        yield library
+    finally:
+        library.emulated_streams_write(True)
+        library.emulated_captures_writes(True)
+        library.emulated_fail(b"", 0)
+        image.kernels.cache_clear()
 
 
 def space_of(

@@ -129,7 +129,10 @@ def _gather_by_copies(
     from tpkernels.kernels import all_gather_matmul as kernel
 
     dtype = outs[0].dtype
-    prepared, step, chunks = kernel.prepare_arriving(config, weights[0], whole, dtype, sizes)
+    by_kernels = cuda.flags_take_kernels(rows.device)
+    prepared, step, chunks = kernel.prepare_arriving(
+        config, weights[0], whole, dtype, sizes, by_kernels
+    )
     launch = prepared.launch(whole, weights[0], biases[0], outs[0])
     multiply_others = kernel.bind_others(config, whole, weights[1:], dtype)
     with queued(call, rows.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:

@@ -18,8 +18,9 @@ from torch.nn.functional import rms_norm
 
 import tpkernels
 from tpkernels import groups
+from tpkernels.bench import scaled_cases
 from tpkernels.bench.benchmark import slowest
-from tpkernels.bench.specs import NORM_EPS, Spec, matrix_of
+from tpkernels.bench.specs import NORM_EPS, Spec, matrix_of, square_of
 from tpkernels.local.matmul import local_matmul
 from tpkernels.ops._trial import Tried
 from tpkernels.planning.choose import Plan
@@ -37,7 +38,7 @@ _reduce_shards = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 @dataclass(frozen=True, eq=False)
 class Case:
     """An op with this rank's inputs: x [rows, K] and weights [K, N] of a matmul op; x [elements] of
-    a collective, [rows, N] of one that normalises.
+    a collective, [rows, N] of one that normalises or of an all-to-all, which splits N.
 
     Dim 0 is gathered or scattered, ``sizes[r]`` of it on rank ``r``. For an all-reduce ``sizes`` is
     the part of the result that each rank verifies.
@@ -49,6 +50,19 @@ class Case:
     weights: tuple[torch.Tensor, ...] = ()
     residual: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None  #: of an op that normalises
+    scales: tuple[torch.Tensor, ...] = ()  #: of x and the weight, where they are scaled
+    dtype: torch.dtype | None = None  #: of the results, where x has another
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the results, and of partials on the wire."""
+        return self.dtype or self.x.dtype
+
+    @property
+    def operands(self) -> tuple[scaled_cases.Scaled, scaled_cases.Scaled]:
+        """x and the weight with their scales."""
+        (w,), (scale_x, scale_w) = self.weights, self.scales
+        return (self.x, scale_x), (w, scale_w)
 
     def copy(self) -> Case:
         """The case with its own copy of ``x``: all_reduce works in place."""
@@ -69,11 +83,19 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
         rows, columns = matrix_of(spec.shape[0])
         x, sizes = normal(rows, columns), tuple(shard_sizes(rows, world))
         return Case(spec.op, x, sizes, norm_weight=_norm_weight(columns, x))
+    if spec.op == "all_to_all":
+        rows, columns = square_of(spec.shape[0])
+        sizes = tuple(shard_sizes(rows, world))
+        return Case(spec.op, normal(sizes[rank], columns), sizes)
     if not spec.has_matmul:
         (elements,) = spec.shape
-        x = normal(sizes[rank] if spec.op == "all_gather" else elements)
+        x = normal(sizes[rank] if spec.gathers else elements)
         return Case(spec.op, x, sizes)
     m, n, k = spec.shape
+    if spec.scaled:
+        rows, n, k = (sizes[rank], n // world, k) if spec.gathers else (m, n, k // world)
+        (x, scale_x), (w, scale_w) = scaled_cases.random_operands(spec, rows, k, n, normal)
+        return Case(spec.op, x, sizes, (w,), scales=(scale_x, scale_w), dtype=spec.dtype)
     scale = 1 / math.sqrt(k)
     if spec.op == "all_gather_matmul":
         return Case(
@@ -93,6 +115,9 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
     """The op of this package; ``all_reduce`` works in place. Normalised rows come last."""
     group = _world()
     x, sizes, residual = case.x, case.sizes, case.residual
+    if case.scales:
+        dtype = case.out_dtype
+        return [scaled_cases.run(case.op, *case.operands, dtype, group, sizes, algorithm)]
     match case.op:
         case "all_gather_matmul":
             return tpkernels.all_gather_matmul(
@@ -123,6 +148,10 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
             y = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=algorithm)
         case "reduce_scatter":
             y = tpkernels.reduce_scatter(x, group, shard_sizes=sizes, algorithm=algorithm)
+        case "all_to_all":
+            y = tpkernels.all_to_all(
+                x, group, gather_sizes=sizes, scatter_sizes=columns_of(case), algorithm=algorithm
+            )
         case _:
             y = tpkernels.all_reduce_(x, group, algorithm=algorithm)
     return [y]
@@ -156,14 +185,15 @@ def run_torch(case: Case) -> Outputs:
     """The same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place."""
     x, sizes = case.x, case.sizes
     match case.op:
-        case "all_gather_matmul":
-            whole = _all_gather(x, sizes)
-            return [torch.matmul(whole, w) for w in case.weights]
-        case "matmul_reduce_scatter":
-            y = _reduce_scatter(torch.matmul(x, case.weights[0]), sizes)
-        case "matmul_all_reduce" | "matmul_all_reduce_rms_norm":
-            y = torch.matmul(x, case.weights[0])
+        case "all_gather_matmul" | "all_gather_scaled_matmul":
+            return run_matmul(gathered(case))
+        case "matmul_reduce_scatter" | "scaled_matmul_reduce_scatter":
+            y = _reduce_scatter(run_matmul(case)[0], sizes)
+        case "matmul_all_reduce" | "matmul_all_reduce_rms_norm" | "scaled_matmul_all_reduce":
+            (y,) = run_matmul(case)
             dist.all_reduce(y)
+        case "all_to_all":
+            y = _all_to_all(x, sizes, columns_of(case))
         case "all_gather":
             y = _all_gather(x, sizes)
         case "reduce_scatter":
@@ -182,21 +212,34 @@ def with_norm(case: Case, y: torch.Tensor) -> Outputs:
 
 
 def run_matmul(case: Case) -> Outputs:
-    """torch.matmul on local operands, see `gathered`."""
+    """torch.matmul, or torch._scaled_mm, on local operands, see `gathered`."""
+    if case.scales:
+        return [scaled_cases.product(*case.operands, case.out_dtype)]
     return [torch.matmul(case.x, w) for w in case.weights]
 
 
 def run_local_matmul(case: Case) -> Outputs:
     """The local matmul of this package on local operands, see `gathered`."""
+    if case.scales:
+        return [scaled_cases.local_product(*case.operands, case.out_dtype)]
     rows = case.x.shape[0]
     return [local_matmul(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
 
 
 def gathered(case: Case) -> Case:
     """The case with the operands of its local matmul: all rows of an all-gather."""
-    if case.op != "all_gather_matmul":
+    if not case.op.startswith("all_gather") or not case.weights:
         return case
-    return replace(case, x=_all_gather(case.x, case.sizes))
+    x = _all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.sizes)
+    if not case.scales:
+        return replace(case, x=x)
+    scale, of_w = case.scales
+    return replace(case, x=x.view(case.x.dtype), scales=(_all_gather(scale, case.sizes), of_w))
+
+
+def columns_of(case: Case) -> list[int]:
+    """The columns of each rank after an all-to-all."""
+    return shard_sizes(case.x.shape[1], len(case.sizes))
 
 
 def _world() -> str:
@@ -219,6 +262,16 @@ def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         return whole
     shards = whole.split(largest)
     return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
+
+
+def _all_to_all(x: torch.Tensor, sizes: tuple[int, ...], columns: list[int]) -> torch.Tensor:
+    """The rows of all ranks, and this rank's columns."""
+    mine = columns[dist.get_rank()]
+    sent = torch.cat([part.reshape(-1) for part in x.split(columns, 1)])
+    whole = x.new_empty(sum(sizes), mine)
+    given, taken = [x.shape[0] * each for each in columns], [size * mine for size in sizes]
+    dist.all_to_all_single(whole.view(-1), sent, taken, given)
+    return whole
 
 
 def _reduce_scatter(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:

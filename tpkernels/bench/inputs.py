@@ -57,16 +57,20 @@ class Inputs:
     def __init__(self, case: Case, *, cold: bool) -> None:
         self._case = case
         device = case.x.device.type
-        x = gathered(case).x
+        local = gathered(case)
         nbytes = sum(t.numel() * t.element_size() for t in (case.x, *case.weights))
-        footprint = nbytes + (x.numel() * x.element_size() if case.weights else 0)
+        footprint = nbytes + (local.x.nbytes if case.weights else 0)
         cache, count = last_level_cache_bytes(device), 1
         if cold:
             room = memory_budget(device)
             count = copies(nbytes, footprint=footprint, cache=cache, room=room)
         self.over_cache = count * nbytes / cache if nbytes else math.inf
         self._sharded = [_clone(case) for _ in range(count)]
-        self._whole = [replace(each, x=x.clone()) for each in self._sharded] if case.weights else []
+        self._whole: list[Case] = []
+        if case.weights:
+            self._whole = [
+                replace(each, x=local.x.clone(), scales=local.scales) for each in self._sharded
+            ]
         self._next = 0
         self._used: set[int] = set()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tpkernels import dtypes
-from tpkernels.backends import PLAIN_OPS
+from tpkernels.backends import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -41,7 +41,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 def ops_named(names: list[str]) -> list[str]:
     """``names`` without repetitions, each an op."""
-    return check_known("op", names, PLAIN_OPS)
+    return check_known("op", names, OPS)
 
 
 def algorithms_named(names: list[str]) -> list[str]:

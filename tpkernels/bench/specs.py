@@ -12,8 +12,10 @@ from tpkernels import dtypes
 from tpkernels.bench.options import UsageError, ops_named, shape_of, sizes_of
 from tpkernels.bench.output import byte_size
 from tpkernels.bench.session import on_one_host, unsupported_kernels
+from tpkernels.local.scales import Packing
 from tpkernels.ops._reduction import describe
 from tpkernels.ops._rms_norm import describe_norm
+from tpkernels.ops._scaled import gather_options
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
 from tpkernels.planning.problem import NORM, ORDERED, VENDOR, Problem
@@ -21,12 +23,14 @@ from tpkernels.planning.table import has_matmul
 from tpkernels.shards import shard_sizes
 
 NORM_EPS = 1e-6
+OPERANDS = torch.float8_e4m3fn  # of an op on scaled operands, with row-wise scales
 
 
 @dataclass(frozen=True)
 class Spec:
     """An op on global data: ``shape`` is (M, N, K) of a matmul op, (elements,) of a collective.
-    Elements whose rows are normalised are `matrix_of` them."""
+    Elements whose rows are normalised are `matrix_of` them, those whose rows are exchanged for
+    columns `square_of` them. ``dtype`` is that of the result; scaled operands are `OPERANDS`."""
 
     op: str
     shape: tuple[int, ...]
@@ -44,20 +48,45 @@ class Spec:
         if not self.has_matmul:
             return 0
         _, n, k = self.shape
-        return n if self.op == "all_gather_matmul" else k
+        return n if self.gathers else k
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the op gathers what it multiplies, or returns."""
+        return self.op.startswith("all_gather")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the op multiplies operands with scales."""
+        return "scaled" in self.op
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """Of x and of the weight."""
+        return OPERANDS if self.scaled else self.dtype
 
     def problem(self, world: int, device: str = "cpu") -> Problem:
         """The problem that is planned. Dim 0 is gathered or scattered, evenly if possible."""
-        shape = self.shape
+        shape, dtype = self.shape, self.dtype
         if self.has_matmul:
             m, n, k = self.shape
-            shape = (m, k) if self.op.startswith("all_gather") else (m, n)
+            shape = (m, k) if self.gathers else (m, n)
         elif self.op == "all_reduce_rms_norm":
             shape = matrix_of(self.shape[0])
+        elif self.op == "all_to_all":
+            shape = square_of(self.shape[0])
         split = "all_reduce" not in self.op
-        options = describe(self.dtype, self.dtype) if "reduce" in self.op else ()
+        options = describe(self.operand_dtype, dtype) if "reduce" in self.op else ()
         if self.op.endswith(NORM):
-            options += describe_norm(self.dtype, NORM_EPS)
+            options += describe_norm(dtype, NORM_EPS)
+        elif self.op == "all_to_all":
+            options = (f"scattered dim 1 by {shard_sizes(shape[1], world)}",)
+        elif self.scaled and self.gathers:
+            x = torch.empty(1, self.shape[2], dtype=OPERANDS, device="meta")
+            scale = torch.empty(1, 1, device="meta")
+            options = gather_options(x, scale, dtype)
+            shape, dtype = (shape[0], Packing.of(x, scale).words), torch.float32
+        vendor = device == "cuda" and "reduce" in self.op and world > 1 and not self.scaled
         return Problem(
             op=self.op,
             device=device,
@@ -65,27 +94,41 @@ class Spec:
             shape=shape,
             dim=0 if split else None,
             sizes=tuple(shard_sizes(shape[0], world)) if split else (),
-            dtype=self.dtype,
+            dtype=dtype,
             options=options,
-            numerics=VENDOR if device == "cuda" and "reduce" in self.op and world > 1 else ORDERED,
+            numerics=VENDOR if vendor else ORDERED,
         )
 
     def cost(self, world: int) -> Cost:
         """Flops and bytes of the op on the busiest of ``world`` ranks."""
-        return Cost.of(self.problem(world), self.other)
+        cost = Cost.of(self.problem(world), self.other)
+        if not self.scaled:
+            return cost
+        m, n, k = self.shape
+        n, k = (n // world, k) if self.gathers else (n, k // world)
+        operands = (m * k + k * n) * OPERANDS.itemsize + 4 * (m + n)  # a scale has 4 bytes
+        touched = operands + m * n * self.dtype.itemsize + cost.traffic
+        return Cost(flops=2 * m * n * k, traffic=cost.traffic, touched=touched)
 
     def __str__(self) -> str:
         if self.has_matmul:
             size = ", ".join(map(str, self.shape))
         else:
             size = byte_size(self.shape[0] * self.dtype.itemsize)
-        return f"{size} {dtypes.name(self.dtype)}"
+        operands = f"{dtypes.name(OPERANDS)} to " if self.scaled else ""
+        return f"{size} {operands}{dtypes.name(self.dtype)}"
 
 
 def matrix_of(elements: int) -> tuple[int, int]:
     """Rows and columns of elements that are normalised row by row: 4096 columns, if that divides
     them."""
     columns = math.gcd(elements, 4096)
+    return elements // columns, columns
+
+
+def square_of(elements: int) -> tuple[int, int]:
+    """Rows and columns of elements, as equal as powers of two allow."""
+    columns = 1 << (elements & -elements).bit_length() // 2
     return elements // columns, columns
 
 
@@ -152,7 +195,7 @@ def check_split(spec: Spec, world: int, *, label: str = "", uneven: bool = True)
     m = spec.shape[0]
     name = " ".join(filter(None, [",".join(map(str, spec.shape)), label]))
     if spec.other % world:
-        extent = "N" if spec.op == "all_gather_matmul" else "K"
+        extent = "N" if spec.gathers else "K"
         raise UsageError(
             f"{extent} of {name} is {spec.other}, which is not divisible by the {world} ranks that "
             f"{spec.op} splits it over"

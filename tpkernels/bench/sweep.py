@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 import yaml
 
-from tpkernels.backends import PLAIN_OPS
+from tpkernels.backends import OPS
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS, projection
 from tpkernels.bench.options import (
     UsageError,
@@ -254,7 +254,7 @@ def _items(given: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
         option = "m" if rows else "projection"
         raise UsageError(f"--{option} needs --model; a --shape already contains M")
     shapes = given.shape or (() if models else SHAPES)
-    ops = ops_named(_split(given.op) or (_LAYER_OPS if models else list(PLAIN_OPS)))
+    ops = ops_named(_split(given.op) or (_LAYER_OPS if models else list(OPS)))
     names = check_known("projection", _split(given.projection) or LAYER, PROJECTIONS)
     for model in models:
         for name in names:
@@ -262,7 +262,7 @@ def _items(given: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
             for m in rows or map(int, ROWS):
                 spec_shape = (m, matmul.n, matmul.k)
                 for op in ops:
-                    if has_matmul(op) and (op == "all_gather_matmul") == matmul.column:
+                    if has_matmul(op) and op.startswith("all_gather") == matmul.column:
                         yield Item(Spec(op, spec_shape, dtype), world, (f"{model} {name}",))
     for op in ops:
         for spec in specs_of(op, shapes, ",".join(given.bytes or BYTES), dtype):

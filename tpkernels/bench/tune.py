@@ -293,6 +293,7 @@ def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, fl
     profile = machine_by_name(gpu, world, "cuda")
     if profile.device != "cuda":
         raise UsageError(f"--gpu is '{gpu}', {profile.title}, which is no GPU")
-    if world > profile.node:
+    problem = spec.problem(world, "cuda")
+    if world > profile.node or problem.scaled or problem.exchanges:  # the model knows none of these
         return {}, profile.title
-    return gpu_model.predicted(spec.problem(world, "cuda"), spec.other, profile), profile.title
+    return gpu_model.predicted(problem, spec.other, profile), profile.title

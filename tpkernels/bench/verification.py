@@ -6,6 +6,9 @@ The error of an element may be as large as torch's own on the same inputs, plus 
     eps/2 * (|y| + sum_r |p_r|) + K * 2^-24 * |A| @ |B|   products and sums in fp32, one rounding of
                                                           the result y and of each partial p_r
 
+A and B are scaled operands times their scales, which is exact in float64; products and scales are
+then two more roundings in fp32.
+
 The first alone is too weak for 16-bit dtypes: on random data in bf16 it exceeds the result itself
 from about K = 256. A residual is one more term of the sum. On CUDA tensors NCCL may sum, and the
 bound has eps/2 * (W - 1) * sum_r |p_r| more. Each rank checks its own rows; all ranks get the same
@@ -26,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import rms_norm
 
-from tpkernels.bench.cases import Case, Outputs
+from tpkernels.bench.cases import Case, Outputs, columns_of
+from tpkernels.bench.scaled_cases import worth
 from tpkernels.bench.session import gather_objects, tensors_of_all
 from tpkernels.bench.specs import NORM_EPS
 
@@ -67,7 +71,7 @@ def verify(
         for name, outputs in candidates.items()
     }
     for i, terms in enumerate(_terms(case)):
-        shape, dtype = _shape(case, i), case.x.dtype
+        shape, dtype = _shape(case, i), case.out_dtype
         for name, outputs in candidates.items():
             if outputs[i].shape != shape or outputs[i].dtype != dtype:
                 verdicts[name] = WRONG
@@ -87,6 +91,8 @@ def verify(
 def _shape(case: Case, i: int) -> torch.Size:
     """The shape of this rank's result ``i``."""
     rows, rest = case.x.shape[0], case.x.shape[1:]
+    if case.op == "all_to_all":
+        return torch.Size([sum(case.sizes), columns_of(case)[dist.get_rank()]])
     if case.op.startswith("all_gather"):
         rows = sum(case.sizes)
     elif case.op.endswith("reduce_scatter"):
@@ -97,16 +103,21 @@ def _shape(case: Case, i: int) -> torch.Size:
 def _terms(case: Case) -> list[list[Term]]:
     """For each output, the summands of the rows that this rank checks."""
     rank = dist.get_rank()
-    everyone = tensors_of_all(case.x)
+    x, weights = case.x, list(case.weights)
+    if case.scales:
+        x, *weights = [worth(*operand) for operand in case.operands]
+    everyone = tensors_of_all(x)
+    if case.op == "all_to_all":
+        return [[(torch.cat(everyone).split(columns_of(case), 1)[rank], None)]]
     if case.op == "all_gather":
         return [[(_matrix(torch.cat(everyone)), None)]]
-    if case.op == "all_gather_matmul":
+    if case.op.startswith("all_gather"):
         whole = torch.cat(everyone)
-        return [[(whole, w)] for w in case.weights]
+        return [[(whole, w)] for w in weights]
     shards = [_matrix(x.split(list(case.sizes))[rank]) for x in everyone]
-    if not case.weights:
+    if not weights:
         return [[(shard, None) for shard in shards]]
-    return [list(zip(shards, tensors_of_all(case.weights[0]), strict=True))]
+    return [list(zip(shards, tensors_of_all(weights[0]), strict=True))]
 
 
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
@@ -127,7 +138,8 @@ def _panels(
     first, factor = terms[0]
     rows, width = first.shape[0], (first if factor is None else factor).shape[1]
     step = max(1, _PANEL_ELEMENTS // max(rows, 1))
-    partials = factor is not None and case.op != "all_gather_matmul"  # rounded before they travel
+    # Rounded before they travel.
+    partials = factor is not None and not case.op.startswith("all_gather")
     depth = sum(1 if b is None else a.shape[1] for a, b in terms)
     for begin in range(0, width if rows else 0, step):
         columns = slice(begin, min(begin + step, width))
@@ -149,12 +161,12 @@ def _panels(
 def _bound(
     case: Case, total: torch.Tensor, rounded: torch.Tensor, magnitude: torch.Tensor, depth: int
 ) -> torch.Tensor:
-    if case.op == "all_gather":
+    if case.op in ("all_gather", "all_to_all"):
         return torch.zeros_like(total)
-    eps = torch.finfo(case.x.dtype).eps
+    eps = torch.finfo(case.out_dtype).eps
     contract = math.sqrt(depth) * eps * magnitude
     world = len(case.sizes)
-    additions = depth + world + 1
+    additions = depth + world + 1 + len(case.scales)
     rounding = eps / 2 * (total.abs() + rounded) + additions * 2.0**-24 * magnitude
     if case.x.is_cuda and "reduce" in case.op:  # NCCL rounds each addition
         rounding += (world - 1) * eps / 2 * (rounded if case.weights else magnitude)

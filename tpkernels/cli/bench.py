@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tpkernels.backends import PLAIN_OPS
+from tpkernels.backends import OPS
 from tpkernels.bench import plots, report, table
 from tpkernels.bench.file import new_report, result_file, resumed
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS
@@ -35,7 +35,7 @@ _MANY = "Repeatable, or comma-separated."
 
 def bench(
     op: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(PLAIN_OPS)}; default: all. {_MANY}")
+        list[str] | None, typer.Option(help=f"{', '.join(OPS)}; default: all. {_MANY}")
     ] = None,
     model: Annotated[
         list[str] | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from tpkernels.backends import PLAIN_OPS
+from tpkernels.backends import OPS
 from tpkernels.bench.inputs import warm_cases
 from tpkernels.bench.machine import keep as keep_machine
 from tpkernels.bench.machine import measure_machine, rates_text
@@ -75,7 +75,7 @@ def tune(
             return
         specs = [
             spec
-            for name in ops_named(op or list(PLAIN_OPS))
+            for name in ops_named(op or list(OPS))
             for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
         ]
         for spec in specs:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["LeftAlone", "Report", "Rewritten", "Site", "fuse_collectives"]
 
 
-def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
+def fuse_collectives(*only: GroupLike, norms: bool | None = None) -> CollectiveFusion:
     """A compiler pass that fuses all-gather -> matmul, matmul -> reduce-scatter and matmul ->
     all-reduce into one op each.
 
@@ -38,6 +38,12 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
     - ``torch._scaled_mm`` of fp8 operands is a matmul here, with tensor-wise or row-wise scales.
       Row-wise scales of gathered rows are gathered with these, or taken to be the same on all
       ranks.
+    - With ``norms``, an all-reduce, with or without a matmul, a residual that is added to it and
+      the RMS norm of the sum's rows become `matmul_all_reduce_rms_norm` or `all_reduce_rms_norm`,
+      also where the model calls `matmul_all_reduce` or `all_reduce` itself. The norm is torch's, or
+      written as transformers' ``LlamaRMSNorm``. Nothing else may read the sum without the
+      residual, or what the norm computes on its way, as a backward does. Sum and rows are rounded
+      once each, as the ops do.
     - Views, transpositions and chunks in between are supported, with static and symbolic sizes.
     - Each rank rewrites its own graph, and all make the same decisions, even if some ranks have
       smaller or empty shards of a weight.
@@ -55,6 +61,7 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
     Args:
         only: the groups whose collectives the pass may rewrite; by default all. Name the
             tensor-parallel group to leave other collectives, such as FSDP's, as they are.
+        norms: whether norms become part of all-reduces. None: only of CUDA tensors.
 
     Returns:
         The pass; its ``report`` is a `Report`.
@@ -69,4 +76,4 @@ def fuse_collectives(*only: GroupLike) -> CollectiveFusion:
     names = [groups.name_of(group) for group in only]
     for name in names:
         read_times(name)
-    return CollectiveFusion(names or None)
+    return CollectiveFusion(names or None, norms)

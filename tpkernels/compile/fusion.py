@@ -17,7 +17,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed import distributed_c10d
 
 from tpkernels import dtypes, groups
-from tpkernels.compile import gathers, reductions
+from tpkernels.compile import gathers, norms, reductions
 from tpkernels.compile.graph import (
     Change,
     Collective,
@@ -58,9 +58,9 @@ _COALESCED = {
 class CollectiveFusion(CustomGraphPass):
     """Created by ``tpkernels.compile.fuse_collectives``, which documents it."""
 
-    def __init__(self, only: Iterable[str] | None = None) -> None:
+    def __init__(self, only: Iterable[str] | None = None, norms: bool | None = None) -> None:
         self.report = Report()
-        self._only = None if only is None else frozenset(only)
+        self._only, self._norms = None if only is None else frozenset(only), norms
         self._entered: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveFusion:
@@ -99,7 +99,7 @@ class CollectiveFusion(CustomGraphPass):
         sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
         times = sorted((name, repr(table)) for name, table in groups.known_times("cuda").items())
         tuned = groups.tuned_on_the_spot()
-        return get_hash_for_files(files, repr((only, sizes, times, tuned)))
+        return get_hash_for_files(files, repr((only, self._norms, sizes, times, tuned)))
 
     def __call__(self, graph: fx.Graph) -> None:
         backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
@@ -107,18 +107,47 @@ class CollectiveFusion(CustomGraphPass):
         self.report.graphs.append(name)
         read_sizes_of_inputs(graph)
         changed, writes = False, Writes.of(graph)
+        sites: dict[fx.Node, Site] = {}  # of the nodes that the pass has put there
         for node in sorted(graph.nodes, key=_comes_later):
             if node._erased:  # part of another's op
                 continue
             kind = _kind(node)
             if kind in _FUSE or kind in _COALESCED:
-                changed |= self._visit(node, name, writes)
+                changed |= self._visit(node, name, writes, sites)
         if changed:
+            stable_topological_sort(graph)
+        if self._norms is not False and self._fuse_norms(graph, name, sites):
+            changed = True
             stable_topological_sort(graph)
         if keep_order(graph) or changed:
             graph.lint()
 
-    def _visit(self, node: fx.Node, graph: str, writes: Writes) -> bool:
+    def _fuse_norms(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
+        """Makes norms part of the all-reduces in front of them. Returns whether there are any."""
+        writes, report, changed = Writes.of(graph), self.report, False
+        for node in list(graph.nodes):
+            if not norms.is_reduction(node) or not self._takes_norms(node):
+                continue
+            group = norms.group_of(node)
+            site = sites.get(node) or Site(name, node.name, str(group), _module_of(node))
+            try:
+                change = norms.fuse(Collective(node, group, self._eligible(node, group), writes))
+            except Unsupported:  # the collective alone is reported
+                continue
+            if change is None:
+                continue
+            changed = True
+            report.rewritten = [each for each in report.rewritten if each.site != site]
+            report.left_alone = [each for each in report.left_alone if each.site != site]
+            report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
+        return changed
+
+    def _takes_norms(self, node: fx.Node) -> bool:
+        result = value(node)
+        on_gpu = isinstance(result, torch.Tensor) and result.device.type == "cuda"
+        return self._norms is True or on_gpu
+
+    def _visit(self, node: fx.Node, graph: str, writes: Writes, sites: dict[fx.Node, Site]) -> bool:
         """Rewrites a collective, or reports why not. Returns whether it did."""
         group: Any = node.kwargs["group_name"] if is_wrapped(node) else node.args[-1]
         site = Site(graph, node.name, str(group), _module_of(node))
@@ -129,6 +158,8 @@ class CollectiveFusion(CustomGraphPass):
             self.report.left_alone.append(LeftAlone(site, str(reason)))
             return False
         self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
+        if change.node is not None:
+            sites[change.node] = site
         return True
 
     def _eligible(self, node: fx.Node, group: Any) -> int:

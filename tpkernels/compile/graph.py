@@ -87,11 +87,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Change:
-    """What replaced a collective. The fields are those of ``Rewritten``."""
+    """What replaced a collective. The first fields are those of ``Rewritten``."""
 
     op: str
     matmuls: int
     detail: str
+    node: fx.Node | None = None  #: the op's, where it may become part of another
 
 
 class Editor:

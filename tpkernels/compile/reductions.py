@@ -147,10 +147,11 @@ class _Reduced:
             node.replace_all_uses_with(result)
         erase_unread([*waits, collective, *self.replaced])
 
-    def change(self, op: str, x: str) -> Change:
+    def change(self, op: str, x: str, node: fx.Node | None = None) -> Change:
         """What is reported; ``x``: shape and dim of the op's input."""
         count = len(self.matmuls)
-        return Change(op, count, f"x {x}" + (f", {count} matmuls in one" if count > 1 else ""))
+        more = f", {count} matmuls in one" if count > 1 else ""
+        return Change(op, count, f"x {x}{more}", node)
 
     def layouts(self) -> tuple[Layout, Layout]:
         """The layouts of the matmul's result [M, N] and of the collective's input."""
@@ -217,7 +218,7 @@ def fuse_all_reduce(reduce: Collective) -> Change:
         result = editor.arrange(mean, matmul.flat, source.flat, shape_of(node))
         result = editor.laid_out_like(node, result)
     reduced.replace(node, result)
-    return reduced.change(op, str(list(shape_of(x))))
+    return reduced.change(op, str(list(shape_of(x))), fused)
 
 
 def _check_worthwhile(

@@ -15,7 +15,7 @@ from tpkernels.cuda.calls import (
     sum_partials,
 )
 from tpkernels.cuda.checks import DTYPES
-from tpkernels.cuda.copies import CopyCall
+from tpkernels.cuda.copies import CopyCall, flags_take_kernels
 from tpkernels.cuda.image import available, driver_status, image_status, unsupported
 from tpkernels.cuda.normed import normalises, prepare_normed_all_reduce, rms_norm
 from tpkernels.cuda.shards import (
@@ -34,6 +34,7 @@ __all__ = [
     "available",
     "barrier",
     "driver_status",
+    "flags_take_kernels",
     "image_status",
     "normalises",
     "paced_copy",

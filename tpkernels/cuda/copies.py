@@ -25,6 +25,12 @@ from tpkernels.symm.device import FLAGS, DeviceWorkspace
 from tpkernels.symm.gpu_segments import GpuSegment
 
 
+def flags_take_kernels(device: torch.device) -> bool:
+    """Whether each flag of a call that is made now takes a kernel, not a stream's write."""
+    loaded = kernels(device_and_stream(device)[0])
+    return not loaded.streams_write(capture.is_captured(device))
+
+
 class CopyCall:
     """One call on a group, on any streams of its device. From the start of the ``with`` block on,
     every rank may write its own memory; at the end of the block, all ranks have read what they
@@ -65,6 +71,7 @@ class CopyCall:
         self.rank, self.last_word = space.rank, space.words - 2
         device, _ = device_and_stream(space.regions.device)
         self._kernels = kernels(device)
+        self._captured = flags > 0 and capture.is_captured(space.regions.device)
 
     def __enter__(self) -> CopyCall:
         self._kernels.begin(self._stream(), self._words, self._flags)
@@ -97,8 +104,7 @@ class CopyCall:
         """Tells this rank's own kernels, once in the call: the stream's earlier work is done."""
         if not 0 <= index < self._flags:
             raise ValueError(f"flag {index} of {self._flags}")
-        captured = capture.is_captured(self._space.regions.device)
-        self._kernels.raise_flag(self._stream(), self._words, index, captured)
+        self._kernels.raise_flag(self._stream(), self._words, index, self._captured)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
         """`await_word`, then `copy_from`."""

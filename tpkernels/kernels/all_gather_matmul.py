@@ -193,7 +193,8 @@ def prepare(
                 share(x, gathered.narrow(0, begin, rows))
             a, b = operands.of(gathered, weights[0])
             multiply(gathered, a, b, biases[0], outs[0])
-            multiply_others(gathered, weights[1:], biases[1:], outs[1:])
+            if len(weights) > 1:
+                multiply_others(gathered, weights[1:], biases[1:], outs[1:])
 
         return run
 
@@ -233,16 +234,17 @@ def prepare_arriving(
     gathered: torch.Tensor,
     out_dtype: torch.dtype,
     sizes: tuple[int, ...],
+    by_kernels: bool = False,
 ) -> ArrivingLaunch:
     """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive. Takes
     gathered, w, bias and out. Its words are ENTERED, one for the bytes in a rank's memory, and
-    one for the call's end."""
+    one for the call's end. Where flags are raised ``by_kernels``, chunks have twice the bytes."""
     k = gathered.shape[1]
     row_bytes = k * gathered.itemsize
     tiles = ceil_div(max(sizes), config.block_m)
     chunk_tiles = max(
         1,
-        _CHUNK_BYTES // (config.block_m * row_bytes),
+        _CHUNK_BYTES * (2 if by_kernels else 1) // (config.block_m * row_bytes),
         ceil_div(tiles, device.FLAGS // len(sizes)),
     )
     chunks = ceil_div(tiles, chunk_tiles)

@@ -38,12 +38,13 @@ class BoundKernel:
     def __init__(self, kernel: Any, programs: int, rest: tuple[Any, ...], options: Any) -> None:
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._rest, self._options = rest, options
-        self._compiled: dict[tuple[bool, ...], Any] = {}
+        self._compiled: dict[int, Any] = {}
 
     def __call__(self, *tensors: Any) -> None:
-        aligned = tuple(
-            [x.data_ptr() % _ALIGNMENT == 0 for x in tensors if isinstance(x, torch.Tensor)]
-        )
+        aligned = 1  # a bit for each tensor; a comprehension would be another function
+        for x in tensors:
+            if isinstance(x, torch.Tensor):
+                aligned = 2 * aligned + (x.data_ptr() % _ALIGNMENT == 0)
         launch = self._compiled.get(aligned)
         if launch is not None:
             launch(*tensors, *self._rest)

@@ -14,7 +14,7 @@ class Cost:
     Attributes:
         flops: of the local matmul.
         traffic: bytes received from peers. An all-reduce counts as a reduce-scatter and an
-            all-gather: 2 (W - 1) / W times the tensor.
+            all-gather: 2 (W - 1) / W times the tensor. An all-to-all brings (W - 1) / W^2 of it.
         touched: bytes read or written, ``traffic`` included: x, weights and results once each.
     """
 
@@ -33,6 +33,9 @@ class Cost:
         traffic = problem.nbytes * (problem.world - 1) // problem.world
         if problem.dim is None:
             traffic *= 2
+        if problem.exchanges:  # of which a rank has a part before, and a part after
+            part, traffic = problem.nbytes // problem.world, traffic // problem.world
+            return cls(0, traffic, 2 * part + traffic)
         if not problem.has_matmul:
             return cls(0, traffic, (2 + problem.normalises) * problem.nbytes + traffic)
         rows, width, local = problem.rows, problem.shape[-1], other // problem.world

@@ -74,7 +74,7 @@ class Problem:
         """Whether the op multiplies as well as communicates."""
         return has_matmul(self.op)
 
-    @property
+    @functools.cached_property
     def outer(self) -> int:
         """Elements before ``dim``: the number of blocks in one rank's shard."""
         return prod(self.shape[: self.dim]) if self.dim is not None else 1
@@ -105,16 +105,24 @@ class Problem:
     def tuning_key(self) -> tuple[Series, int] | None:
         """The series of measurements that this problem belongs to, and its extent in it. None where
         it belongs to none: it is not split evenly along its rows (along its elements, without a
-        matmul), or along two dims.
+        matmul). An all-to-all is split along the first two dims, each evenly.
 
         A bias and a residual do not count: every algorithm adds them while it sums. Nor does how
         rows are normalised. The numerics do: `unfused` takes longer where it sums in order.
         """
         matmul = self.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
-        if not total or self.exchanges:
+        if not total:
             return None
         extent = total // width
+        if self.exchanges:
+            evenly = f"scattered dim 1 by {shard_sizes(self.shape[1], self.world)}"
+            if (self.dim, *self.options) != (0, evenly):
+                return None
+            if list(self.sizes) != shard_sizes(self.shape[0], self.world):
+                return None
+            dtype = dtypes.name(self.dtype)
+            return Series(self.op, self.device, self.world, width, dtype, ()), extent
         if self.dim is not None:
             if self.outer != 1 or (matmul and self.dim == len(self.shape) - 1):
                 return None

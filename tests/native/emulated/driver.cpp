@@ -9,6 +9,7 @@
 #include <string>
 
 #include "../../../csrc/cuda/kernels.cu"
+#include "graphs.h"
 
 namespace {
 
@@ -19,23 +20,30 @@ const T& given(void** parameters, int at) {
   return *static_cast<const T*>(parameters[at]);
 }
 
+// A kernel with copies of its parameters, which a captured graph needs.
+using Bound = std::function<void()>;
+
 template <class T>
-std::function<void(void**)> with(void (*kernel)(T)) {
-  return [kernel](void** p) { kernel(given<T>(p, 0)); };
+std::function<Bound(void**)> with(void (*kernel)(T)) {
+  return [kernel](void** p) -> Bound { return [=, a = given<T>(p, 0)] { kernel(a); }; };
 }
 
 template <class T, class U>
-std::function<void(void**)> with(void (*kernel)(T, U)) {
-  return [kernel](void** p) { kernel(given<T>(p, 0), given<U>(p, 1)); };
+std::function<Bound(void**)> with(void (*kernel)(T, U)) {
+  return [kernel](void** p) -> Bound {
+    return [=, a = given<T>(p, 0), b = given<U>(p, 1)] { kernel(a, b); };
+  };
 }
 
 template <class T, class U, class V>
-std::function<void(void**)> with(void (*kernel)(T, U, V)) {
-  return [kernel](void** p) { kernel(given<T>(p, 0), given<U>(p, 1), given<V>(p, 2)); };
+std::function<Bound(void**)> with(void (*kernel)(T, U, V)) {
+  return [kernel](void** p) -> Bound {
+    return [=, a = given<T>(p, 0), b = given<U>(p, 1), c = given<V>(p, 2)] { kernel(a, b, c); };
+  };
 }
 
 struct Entry {
-  std::function<void(void**)> call;
+  std::function<Bound(void**)> bind;
   bool has_space;
   int threads;  // required of the launch
 };
@@ -68,16 +76,13 @@ std::map<std::string, Entry> entries{
     {"call_end", {with(call_end), true, kEndThreads}},
 };
 
-std::string failing;
-int failing_code = 0, capability = 90, pushes = 0, threads_of_block = 2;
+int capability = 90, pushes = 0, threads_of_block = 2;
 int early_launches = 0, version_of_driver = 13000;
 int launches = 0, writes = 0;  // kernels, and values that streams wrote
 bool streams_write = true;
 emulated::Counts most;
 void* current = nullptr;
 char context, module_handle;
-
-int code_of(const char* function) { return failing == function ? failing_code : 0; }
 
 // Takes the results of the previous kernel away, and brings them back a while later.
 std::thread end_previous_later() {
@@ -93,13 +98,12 @@ std::thread end_previous_later() {
 }
 
 int launch(const char* what, void* function, unsigned blocks, unsigned threads, unsigned cluster,
-           void** parameters) {
+           void** parameters, void* stream) {
   const Entry& entry = *static_cast<Entry*>(function);
   const bool invalid = static_cast<int>(threads) != entry.threads || blocks == 0 || cluster == 0 ||
                        blocks % cluster != 0 || current != &context;
   if (invalid) return 1;
   if (const int code = code_of(what); code != 0) return code;
-  most = {};
   ++launches;
   emulated::Grid grid{static_cast<int>(blocks), threads_of_block};
   grid.most = &most;
@@ -109,7 +113,10 @@ int launch(const char* what, void* function, unsigned blocks, unsigned threads, 
     grid.world = space.world;
     grid.regions = space.regions;
   }
-  emulated::run(grid, kAtOnce, [&] { entry.call(parameters); });
+  run_or_capture(stream, [grid, kernel = entry.bind(parameters)] {
+    most = {};
+    emulated::run(grid, kAtOnce, kernel);
+  });
   return 0;
 }
 
@@ -117,11 +124,6 @@ int launch(const char* what, void* function, unsigned blocks, unsigned threads, 
 
 extern "C" {
 
-// For tests: from now on the driver function `function` fails with `code`; "": none does.
-void emulated_fail(const char* function, int code) {
-  failing = function;
-  failing_code = code;
-}
 void emulated_capability(int value) { capability = value; }
 int emulated_depth() { return pushes; }  // contexts pushed but not popped
 void emulated_tear(int how) { emulated::tearing = static_cast<emulated::Tearing>(how); }
@@ -201,22 +203,27 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
   *function = &found->second;
   return 0;
 }
-int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t bytes, void*) {
-  std::memmove(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes);
+int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t bytes, void* stream) {
+  run_or_capture(stream, [=] {
+    std::memmove(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes);
+  });
   return code_of("cuMemcpyAsync");
 }
-int cuStreamWriteValue64_v2(void*, std::uint64_t to, std::uint64_t value, unsigned flags) {
+int cuStreamWriteValue64_v2(void* stream, std::uint64_t to, std::uint64_t value, unsigned flags) {
   if (const int code = code_of("cuStreamWriteValue64"); code != 0) return code;
   if (flags != 0 || !streams_write) return 1;
-  ++writes;
-  __atomic_store_n(reinterpret_cast<std::uint64_t*>(to), value, __ATOMIC_RELEASE);
+  if (spoils_capture(stream)) return 900;
+  run_or_capture(stream, [=] {
+    ++writes;
+    __atomic_store_n(reinterpret_cast<std::uint64_t*>(to), value, __ATOMIC_RELEASE);
+  });
   return 0;
 }
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void*,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void* stream,
                    void** parameters, void**) {
   if (grid_y * grid_z * block_y * block_z != 1) return 1;
-  return launch("cuLaunchKernel", function, grid_x, block_x, 1, parameters);
+  return launch("cuLaunchKernel", function, grid_x, block_x, 1, parameters, stream);
 }
 int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** parameters, void**) {
   const unsigned *grid = config->grid, *block = config->block;
@@ -237,7 +244,8 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** paramete
   early_launches += early;
   const bool hides = early && emulated::previous.to != nullptr;
   std::thread previous = hides ? end_previous_later() : std::thread();
-  const int code = launch("cuLaunchKernelEx", function, grid[0], block[0], cluster, parameters);
+  const int code =
+      launch("cuLaunchKernelEx", function, grid[0], block[0], cluster, parameters, config->stream);
   if (hides) previous.join();
   return code;
 }
