@@ -2,7 +2,7 @@
 
     python -m benchmarks.functional --mib 4 32 64 --repeat 30 --rounds 3
 
-fp32. The variants of a group are interleaved call by call. A round runs one group with the pool and
+The variants of a group are interleaved call by call. A round runs one group with the pool and
 one without it, so both meet the same load. Prints the slowest rank's medians over all rounds, in
 ms, and the medians' ratios: `all_reduce` to `all_reduce_` in the same groups, and every op with the
 pool to itself without.
@@ -25,13 +25,13 @@ from tpkernels.launch import Ranks
 COLUMNS, K = 4096, 256  # of the matmul; K on each rank
 
 
-def job(mib: int, repeat: int) -> dict[str, Samples]:
+def job(mib: int, dtype: torch.dtype, repeat: int) -> dict[str, Samples]:
     """Every result has ``mib`` MiB."""
     group = dist.group.WORLD
     assert group is not None
-    count = mib << 18
-    x, part = torch.ones(count), torch.ones(count // group.size())
-    rows, w = torch.randn(count // COLUMNS, K), torch.randn(K, COLUMNS)
+    count = (mib << 20) // dtype.itemsize
+    x, part = torch.ones(count, dtype=dtype), torch.ones(count // group.size(), dtype=dtype)
+    rows, w = torch.randn(count // COLUMNS, K).to(dtype), torch.randn(K, COLUMNS).to(dtype)
 
     def reset() -> None:
         x.fill_(1.0)  # sums in place would overflow
@@ -49,15 +49,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--mib", type=int, nargs="+", default=[4, 32, 64])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
+    dtype = getattr(torch, given.dtype)
     for mib in given.mib:
         times: dict[tuple[str, int], list[float]] = defaultdict(list)
         for _ in range(given.rounds):
             for limit in (0, RESULT_POOL_BYTES):
                 with Ranks(given.nproc, env={POOL_VARIABLE: str(limit)}) as ranks:
-                    results = ranks.run(job, mib, given.repeat, timeout=600)
+                    results = ranks.run(job, mib, dtype, given.repeat, timeout=600)
                 for op in results[0]:
                     each = zip(*(rank[op].seconds for rank in results), strict=True)
                     times[op, limit] += [1e3 * max(ranks) for ranks in each]

@@ -47,8 +47,10 @@ Addends addends(const py::object& bias, const py::object& residual) {
 
 void bind_collective(py::module_& m) {
   py::class_<Collective, std::shared_ptr<Collective>>(m, "Collective")
-      .def(py::init<py::object, std::shared_ptr<host::Segments>, std::uint32_t, std::string>(),
-           py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("text"))
+      .def(py::init<py::object, std::shared_ptr<host::Segments>, std::uint32_t, std::string,
+                    std::shared_ptr<host::SharedResults>>(),
+           py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("text"),
+           py::arg("results") = nullptr)
       .def(
           "all_gather",
           [](const Collective& self, const py::object& x, const py::object& out,
@@ -96,14 +98,11 @@ void bind_collective(py::module_& m) {
 }
 
 void bind_memory(py::module_& m) {
-  m.def("empty", &empty, py::arg("shape"), py::arg("dtype"));
+  m.def("empty", &empty_in, py::arg("shape"), py::arg("dtype"), py::arg("results") = nullptr);
   m.def("result_pool", [] {
     const host::Pool::Usage usage = host::result_pool().usage();
-    py::dict facts;
-    facts["limit"] = usage.limit;
-    facts["idle"] = usage.idle;
-    facts["in_use"] = usage.in_use;
-    return facts;
+    return py::dict(py::arg("limit") = usage.limit, py::arg("idle") = usage.idle,
+                    py::arg("in_use") = usage.in_use);
   });
   m.def(
       "limit_result_pool", [](std::size_t bytes) { host::result_pool().set_limit(bytes); },

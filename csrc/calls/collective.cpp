@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "binding_errors.h"
+#include "host/pool.h"
 
 namespace tpkernels::calls {
 namespace {
@@ -51,12 +52,14 @@ DType dtype_of(const Tensor& x) {
 }
 
 Collective::Collective(const py::object& channel, std::shared_ptr<host::Segments> segments,
-                       std::uint32_t signature, std::string text)
+                       std::uint32_t signature, std::string text,
+                       std::shared_ptr<host::SharedResults> results)
     : keep_(channel),
       channel_(channel.cast<host::Channel&>()),
       segments_(std::move(segments)),
       signature_(signature),
-      text_(std::move(text)) {}
+      text_(std::move(text)),
+      results_(std::move(results)) {}
 
 host::Source Collective::source(const Tensor& x) const {
   const std::byte* data = data_of(x);
@@ -98,7 +101,12 @@ void Collective::all_reduce(const Tensor& x, const Tensor& out, const Addends& a
   const host::Epilogue after = epilogue(out, addends);
   const host::RmsNorm rows = rms_norm(norm);
   const GilReleased released;
-  host::all_reduce(channel_, id(), in, data_of(out), count, wire, after, rows);
+  try {
+    host::all_reduce(channel_, id(), in, data_of(out), count, wire, after, rows, results_.get());
+  } catch (...) {
+    if (results_) host::result_pool().retire(*results_);  // a peer may write to `out` at any time
+    throw;
+  }
 }
 
 }  // namespace tpkernels::calls

@@ -10,6 +10,7 @@
 #include "calls/tensor.h"
 #include "host/collectives.h"
 #include "host/segments.h"
+#include "host/shared_results.h"
 
 namespace tpkernels::calls {
 
@@ -28,9 +29,13 @@ struct Norm {
 
 class Collective {
  public:
-  // Keeps `channel`, Python's object, alive.
+  // Keeps `channel`, Python's object, alive. `results` may be null.
   Collective(const pybind11::object& channel, std::shared_ptr<host::Segments> segments,
-             std::uint32_t signature, std::string text);
+             std::uint32_t signature, std::string text,
+             std::shared_ptr<host::SharedResults> results);
+
+  // Where a result of `all_reduce` should be; null: anywhere.
+  const std::shared_ptr<host::SharedResults>& results() const { return results_; }
 
   // Contiguous tensors of supported dtypes; collectives.h has their shapes. All give up the GIL,
   // and throw what the channel throws.
@@ -52,6 +57,7 @@ class Collective {
   std::shared_ptr<host::Segments> segments_;
   std::uint32_t signature_;
   std::string text_;
+  std::shared_ptr<host::SharedResults> results_;
 };
 
 // What DLPack calls a dtype; throws std::invalid_argument for one that the ops do not take.

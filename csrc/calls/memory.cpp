@@ -62,7 +62,8 @@ void end_loan(dlpack::ManagedTensor* managed) {
 }
 
 // A tensor in memory from the pool; null without a Python error: the pool has none.
-py::object pooled(const py::tuple& shape, const dlpack::DataType& dtype) {
+py::object pooled(const py::tuple& shape, const dlpack::DataType& dtype,
+                  const std::shared_ptr<host::SharedResults>& shared) {
   auto loan = std::make_unique<Loan>();
   const std::size_t dims = shape.size();
   loan->shape.resize(dims);
@@ -73,7 +74,9 @@ py::object pooled(const py::tuple& shape, const dlpack::DataType& dtype) {
     loan->strides[i] = count;
     count *= loan->shape[i];
   }
-  const auto block = host::result_pool().take(static_cast<std::size_t>(count) * dtype.bits / 8);
+  const std::size_t bytes = static_cast<std::size_t>(count) * dtype.bits / 8;
+  auto block = shared ? host::result_pool().take(bytes, shared) : std::nullopt;
+  if (!block) block = host::result_pool().take(bytes);
   if (!block) return {};
   loan->block = *block;
   dlpack::ManagedTensor& managed = loan->managed;
@@ -108,9 +111,14 @@ py::object empty_of_torch(const py::tuple& shape, const py::handle& dtype) {
 }  // namespace
 
 py::object empty(const py::tuple& shape, const py::handle& dtype) {
+  return empty_in(shape, dtype, nullptr);
+}
+
+py::object empty_in(const py::tuple& shape, const py::handle& dtype,
+                    const std::shared_ptr<host::SharedResults>& shared) {
   const dlpack::DataType* const type = described(dtype);
   if (!type || !large(shape, *type)) return empty_of_torch(shape, dtype);
-  if (py::object out = pooled(shape, *type)) {
+  if (py::object out = pooled(shape, *type, shared)) {
     if (fills()) out.attr("fill_")(std::nan(""));
     return out;
   }

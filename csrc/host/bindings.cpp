@@ -17,6 +17,7 @@
 #include "host/arena.h"
 #include "host/channel.h"
 #include "host/collectives.h"
+#include "host/pool.h"
 #include "host/segments.h"
 #include "host/vector.h"
 
@@ -220,6 +221,10 @@ void bind_collectives(py::module_& m) {
       .def("clear", &Segments::clear)
       .def("locate", &Segments::locate, py::arg("address"), py::arg("nbytes"))
       .def("__len__", &Segments::size);
+
+  py::class_<SharedResults, std::shared_ptr<SharedResults>>(m, "SharedResults")
+      .def(py::init<std::shared_ptr<Arena>, int>(), py::arg("arena"), py::arg("rank"))
+      .def("retire", [](SharedResults& self) { result_pool().retire(self); });
 
   m.def(
       "sum_partials",

@@ -138,18 +138,20 @@ void Channel::locate(std::uint64_t segment, std::size_t offset) {
   slot.segment.store(segment, std::memory_order_relaxed);  // ordered by the following publish
 }
 
-bool Channel::in_segment(int peer) const {
-  return header(peer).calls[parity()].segment.load(std::memory_order_relaxed) != 0;
+std::pair<std::uint64_t, std::size_t> Channel::located(int peer) const {
+  const CallSlot& slot = header(peer).calls[parity()];
+  return {slot.segment.load(std::memory_order_relaxed),
+          slot.offset.load(std::memory_order_relaxed)};
 }
+
+bool Channel::in_segment(int peer) const { return located(peer).first != 0; }
 
 std::pair<std::shared_ptr<Arena>, std::size_t> Channel::segment_of(int peer,
                                                                    std::size_t bytes) const {
-  const CallSlot& slot = header(peer).calls[parity()];
-  const std::uint64_t id = slot.segment.load(std::memory_order_relaxed);
+  const auto [id, offset] = located(peer);
   if (id == 0) return {nullptr, 0};
   const auto found = segments_.find(id);
   auto segment = found == segments_.end() ? nullptr : found->second.lock();
-  const std::uint64_t offset = slot.offset.load(std::memory_order_relaxed);
   if (!segment || offset > segment->region_bytes() || bytes > segment->region_bytes() - offset) {
     fail(FailureKind::kMismatch, peer, name(peer),
          "is in " + call_text(rank_) + ", to which " + peer_name(peer) +

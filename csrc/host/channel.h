@@ -120,7 +120,8 @@ class Channel {
   void abandon(const std::string& why, FailureKind kind = FailureKind::kPeerLost, int culprit = -1);
   bool broken() const { return broken_; }
   Sharing& sharing() { return sharing_; }
-  // What the collectives have read of the peers' memory: data, not words. For tests.
+  // What the collectives have read of the peers' memory, or got from them in this rank's result:
+  // data, not words. For tests.
   void count_read(std::size_t bytes) { bytes_read_ += bytes; }
   std::uint64_t bytes_read() const { return bytes_read_; }
   // Limit of one wait, in seconds, from the next wait on.
@@ -141,6 +142,8 @@ class Channel {
   // the peer's buffer.
   std::pair<std::shared_ptr<Arena>, std::size_t> segment_of(int peer, std::size_t bytes) const;
   bool in_segment(int peer) const;
+  // What a peer has passed to `locate`; 0 as the segment if it has not called it.
+  std::pair<std::uint64_t, std::size_t> located(int peer) const;
 
   // A sleeping waiter calls `poll` about 50 times a second. It may throw, for example on Ctrl-C.
   void set_poll(std::function<void()> poll) {

@@ -182,4 +182,50 @@ TEST_CASE(random_collectives_under_delays, kThreads) {
   }
 }
 
+// Several chunks, of which some end within a line; and every mix of ranks that can.
+TEST_CASE(sums_are_written_into_both_results, kThreads) {
+  const auto results = make_arena(2, kSegmentBytes), large = make_arena(2, 20 << 20);
+  Setup setup;
+  setup.max_delay_us = 200;
+  on_threads(setup, [&](Channel& channel) {
+    int round = 0;
+    for (const DType dtype : kDTypes) {
+      for (const std::size_t count : {1, 31, 64, 1000, 4001}) {
+        for (std::uint32_t who = 0; who < 4; ++who) {
+          Collective call{Op::kAllReduce, {1, count, {}}, dtype, dtype};
+          call.round = ++round;
+          call.written = who;
+          run_collective(channel, call, nullptr, results);
+        }
+      }
+    }
+    host::SharedResults own(large, channel.rank());
+    const std::size_t count = (9 << 20) / 4 + 5;  // streamed
+    const auto rank = static_cast<std::size_t>(channel.rank());
+    std::vector<float> in(count);
+    for (std::size_t i = 0; i < count; ++i) in[i] = static_cast<float>(i % 1000 + rank);
+    std::byte* const out = own.take(10 << 20);
+    const auto read = channel.bytes_read();
+    host::all_reduce(channel, {7, "large"}, {reinterpret_cast<const std::byte*>(in.data())}, out,
+                     count, DType::kF32, {}, {}, &own);
+    CHECK(channel.bytes_read() - read == 4 * count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const float got = reinterpret_cast<const float*>(out)[i];
+      CHECK(got == static_cast<float>(i % 1000 * 2 + 1), std::to_string(i));
+    }
+  });
+}
+
+TEST_CASE(random_results_written_under_delays, kThreads) {
+  const auto segment = make_arena(2, kSegmentBytes), results = make_arena(2, kSegmentBytes);
+  Setup setup;
+  setup.capacity = 8192;
+  setup.max_delay_us = 300;
+  setup.epoch = 0xfffffff0u;
+  on_threads(setup, [&](Channel& channel) {
+    add_segment(channel, segment);
+    run_random_collectives(channel, options().seed, options().calls, segment, results);
+  });
+}
+
 }  // namespace tpkernels::test

@@ -3,12 +3,19 @@ from typing import Any, Literal
 
 import torch
 
-from tpkernels._C.host import Channel, Segments, ShardLayout
+from tpkernels._C.host import Channel, Segments, ShardLayout, SharedResults
 
 # What needs tensors: csrc/calls. Only here does the extension import torch, when it is first used.
 
 class Collective:
-    def __init__(self, channel: Channel, segments: Segments, signature: int, text: str) -> None: ...
+    def __init__(
+        self,
+        channel: Channel,
+        segments: Segments,
+        signature: int,
+        text: str,
+        results: SharedResults | None = None,
+    ) -> None: ...
     def all_gather(self, x: torch.Tensor, out: torch.Tensor, layout: ShardLayout) -> None: ...
     def reduce_scatter(
         self,
@@ -142,7 +149,9 @@ class Arguments:
     ) -> None: ...
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+def empty(
+    shape: tuple[int, ...], dtype: torch.dtype, results: SharedResults | None = None
+) -> torch.Tensor: ...
 
 PANEL_COLUMNS: int
 

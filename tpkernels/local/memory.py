@@ -12,8 +12,14 @@ from tpkernels.defaults import result_pool_bytes
 _C.calls.limit_result_pool(result_pool_bytes())
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.empty``; a large tensor on the CPU is in memory from the pool (csrc/host/pool.h)."""
+def empty(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    results: _C.host.SharedResults | None = None,
+) -> torch.Tensor:
+    """``torch.empty``; a large tensor on the CPU is in memory from the pool (csrc/host/pool.h), and
+    in that of ``results`` while there is room."""
     if device.type == "cpu":
-        return _C.calls.empty(tuple(shape), dtype)
+        return _C.calls.empty(tuple(shape), dtype, results)
     return torch.empty(shape, dtype=dtype, device=device)

@@ -70,6 +70,8 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
         if problem.device == "cpu":
             record = ALGORITHMS[plan.algorithm]
             group.make_room(record.workspace_bytes(problem, means.workspace_bytes), plan.text)
+            if record.writes_results(problem):
+                group.share_results(plan.text)
         if _means(group, missing) == means:
             return Call(group, problem, plan, implementation(problem, plan), generation)
 

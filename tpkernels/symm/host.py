@@ -200,8 +200,7 @@ class HostWorkspace(Steps):
     def view(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
     ) -> torch.Tensor:
-        """The contiguous tensor at ``offset`` bytes of ``rank``'s buffer of this epoch. It must not
-        outlive the call."""
+        """The contiguous tensor at ``offset`` bytes of ``rank``'s buffer, until this epoch ends."""
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > self.channel.capacity:
             raise IndexError(
@@ -296,4 +295,5 @@ class HostWorkspace(Steps):
         self.abandon("tpkernels.finalize")
         self._bases.clear()
         self.segments.clear()
+        self.close_results()
         self._device = None

@@ -3,6 +3,7 @@ exchange statements and make further arenas."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C.host import Phase
+from tpkernels.defaults import result_pool_bytes
 from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.rendezvous import MappedArena, make_arena
 
@@ -25,6 +27,8 @@ class Steps:
 
     participant: Participant
     channel: _C.host.Channel
+    results: _C.host.SharedResults | None = None  #: see `share_results`
+    _may_share_results = True
 
     def view(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
@@ -54,6 +58,27 @@ class Steps:
         """A new arena, in the call that has just begun. Collective."""
         region = -(-nbytes // PAGE) * PAGE
         return make_arena(self._watched(), purpose, region, [(0, region)])
+
+    def share_results(self, text: str) -> None:
+        """Lets two ranks write to each other's results, which ``results`` then has the memory for:
+        as many bytes as the result pool may keep, committed when they are needed. Collective at
+        first. There is none if that fails on a rank, or if the ranks have different limits."""
+        if not self._may_share_results or self.participant.world != 2:
+            return
+        self._may_share_results = False
+        limit = result_pool_bytes()
+        self._agree(f"memory for the results of {text}")
+        with contextlib.suppress(MemoryError):
+            link = make_arena(self._watched(), "results", -(-limit // PAGE) * PAGE, [])
+            for pidfd in link.pidfds:
+                os.close(pidfd)
+            self.results = _C.host.SharedResults(link.arena, self.participant.rank)
+
+    def close_results(self) -> None:
+        """Those that are in use stay until they are dropped."""
+        if self.results is not None:
+            self.results.retire()
+            self.results = None
 
     def _watched(self) -> Participant:
         """This rank, for a rendezvous in the call that has just begun, with its peers watched."""
