@@ -75,7 +75,8 @@ def tag_job() -> list[str]:
         for _ in range(2):
             with torch._subclasses.FakeTensorMode():
                 tpkernels.all_reduce(torch.ones(3), group)
-            tags.append(torch.compiler.config.cache_key_tag.replace(group.group_name, "group"))
+            tag = torch.compiler.config.cache_key_tag
+            tags.append(tag.replace(f"{group.group_name}: ", "group: "))
     return tags
 
 
