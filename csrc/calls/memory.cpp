@@ -3,10 +3,12 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "binding_errors.h"
 #include "calls/python.h"
 #include "calls/tensor.h"
 #include "host/arena.h"
@@ -75,8 +77,12 @@ py::object pooled(const py::tuple& shape, const dlpack::DataType& dtype,
     count *= loan->shape[i];
   }
   const std::size_t bytes = static_cast<std::size_t>(count) * dtype.bits / 8;
-  auto block = shared ? host::result_pool().take(bytes, shared) : std::nullopt;
-  if (!block) block = host::result_pool().take(bytes);
+  std::optional<host::Pool::Block> block;
+  {
+    const GilReleased released;  // a new shared block takes milliseconds
+    if (shared) block = host::result_pool().take(bytes, shared);
+    if (!block) block = host::result_pool().take(bytes);
+  }
   if (!block) return {};
   loan->block = *block;
   dlpack::ManagedTensor& managed = loan->managed;

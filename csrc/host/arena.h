@@ -33,7 +33,8 @@ class Arena {
   // if there is not enough memory.
   void commit(int rank, std::size_t offset, std::size_t bytes);
 
-  // Gives back the whole pages within what was committed so. Nobody may have stored there.
+  // Gives back the whole pages within what was committed so. What was stored there is lost, and
+  // they are committed again before the next store.
   void give_back(int rank, std::size_t offset, std::size_t bytes);
 
   std::byte* region(int rank) const { return base_ + region_bytes_ * static_cast<unsigned>(rank); }

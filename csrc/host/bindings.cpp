@@ -223,8 +223,9 @@ void bind_collectives(py::module_& m) {
       .def("__len__", &Segments::size);
 
   py::class_<SharedResults, std::shared_ptr<SharedResults>>(m, "SharedResults")
-      .def(py::init<std::shared_ptr<Arena>, int>(), py::arg("arena"), py::arg("rank"))
-      .def("retire", [](SharedResults& self) { result_pool().retire(self); });
+      .def(py::init<std::shared_ptr<Arena>, int, std::uint32_t>(), py::arg("arena"),
+           py::arg("rank"), py::arg("private_calls"))
+      .def("close", [](SharedResults& self) { result_pool().close(self, false); });
 
   m.def(
       "sum_partials",

@@ -73,8 +73,8 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
 
 // in, out: `count` elements. They may be the same memory if `in.segment` is 0. `norm.out` gets the
 // rows of the result, normalised: by every rank all of them, while they are in its caches. Two
-// ranks with `results`, which both of them pass or neither, write the sum into each other's if they
-// can (written_results.h).
+// ranks with `results`, which both of them pass or neither, write the sum into each other's results
+// if they can (written_results.h).
 void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                 std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm = {},
                 const SharedResults* results = nullptr);

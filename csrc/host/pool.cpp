@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include "host/arena.h"
@@ -80,12 +81,11 @@ std::optional<Pool::Block> Pool::take(std::size_t bytes,
     }
   }
   std::list<Mapping> made;
-  const auto make = [&] { owner ? made.emplace_front(owner, size) : made.emplace_front(size); };
-  make();
-  if (!made.front().data()) {  // what the idle blocks take may be what is missing
-    drop_idle(owner.get());
+  owner ? made.emplace_front(owner, size) : made.emplace_front(size);
+  if (!owner && !made.front().data()) {  // what the idle blocks take may be what is missing
+    drop_idle(nullptr);
     made.clear();
-    make();
+    made.emplace_front(size);
   }
   if (!made.front().data()) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -98,7 +98,7 @@ void Pool::give_back(Block block) noexcept {
   std::list<Mapping> dropped;  // unmapped after the lock is released
   const std::lock_guard<std::mutex> lock(mutex_);
   in_use_bytes_ -= block->bytes();
-  const bool unusable = !block->data() || (block->owner() && block->owner()->retired());
+  const bool unusable = !block->data() || (block->owner() && block->owner()->closed());
   // If the limit was lowered: do not drop all others for this one.
   if (unusable || block->bytes() > limit_) {
     dropped.splice(dropped.begin(), in_use_, block);
@@ -121,9 +121,9 @@ Pool::Usage Pool::usage() const {
   return {limit_, idle_bytes_, in_use_bytes_};
 }
 
-void Pool::retire(SharedResults& owner) {
+void Pool::close(SharedResults& owner, bool failed) {
   drop_idle(&owner);  // gives the memory back, which is safe for idle blocks
-  owner.retire();
+  failed ? owner.retire() : owner.close();
   drop_idle(&owner);  // those that were given back meanwhile
 }
 
@@ -131,8 +131,12 @@ void Pool::before_fork() {
   mutex_.lock();
   for (auto block = in_use_.begin(); block != in_use_.end(); ++block) {
     if (!block->owner()) continue;
-    copies_.emplace_front(std::piecewise_construct, std::forward_as_tuple(block),
-                          std::forward_as_tuple(block->bytes()));
+    try {
+      copies_.emplace_front(std::piecewise_construct, std::forward_as_tuple(block),
+                            std::forward_as_tuple(block->bytes()));
+    } catch (const std::bad_alloc&) {
+      continue;
+    }
     std::byte* const to = copies_.front().second.data();
     if (to) std::memcpy(to, block->data(), block->bytes());
   }
@@ -144,11 +148,13 @@ void Pool::after_fork_in_parent() {
 }
 
 void Pool::after_fork_in_child() {
-  for (Mapping& idle : idle_) {
-    if (idle.owner()) idle.leave(nullptr);
-  }
   for (auto& [block, copy] : copies_) block->leave(&copy);
   copies_.clear();
+  for (std::list<Mapping>* const blocks : {&in_use_, &idle_}) {
+    for (Mapping& block : *blocks) {
+      if (block.owner()) block.leave(nullptr);
+    }
+  }
   idle_.clear();
   idle_bytes_ = 0;
   mutex_.unlock();

@@ -65,8 +65,9 @@ class Pool {
   void set_limit(std::size_t bytes);
   Usage usage() const;
 
-  // `owner` hands out no more memory: none of its blocks stays idle.
-  void retire(SharedResults& owner);
+  // `owner` hands out no more memory, and none of its blocks stays idle. `failed`: in a call, so
+  // that what is in use stays as it is (shared_results.h).
+  void close(SharedResults& owner, bool failed);
 
   // For fork handlers. A child does not keep idle blocks: it would copy them page by page, and so
   // would the parent. It gets copies of the shared blocks in use, which would otherwise change with

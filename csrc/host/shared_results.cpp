@@ -1,5 +1,6 @@
 #include "host/shared_results.h"
 
+#include <algorithm>
 #include <iterator>
 #include <stdexcept>
 #include <utility>
@@ -8,8 +9,14 @@
 
 namespace tpkernels::host {
 
-SharedResults::SharedResults(std::shared_ptr<Arena> arena, int rank)
-    : arena_(std::move(arena)), rank_(rank), fork_generation_(fork_generation()) {
+// After so many refusals no doubling changes anything.
+constexpr std::uint32_t kMostPrivateCalls = 1U << 30;
+
+SharedResults::SharedResults(std::shared_ptr<Arena> arena, int rank, std::uint32_t private_calls)
+    : arena_(std::move(arena)),
+      rank_(rank),
+      fork_generation_(fork_generation()),
+      private_calls_(private_calls) {
   if (rank < 0 || rank >= world()) {
     throw std::invalid_argument("no rank " + std::to_string(rank) + " in an arena of " +
                                 std::to_string(world()) + " ranks");
@@ -41,19 +48,27 @@ void SharedResults::give_back(std::byte* data, std::size_t bytes) noexcept {
   try {
     arena_->give_back(rank_, offset, bytes);
     join(offset, bytes);
+    private_calls_ = std::min(2 * private_calls_, kMostPrivateCalls);
+    refused_.clear();
   } catch (const std::exception&) {  // without memory to note it: it stays
   }
+}
+
+void SharedResults::close() {
+  if (forked()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
 }
 
 void SharedResults::retire() {
   if (forked()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  retired_ = true;
+  closed_ = retired_ = true;
 }
 
-bool SharedResults::retired() const {
+bool SharedResults::closed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return retired_;
+  return closed_;
 }
 
 std::optional<std::size_t> SharedResults::offset_of(const std::byte* data,
@@ -73,7 +88,11 @@ std::byte* SharedResults::at(int rank, std::size_t offset, std::size_t bytes) co
 
 std::optional<std::size_t> SharedResults::carve(std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (retired_) return std::nullopt;
+  if (closed_) return std::nullopt;
+  if (std::uint32_t& refused = refused_[bytes]; refused < private_calls_) {
+    ++refused;
+    return std::nullopt;
+  }
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     const auto [offset, size] = *it;
     if (size < bytes) continue;

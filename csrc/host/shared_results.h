@@ -4,13 +4,19 @@
 // Memory: an arena with a region for each rank, from which the rank takes blocks for its results.
 // The pool (pool.h) keeps those that are idle.
 //
+// Cost: the kernel makes the pages of a new block one by one, and maps them again for the peer:
+// some 30 ms for 32 MiB, where private huge pages take 2 ms and the sum 4 (AMD EPYC Zen 5,
+// 2026-11-23). So a size gets memory only once it has been asked for often, and twice as often
+// whenever memory had to be given back.
+//
 // Sync: a rank writes to a peer's block only in a call: after the peer's first word, which says
 // where the block is, and before its own last word, for which the peer waits. Outside of a call
 // only the owner writes.
 //
 // Failure: a peer that was stopped in a call may go on writing to the block of that call at any
 // later time. So after a failed call the region is retired: no memory of it is handed out again,
-// nor is it given back to the kernel, which could have none when the peer's stores need it.
+// nor is what was in use then given back to the kernel, which could have none when the peer's
+// stores need it.
 #pragma once
 
 #include <cstddef>
@@ -27,18 +33,21 @@ namespace tpkernels::host {
 // Any thread may call any method.
 class SharedResults {
  public:
-  SharedResults(std::shared_ptr<Arena> arena, int rank);
+  // `private_calls`: how often a size is refused at first.
+  SharedResults(std::shared_ptr<Arena> arena, int rank, std::uint32_t private_calls);
   SharedResults(const SharedResults&) = delete;
   SharedResults& operator=(const SharedResults&) = delete;
 
   int world() const { return arena_->world(); }
 
-  // Whole pages of this rank's region, committed. Null if there is no memory, after `retire`, and
-  // in a fork of the rank's process.
+  // Whole pages of this rank's region, committed. Null if there is no memory, for the first calls
+  // with a size, after `close`, and in a fork of the rank's process.
   std::byte* take(std::size_t bytes);
   void give_back(std::byte* data, std::size_t bytes) noexcept;
+  // No memory is handed out any more; after `retire` none goes back to the kernel either.
+  void close();
   void retire();
-  bool retired() const;
+  bool closed() const;
 
   // Where memory lies in this rank's region; none if it does not.
   std::optional<std::size_t> offset_of(const std::byte* data, std::size_t bytes) const;
@@ -54,8 +63,10 @@ class SharedResults {
   int rank_;
   std::uint32_t fork_generation_;
   mutable std::mutex mutex_;
-  std::map<std::size_t, std::size_t> free_;  // offset -> bytes; no two touch
-  bool retired_ = false;
+  std::map<std::size_t, std::size_t> free_;       // offset -> bytes; no two touch
+  std::map<std::size_t, std::uint32_t> refused_;  // bytes -> calls
+  std::uint32_t private_calls_;
+  bool closed_ = false, retired_ = false;
 };
 
 }  // namespace tpkernels::host

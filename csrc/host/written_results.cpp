@@ -1,6 +1,6 @@
 // Problem: a rank that brings the sum of a large tensor into a new result reads and writes half as
-// much memory again as one that overwrites its input, because the kernel's and the cores' way to
-// store to a line is to read it first.
+// much memory again as one that overwrites its input, because a core reads a line before it stores
+// to it.
 //
 // Algorithm: each rank sums one half of every chunk. It stores its partial of the other half where
 // the sum will be, in the peer's result. The peer reads it from there, so no other memory is
@@ -8,9 +8,10 @@
 // caches if it is large: nobody reads it soon. So each rank brings half of its result's lines from
 // memory, and loads and stores less than `all_reduce` does. Sums run in rank order: the same bits.
 //
-// Sync: shared_results.h says between which words a rank writes to its peer's result. A half of a
-// chunk is written by the peer, then, after its word of the chunk, by this rank only. Chunks share
-// no memory, so a rank may run ahead by as much as the words allow.
+// Sync: shared_results.h says between which words a rank writes to its peer's result. Of each chunk
+// of a result, the half that its rank sums is written by the peer until the peer's word, and then
+// by the rank only; the other half by the peer only, before its last word. Chunks share no memory,
+// so a rank may run ahead by as much as the words allow.
 #include "host/written_results.h"
 
 #include <algorithm>
@@ -29,7 +30,7 @@ namespace {
 constexpr std::size_t kBlockBytes = 16 << 10;
 
 // What `Channel::locate` announces a result with.
-constexpr std::uint64_t kResult = ~std::uint64_t{0};
+constexpr std::uint64_t kInResults = ~std::uint64_t{0};
 
 }  // namespace
 
@@ -38,11 +39,11 @@ std::byte* exchange_results(Channel& channel, const CallId& call, const SharedRe
   const int peer = 1 - channel.rank();
   const auto offset = out ? results.offset_of(out, bytes) : std::nullopt;
   channel.begin(call.signature, call.text);
-  if (offset) channel.locate(kResult, *offset);
+  if (offset) channel.locate(kInResults, *offset);
   channel.publish(Phase::kData);
   channel.wait(peer, Phase::kData);
   const auto [kind, at] = channel.located(peer);
-  if (!offset || kind != kResult) return nullptr;
+  if (!offset || kind != kInResults) return nullptr;
   std::byte* const theirs = results.at(peer, at, bytes);
   if (!theirs) {
     throw std::runtime_error("the result of rank " + std::to_string(peer) + ", " +

@@ -17,11 +17,12 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
-from tests.support.written import LARGE, WORLD, shared
+from tests.support.written import LARGE, WORLD, shared, shared_at_once
 from tpkernels import _C
 from tpkernels.launch import Ranks
 
 
+@shared_at_once()
 def forked_job() -> list[str]:
     """A child keeps the results of before the fork, while the parent goes on."""
     failures = []
@@ -67,6 +68,7 @@ def stop_in_next_wait(group: dist.ProcessGroup) -> None:
     faults.workspace_of(group).channel.set_on_wait(on_wait)
 
 
+@shared_at_once()
 def stopped_job() -> tuple[list[str], int]:
     """Rank 1 stops within a call, rank 0 gives up, and rank 1 then goes on: what it still writes
     is in memory that rank 0 does not use again. Returns what is wrong and how much was written."""
@@ -115,6 +117,7 @@ def test_a_stopped_rank_writes_to_no_other_result() -> None:
     assert late > 0, "the stopped rank wrote nothing after all: the test shows nothing"
 
 
+@shared_at_once()
 def left_job() -> list[str]:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:tpkernels")

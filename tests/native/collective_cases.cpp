@@ -202,7 +202,7 @@ void reduce(Channel& channel, const Collective& call, const host::CallId& id,
     norm = {normed.data(), weight.data(), call.out, count % 3 == 0 ? count / 3 : count, 0.5};
   }
   const auto shared =
-      results ? std::make_unique<host::SharedResults>(results, channel.rank()) : nullptr;
+      results ? std::make_unique<host::SharedResults>(results, channel.rank(), 0) : nullptr;
   all_reduce(channel, id, tensors.source(), tensors.out(), count, call.wire, terms.epilogue, norm,
              shared.get());
   if (call.norm) {

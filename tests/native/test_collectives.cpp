@@ -199,7 +199,7 @@ TEST_CASE(sums_are_written_into_both_results, kThreads) {
         }
       }
     }
-    host::SharedResults own(large, channel.rank());
+    host::SharedResults own(large, channel.rank(), 0);
     const std::size_t count = (9 << 20) / 4 + 5;  // streamed
     const auto rank = static_cast<std::size_t>(channel.rank());
     std::vector<float> in(count);

@@ -11,28 +11,13 @@
 
 #include "check.h"
 #include "host/pool.h"
+#include "pool_checks.h"
 
 namespace tpkernels::test {
 namespace {
 
 using host::Pool;
 using host::size_class;
-
-constexpr std::size_t kMiB = std::size_t{1} << 20;
-
-bool filled_with(const Pool::Block& block, int value) {
-  const auto expected = static_cast<std::byte>(value);
-  for (std::size_t i = 0; i < block->bytes(); i += 64) {
-    if (block->data()[i] != expected) return false;
-  }
-  return block->data()[block->bytes() - 1] == expected;
-}
-
-void check_usage(const Pool& pool, std::size_t in_use, std::size_t idle) {
-  const Pool::Usage usage = pool.usage();
-  CHECK(usage.in_use == in_use && usage.idle == idle,
-        std::to_string(usage.in_use) + " in use, " + std::to_string(usage.idle) + " idle");
-}
 
 // Blocks that one thread fills and another one checks and gives back.
 class Handover {
@@ -187,96 +172,6 @@ TEST_CASE(a_fork_can_use_the_pool, kFork) {
   CHECK(filled_with(ours, 1));
   pool.give_back(ours);
   pool.set_limit(0);
-}
-
-// A region for each of two ranks, and the memory of rank 1 in it.
-std::shared_ptr<host::SharedResults> make_results(std::size_t bytes) {
-  const int memory = host::Arena::create(bytes, 2);
-  auto arena = std::make_shared<host::Arena>(memory, bytes, 2);
-  close(memory);
-  return std::make_shared<host::SharedResults>(std::move(arena), 1);
-}
-
-TEST_CASE(shared_blocks_return_to_their_owner, kThreads) {
-  const auto results = make_results(16 * kMiB), others = make_results(16 * kMiB);
-  Pool pool;
-  pool.set_limit(12 * kMiB);
-  const auto first = *pool.take(4 * kMiB, results), second = *pool.take(8 * kMiB, results);
-  const auto end = *pool.take(4 * kMiB, results);
-  CHECK(!pool.take(4 * kMiB, results));  // the region is full
-  CHECK(results->offset_of(second->data(), 8 * kMiB) == 4 * kMiB);
-  CHECK(!results->offset_of(second->data(), 12 * kMiB + 1) && !others->offset_of(first->data(), 1));
-  CHECK(results->at(1, 12 * kMiB, 4 * kMiB) == end->data() &&
-        !results->at(1, 12 * kMiB + 1, 4 * kMiB));
-  std::byte* const kept = first->data();
-  pool.give_back(first);
-  const auto private_one = *pool.take(4 * kMiB), foreign = *pool.take(4 * kMiB, others);
-  CHECK(!results->offset_of(private_one->data(), 1) && !results->offset_of(foreign->data(), 1));
-  const auto again = *pool.take(4 * kMiB, results);
-  CHECK(again->data() == kept);
-  pool.give_back(again);
-  pool.give_back(second);
-  check_usage(pool, 12 * kMiB, 12 * kMiB);
-  const auto merged = *pool.take(12 * kMiB, results);  // of what idle blocks of other sizes had
-  CHECK(merged->data() == kept && static_cast<int>(merged->data()[0]) == 0);
-  check_usage(pool, 24 * kMiB, 0);
-  for (const auto& block : {end, private_one, foreign, merged}) pool.give_back(block);
-  pool.set_limit(0);
-}
-
-// What a stopped peer may still write to is neither handed out again nor given to the kernel.
-TEST_CASE(retired_memory_is_not_reused, kThreads) {
-  auto results = make_results(16 * kMiB);
-  Pool pool;
-  pool.set_limit(64 * kMiB);
-  const auto idle = *pool.take(4 * kMiB, results), in_call = *pool.take(4 * kMiB, results);
-  std::byte* const data = in_call->data();
-  std::memset(data, 3, 4 * kMiB);
-  pool.give_back(idle);
-  pool.retire(*results);
-  check_usage(pool, 4 * kMiB, 0);
-  pool.give_back(in_call);
-  check_usage(pool, 0, 0);
-  CHECK(!pool.take(4 * kMiB, results) && !results->take(4096));
-  CHECK(data[0] == std::byte{3} && data[4 * kMiB - 1] == std::byte{3});
-  CHECK(results.use_count() == 1);
-}
-
-// The child has the results as they were at the fork, whatever the parent does with the memory.
-TEST_CASE(a_fork_keeps_shared_results, kFork) {
-  auto results = make_results(16 * kMiB);
-  Pool& pool = host::result_pool();
-  pool.set_limit(16 * kMiB);
-  const auto kept = *pool.take(4 * kMiB, results), idle = *pool.take(4 * kMiB, results);
-  std::memset(kept->data(), 1, 4 * kMiB);
-  std::memset(idle->data(), 5, 4 * kMiB);
-  pool.give_back(idle);
-  int ready[2], status = -1;
-  CHECK(pipe(ready) == 0);
-  const int pid = static_cast<int>(fork());
-  if (pid == 0) {
-    char byte;
-    alarm(20);
-    close(ready[1]);
-    if (read(ready[0], &byte, 1) != 0 || !filled_with(kept, 1)) _exit(1);
-    std::memset(kept->data(), 4, 4 * kMiB);
-    if (pool.take(4 * kMiB, results)) _exit(2);
-    results.reset();  // the copy does not go with the arena
-    if (!filled_with(kept, 4)) _exit(3);
-    pool.give_back(kept);
-    const auto again = pool.take(4 * kMiB);
-    _exit(again && filled_with(*again, 4) ? 0 : 4);
-  }
-  std::memset(kept->data(), 2, 4 * kMiB);
-  close(ready[1]);
-  CHECK(waitpid(pid, &status, 0) == pid && status == 0, std::to_string(status));
-  CHECK(filled_with(kept, 2));
-  const auto again = *pool.take(4 * kMiB, results);
-  CHECK(filled_with(again, 5));  // the child has given it to nobody
-  pool.give_back(again);
-  pool.give_back(kept);
-  pool.set_limit(0);
-  close(ready[0]);
 }
 
 }  // namespace tpkernels::test

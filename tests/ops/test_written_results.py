@@ -19,10 +19,11 @@ from tests.local.test_memory import HOLDERS
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
-from tests.support.written import LARGE, MIB, WORLD, shared
+from tests.support.written import LARGE, MIB, WORLD, shared, shared_at_once
 from tpkernels import _C, errors
 from tpkernels.defaults import POOL_VARIABLE, RESULT_POOL_BYTES
 from tpkernels.launch import Ranks
+from tpkernels.symm.steps import PRIVATE_CALLS
 
 ODD = LARGE + 12345
 
@@ -55,6 +56,7 @@ def pool_limit(nbytes: int) -> Iterator[None]:
             os.environ[POOL_VARIABLE] = usual
 
 
+@shared_at_once()
 def bits_job() -> list[str]:
     failures = []
     with fresh_group() as group:
@@ -74,6 +76,8 @@ def bits_job() -> list[str]:
         wide = tpkernels.all_reduce(partial(0, LARGE).half(), group, out_dtype=torch.float32)
         if not torch.equal(wide, 2 * partial(0, LARGE).half().float()):
             failures.append("a wrong sum in a wider dtype")
+        if shared(tpkernels.all_reduce(x.half(), group, out_dtype=torch.float32)):
+            failures.append("what no peer can write is in shared memory")
     return failures
 
 
@@ -81,6 +85,18 @@ def test_sums_have_the_same_bits(ranks: RanksFixture) -> None:
     report(itertools.chain(*ranks(WORLD).run(bits_job)))
 
 
+def patient_job() -> list[bool]:
+    """Which of the first results are in shared memory."""
+    with fresh_group() as group:
+        x = torch.ones(LARGE)
+        return [shared(tpkernels.all_reduce(x, group)) for _ in range(PRIVATE_CALLS + 2)]
+
+
+def test_only_sizes_that_come_often_are_worth_shared_memory(ranks: RanksFixture) -> None:
+    assert ranks(WORLD).run(patient_job) == [[False] * PRIVATE_CALLS + [True] * 2] * WORLD
+
+
+@shared_at_once()
 def mixed_job() -> list[str]:
     """The ranks differ in whether their results can be written. They tell each other."""
     failures, rank = [], dist.get_rank()
@@ -122,6 +138,7 @@ def test_ranks_may_differ_in_what_they_can(ranks: RanksFixture) -> None:
     report(itertools.chain(*ranks(WORLD).run(mixed_job)))
 
 
+@shared_at_once()
 def delayed_job(skip_waits: bool) -> list[str]:
     rank, failures = dist.get_rank(), []
     with fresh_group() as group:
@@ -149,6 +166,7 @@ def test_without_waits_they_would_not_be() -> None:
         assert any(ranks.run(delayed_job, True))
 
 
+@shared_at_once()
 def held_job() -> list[str]:
     failures, rank = [], dist.get_rank()
     with fresh_group() as group:
@@ -181,6 +199,7 @@ def test_memory_in_use_is_never_handed_out(ranks: RanksFixture) -> None:
     report(itertools.chain(*ranks(WORLD).run(held_job)))
 
 
+@shared_at_once()
 def gradient_job() -> list[str]:
     with fresh_group() as group:
         x = torch.full((LARGE,), 2.0, requires_grad=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from math import prod
 
+from tpkernels.dtypes import name
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.problem import Problem
 from tpkernels.shards import shard_sizes
@@ -24,6 +25,8 @@ _LARGE_BYTES = 4 << 20
 def writes_results(problem: Problem) -> bool:
     """Whether `direct` writes the sum into both ranks' results (csrc/host/written_results.h)."""
     if (problem.op, problem.device, problem.world) != ("all_reduce", "cpu", 2):
+        return False
+    if f"out {name(problem.dtype)}" not in problem.options:
         return False
     return prod(problem.shape) * problem.dtype.itemsize >= _LARGE_BYTES
 

@@ -218,8 +218,8 @@ class HostWorkspace(Steps):
 
     @property
     def bytes_read(self) -> int:
-        """What calls by `direct` and `pipelined` have read of the peers' memory: data, not words.
-        For tests."""
+        """What calls by `direct` and `pipelined` have read of the peers' memory, or got from
+        them in their results: data, not words. For tests."""
         return self.channel.bytes_read + self._bytes_read
 
     def _at(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,10 @@ from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.rendezvous import MappedArena, make_arena
 
 PAGE = 4 << 10
+_REGION_UNIT = 2 << 20  # whole pages on every processor
+# How often a size of results is asked for before it gets shared memory: that saves some 0.7 ms of
+# 32 MiB, and its first use costs 30 (csrc/host/shared_results.h, benchmarks/results).
+PRIVATE_CALLS = 16
 
 
 class Steps:
@@ -61,23 +66,27 @@ class Steps:
 
     def share_results(self, text: str) -> None:
         """Lets two ranks write to each other's results, which ``results`` then has the memory for:
-        as many bytes as the result pool may keep, committed when they are needed. Collective at
-        first. There is none if that fails on a rank, or if the ranks have different limits."""
+        as many bytes as the result pool may keep, committed when they are needed. Collective at the
+        first call. There is none if that fails on a rank, or if their limits differ."""
         if not self._may_share_results or self.participant.world != 2:
             return
         self._may_share_results = False
         limit = result_pool_bytes()
         self._agree(f"memory for the results of {text}")
         with contextlib.suppress(MemoryError):
-            link = make_arena(self._watched(), "results", -(-limit // PAGE) * PAGE, [])
+            region = -(-limit // _REGION_UNIT) * _REGION_UNIT
+            link = make_arena(self._watched(), "results", region, [])
             for pidfd in link.pidfds:
                 os.close(pidfd)
-            self.results = _C.host.SharedResults(link.arena, self.participant.rank)
+            rank = self.participant.rank
+            self.results = _C.host.SharedResults(link.arena, rank, PRIVATE_CALLS)
+            # Where a call's thread is the last to have the workspace, nobody closes it.
+            weakref.finalize(self, self.results.close).atexit = False
 
     def close_results(self) -> None:
         """Those that are in use stay until they are dropped."""
         if self.results is not None:
-            self.results.retire()
+            self.results.close()
             self.results = None
 
     def _watched(self) -> Participant:
