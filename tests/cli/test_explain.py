@@ -35,7 +35,7 @@ def test_explain_predicts_the_times_of_gpus_of_one_node(world: int, there: bool)
 @pytest.mark.parametrize(
     ("nbytes", "world", "said"),
     [
-        ("16K", 8, "direct sums by low_latency: the fastest by the model"),
+        ("16K", 8, "direct sums by low_latency, for these bytes and ranks by the model"),
         ("256K", 8, "by whole_lines where NVLink connects all GPUs, else by low_latency_two_shot"),
         ("1M", 8, "by whole_lines where NVLink connects all GPUs, else by two_shot"),
         ("4M", 8, "direct sums by two_shot"),

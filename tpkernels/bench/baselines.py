@@ -24,6 +24,7 @@ from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.session import gather_objects
 from tpkernels.errors import TpkernelsError
 from tpkernels.local.native import native
+from tpkernels.local.scaled import torch_takes
 
 BASELINES = ("unfused", "torch", "matmul", "local_matmul", "nccl", "symm_mem")
 LOCAL = ("matmul", "local_matmul")  # without communication
@@ -53,6 +54,9 @@ def baselines(
         with_torch: Runs = {"torch": lambda: run_torch(inputs.sharded())}
         if case.weights:
             with_torch["matmul"] = lambda: run_matmul(inputs.whole())
+        if not torch_multiplies(case):
+            reason = "torch._scaled_mm does not take these operands on this GPU"
+            left_out, with_torch = dict.fromkeys(with_torch, reason), {}
         if case.x.is_cuda:
             on_gpu = {
                 "nccl": lambda: _nccl(case, inputs, stack),
@@ -70,6 +74,14 @@ def baselines(
             left_out |= dict.fromkeys(with_torch, reason)
             with_torch = {}
         yield runs | with_torch, left_out
+
+
+def torch_multiplies(case: Case) -> bool:
+    """Whether torch has the product of a case. On CPUs it has all that are in cases."""
+    if not (case.scales and case.x.is_cuda):
+        return True
+    (x, scale_x), (w, scale_w) = case.operands
+    return torch_takes(x, w, scale_x, scale_w, case.out_dtype)
 
 
 def _prepared_on_all(

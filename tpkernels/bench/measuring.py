@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from tpkernels.bench.baselines import baselines
+from tpkernels.bench.baselines import baselines, torch_multiplies
 from tpkernels.bench.cases import Case, planned, random_case, run_torch, run_tpkernels, settle
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.roofline import Rates
@@ -64,7 +64,9 @@ def run_case(
     if "auto" in names:
         settle(case, seconds)
     affordable = expected * _FEWEST <= seconds
-    choices = _verified(case, names, with_torch=affordable and effort.baselines)
+    choices = _verified(
+        case, names, with_torch=affordable and effort.baselines and torch_multiplies(case)
+    )
     inputs = Inputs(case, cold=effort.cold)
     with baselines(
         case,

@@ -80,7 +80,7 @@ def _show(title: str, explanation: Explanation, out: Console) -> None:
         out.print(
             f"direct sums by {lines}"
             + (f" where NVLink connects all GPUs, else by {words}" if words != lines else "")
-            + ": the fastest by the model of hops, for these bytes and ranks",
+            + ", for these bytes and ranks by the model of hops",
             markup=False,
         )
     out.print(f"auto chooses [bold]{plan.algorithm}[/]: {escape(plan.reason)}")

@@ -43,7 +43,8 @@ def fuse_collectives(*only: GroupLike, norms: bool | None = None) -> CollectiveF
       also where the model calls `matmul_all_reduce` or `all_reduce` itself. The norm is torch's, or
       written as transformers' ``LlamaRMSNorm``. Nothing else may read the sum without the
       residual, or what the norm computes on its way, as a backward does. Sum and rows are rounded
-      once each, as the ops do.
+      once each, as the ops do. All ranks must read the sum and the norm alike: where only one of
+      them uses the norm, the ranks would make different ops of it, a ``CollectiveMismatchError``.
     - Views, transpositions and chunks in between are supported, with static and symbolic sizes.
     - Each rank rewrites its own graph, and all make the same decisions, even if some ranks have
       smaller or empty shards of a weight.

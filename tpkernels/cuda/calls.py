@@ -102,7 +102,7 @@ def all_reduce(
         way: ``one_shot`` (every rank sums everything), ``two_shot`` (every rank sums a part),
             ``low_latency`` and ``low_latency_two_shot`` (the same without fences, for twice the
             bytes), ``whole_lines`` (the last for 8/7 of the bytes; only where stores of 128 bytes
-            arrive whole, as over NVLink), ``auto`` (one of these, by size and by
+            arrive whole, as over NVLink), ``auto`` (any but the first, by size and by
             ``space.whole_lines``) or ``multimem``: the switch sums, in its own order, so the bits
             may differ from run to run.
         early: the kernel may start while the last kernel queued on the stream runs. That must be

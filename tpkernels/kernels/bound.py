@@ -41,7 +41,7 @@ class BoundKernel:
         self._compiled: dict[int, Any] = {}
 
     def __call__(self, *tensors: Any) -> None:
-        aligned = 1  # a bit for each tensor; a comprehension would be another function
+        aligned = 1  # one bit per tensor; no comprehension, which would be one more call
         for x in tensors:
             if isinstance(x, torch.Tensor):
                 aligned = 2 * aligned + (x.data_ptr() % _ALIGNMENT == 0)

@@ -12,7 +12,8 @@ Hooks: `before(context, owner, tile_m)` runs before the loads of a tile and may 
 `after(context, acc, tile)` takes the fp32 accumulator. `later(context, owner, index)`, for the same
 tile and with the context of `after`, runs when half of the next tile has been multiplied, after the
 last tile at once: what `after` has stored has arrived by then, so a release does not hold up the
-tensor cores. Without hooks this is a matmul.
+tensor cores. Where other warps multiply than store (`specialize`), it may run at once. Without
+hooks this is a matmul.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ def native(dtype: torch.dtype) -> bool:
     probe = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",
-    }[dtype]
+    }.get(dtype)
+    if probe is None:
+        return False
     try:
         return bool(getattr(torch.ops.mkldnn, probe)())
     except (AttributeError, RuntimeError):  # torch built without oneDNN

@@ -1,9 +1,5 @@
 """The ops, one file each: schema, checks, fake kernel, gradient, documented function."""
 
-import torch
-from torch.fx.node import has_side_effect
-
-from tpkernels.backends import OPS
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
@@ -32,8 +28,3 @@ __all__ = [
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
 ]
-
-# Compilers drop a call whose result nobody reads. That may be so on one rank alone, whose shard is
-# empty, while its peers wait. Here because the hash of an overload changes with its shortcut.
-for _op in OPS:
-    has_side_effect(getattr(torch.ops.tpkernels, _op).default)

@@ -15,9 +15,10 @@ extent.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from typing import NamedTuple
 
@@ -70,7 +71,10 @@ class Contest:
     def drop_slower(self) -> None:
         """Drops the candidates that are clearly slower than the fastest, whatever the other
         extent."""
-        shortest = list(self._times(min).values())
+        shortest = [
+            {name: min(seconds) for name, seconds in times.items()}
+            for times in self._comparable().values()
+        ]
         self.remaining = [
             name
             for name in self.remaining
@@ -91,12 +95,23 @@ class Contest:
         }
 
     def times(self) -> dict[int, dict[str, float]]:
-        """What the outcome follows from, by the other extent: the median of each candidate, or the
-        shortest time where that has made all but one drop out. The extents count together where
-        none has enough calls."""
-        return self._times(min if len(self.remaining) == 1 else statistics.median)
+        """What the outcome follows from, by the other extent: the median of each candidate that
+        remains, or its shortest time if it is the only one. What has dropped out keeps its ratio to
+        the fastest of these by the shortest times, for which it dropped out."""
+        typical = min if len(self.remaining) == 1 else statistics.median
+        found = {}
+        for other, times in self._comparable().items():
+            shortest = {name: min(seconds) for name, seconds in times.items()}
+            fastest = min(self.remaining, key=lambda name: shortest.get(name, math.inf))
+            scale = typical(times[fastest]) / shortest[fastest]
+            found[other] = {
+                name: typical(seconds) if name in self.remaining else scale * shortest[name]
+                for name, seconds in times.items()
+            }
+        return found
 
-    def _times(self, statistic: Callable[[Iterable[float]], float]) -> dict[int, dict[str, float]]:
+    def _comparable(self) -> dict[int, dict[str, list[float]]]:
+        """`_compared`, or all extents together where none has enough calls."""
         compared = self._compared()
         if not compared:
             together: dict[str, list[float]] = {}
@@ -104,10 +119,7 @@ class Contest:
                 for name, seconds in times.items():
                     together.setdefault(name, []).extend(seconds)
             compared = {max(self._seconds): together}
-        return {
-            other: {name: statistic(seconds) for name, seconds in times.items()}
-            for other, times in compared.items()
-        }
+        return compared
 
     def measurements(self, series: Series, extent: int) -> list[Measurement]:
         """Today's measurements of one problem, one for each other extent."""

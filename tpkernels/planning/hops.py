@@ -15,8 +15,8 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # Bytes per second that a rank sends: 18 links of NVLink 4 (NVIDIA H100 data sheet, one direction).
 # One number for all GPUs, so that the ranks agree.
 LINK = 450e9
-# Largest x in bytes, without fences: in words, 64 rows of 4096 in bf16; in whole lines, where these
-# take 0.6 MiB from each of 8 sources, in each parity. By the model both win beyond.
+# Largest x in bytes that goes without fences. In words: 64 rows of 4096 in bf16. In whole lines:
+# what takes 0.6 MiB from each of 8 sources, in each parity. By the model both win beyond.
 TWO_SHOT_BYTES, WHOLE_LINES_BYTES = 512 << 10, 2 << 20
 
 

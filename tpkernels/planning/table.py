@@ -67,7 +67,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Milliseconds of each algorithm on one problem: the slowest rank's median, interleaved.
+    """Milliseconds of each algorithm on one problem: the slowest rank's, interleaved; medians, or
+    in trials what `Contest.times` says.
 
     ``extent`` counts the rows of a matmul op, or the elements of a collective alone, over all
     ranks; if they are split, they are split evenly. ``other`` is the extent of the matmul that is

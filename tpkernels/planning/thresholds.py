@@ -27,8 +27,8 @@ ROWS_ALIKE = 256
 class _Kind:
     """A kind of CPU: an instruction set that multiplies these dtypes, and the minimum rows per rank
     at which splitting the matmul pays off. With fewer rows the matmul is bound by streaming the
-    weight, and a split streams it once per part. ``splits_all_reduce``: whether it does so before
-    an all-reduce, too, which copies the results between the ranks either way."""
+    weight, and a split streams it once per part. ``splits_all_reduce``: whether it also pays off
+    before an all-reduce, whose results are copied between the ranks either way."""
 
     instructions: str
     dtypes: frozenset[torch.dtype]
