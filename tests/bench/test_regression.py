@@ -60,7 +60,7 @@ def slowed(spec: Spec) -> CaseReport:
         return run_case(spec, ["auto"], Effort(6, None, False, False), RATES, "cpu")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_regression_is_found(ranks: Callable[[int], Ranks]) -> None:
     spec = Spec("matmul_all_reduce", (16, 64, 64), torch.float32)
     slow = regressions(result(Item(spec, 2), RATES, ranks(2).run(slowed, spec)))

@@ -69,7 +69,7 @@ def test_a_budget_ends_a_stage() -> None:
     assert f"Not run: {', '.join(missing)}." in ended.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stage_that_is_killed_leaves_the_results_of_others(tmp_path: Path) -> None:
     """Then a second run goes on where the first ended."""
     arguments = ("--device", "cpu", "--only", "matmul_check,matmul_speed", "--out", str(tmp_path))

@@ -43,7 +43,7 @@ def test_shards_of_an_inner_dim(ranks: RanksFixture, cuda_driver: str, world: in
     report(failure for rank in told for failure in rank)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_shards_of_an_inner_dim_by_fused(interpreting: RanksFixture, cuda_driver: str) -> None:
     """By programs of the kernel, then by copy engines."""
     cases = each(*batches_of(2)[::3], algorithms=("fused",), integers=(True,))

@@ -18,10 +18,10 @@ def thorough(*values: Any) -> Any:
 _THOROUGH = 1
 
 
-def sweep(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """Cases of ``parametrize``, of which `make test` runs the first ``count``. A tuple has a value
-    for each of several parameters."""
-    return _left(list(cases), set(range(count)), _THOROUGH)
+def sweep(cases: Iterable[Any], count: int = 1, later: int = _THOROUGH) -> list[Any]:
+    """Cases of ``parametrize``, of which `make test` runs the first ``count`` and `make
+    test-thorough` so many more. A tuple has a value for each of several parameters."""
+    return _left(list(cases), set(range(count)), later)
 
 
 def covering(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
