@@ -28,7 +28,7 @@ def gather_job() -> tuple[list[int], int]:
     return list(out.shape), counters["aot_autograd"]["autograd_cache_hit"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_graph_is_not_taken_for_that_of_another_number_of_ranks(tmp_path: Path) -> None:
     """The second time, what was compiled for so many ranks is found."""
     found = []

@@ -184,10 +184,8 @@ def nvrtc() -> Any:
         pytest.skip(str(error))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "arch", [pytest.param(a, marks=pytest.mark.slow if a != "sm_90" else ()) for a in ARCHITECTURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_nvrtc_compiles_the_same_kernels(nvrtc: Any, cache: Path, arch: str) -> None:
     cubin = image.nvrtc_image(int(arch.removeprefix("sm_")))
     assert cubin.startswith(b"\x7fELF") and len(list(cache.iterdir())) == 1

@@ -172,7 +172,7 @@ def test_threads_and_processes_under_address_sanitizer(build: Build) -> None:
     _require_success(toolchain.run(program))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("ordering", ["ACQUIRE", "RELEASE"])
 @pytest.mark.parametrize(
     "case", ["words_order_data_under_delays", "mailbox_orders_bytes_under_delays"]
