@@ -104,8 +104,8 @@ void Collective::all_reduce(const Tensor& x, const Tensor& out, const Addends& a
   try {
     host::all_reduce(channel_, id(), in, data_of(out), count, wire, after, rows, results_.get());
   } catch (...) {
-    if (results_)
-      host::result_pool().close(*results_, true);  // a peer may write to `out` at any time
+    // A peer may write to `out` at any time.
+    if (results_) host::result_pool().close(*results_, true);
     throw;
   }
 }

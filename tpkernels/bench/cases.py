@@ -59,6 +59,11 @@ class Case:
         return self.dtype or self.x.dtype
 
     @property
+    def gathers(self) -> bool:
+        """Whether the op gathers what it multiplies, or returns."""
+        return self.op.startswith("all_gather")
+
+    @property
     def operands(self) -> tuple[scaled_cases.Scaled, scaled_cases.Scaled]:
         """x and the weight with their scales."""
         (w,), (scale_x, scale_w) = self.weights, self.scales
@@ -228,7 +233,7 @@ def run_local_matmul(case: Case) -> Outputs:
 
 def gathered(case: Case) -> Case:
     """The case with the operands of its local matmul: all rows of an all-gather."""
-    if not case.op.startswith("all_gather") or not case.weights:
+    if not case.gathers or not case.weights:
         return case
     x = _all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.sizes)
     if not case.scales:

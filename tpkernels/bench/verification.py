@@ -93,7 +93,7 @@ def _shape(case: Case, i: int) -> torch.Size:
     rows, rest = case.x.shape[0], case.x.shape[1:]
     if case.op == "all_to_all":
         return torch.Size([sum(case.sizes), columns_of(case)[dist.get_rank()]])
-    if case.op.startswith("all_gather"):
+    if case.gathers:
         rows = sum(case.sizes)
     elif case.op.endswith("reduce_scatter"):
         rows = case.sizes[dist.get_rank()]
@@ -111,7 +111,7 @@ def _terms(case: Case) -> list[list[Term]]:
         return [[(torch.cat(everyone).split(columns_of(case), 1)[rank], None)]]
     if case.op == "all_gather":
         return [[(_matrix(torch.cat(everyone)), None)]]
-    if case.op.startswith("all_gather"):
+    if case.gathers:
         whole = torch.cat(everyone)
         return [[(whole, w)] for w in weights]
     shards = [_matrix(x.split(list(case.sizes))[rank]) for x in everyone]
@@ -139,7 +139,7 @@ def _panels(
     rows, width = first.shape[0], (first if factor is None else factor).shape[1]
     step = max(1, _PANEL_ELEMENTS // max(rows, 1))
     # Rounded before they travel.
-    partials = factor is not None and not case.op.startswith("all_gather")
+    partials = factor is not None and not case.gathers
     depth = sum(1 if b is None else a.shape[1] for a, b in terms)
     for begin in range(0, width if rows else 0, step):
         columns = slice(begin, min(begin + step, width))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from typing import NamedTuple
 
@@ -71,10 +71,7 @@ class Contest:
     def drop_slower(self) -> None:
         """Drops the candidates that are clearly slower than the fastest, whatever the other
         extent."""
-        shortest = [
-            {name: min(seconds) for name, seconds in times.items()}
-            for times in self._comparable().values()
-        ]
+        shortest = [_shortest(times) for times in self._comparable().values()]
         self.remaining = [
             name
             for name in self.remaining
@@ -101,7 +98,7 @@ class Contest:
         typical = min if len(self.remaining) == 1 else statistics.median
         found = {}
         for other, times in self._comparable().items():
-            shortest = {name: min(seconds) for name, seconds in times.items()}
+            shortest = _shortest(times)
             fastest = min(self.remaining, key=lambda name: shortest.get(name, math.inf))
             scale = typical(times[fastest]) / shortest[fastest]
             found[other] = {
@@ -135,6 +132,10 @@ class Contest:
             )
             for other, each in self.times().items()
         ]
+
+
+def _shortest(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: min(seconds) for name, seconds in times.items()}
 
 
 def _from_last_arrival(ranks: Sequence[Sample]) -> float:

@@ -2,8 +2,8 @@
 
 PTX does not promise it (csrc/cuda/whole_lines.cuh). NCCL relies on it: its protocol LL128 is on by
 default over NVLink from compute capability 7.0 on, and "other cases are not tested and may cause
-silent data corruption" (NVIDIA/nccl, src/graph/tuning.cc). So any doubt is a no. Whoever keeps NCCL
-from LL128 by NCCL_PROTO, keeps the kernels here from it too. No GPU has confirmed them.
+silent data corruption" (NVIDIA/nccl, src/graph/tuning.cc). So any doubt is a no. A value of
+NCCL_PROTO that turns LL128 off in NCCL turns it off here, too. No GPU has confirmed the kernels.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 from tpkernels import _C
 from tpkernels._C.host import Phase
 from tpkernels.defaults import result_pool_bytes
+from tpkernels.integers import round_up
 from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.rendezvous import MappedArena, make_arena
 
@@ -52,17 +53,17 @@ class Steps:
         finally:
             self.participant, self.channel.timeout = usual, usual.timeout
 
-    def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
+    def _further_arena(self, purpose: str, nbytes: int, *, commit: bool = True) -> _C.host.Arena:
         """An arena in addition to the channel's, which watches the ranks already. Collective."""
-        link = self._link(purpose, nbytes)
+        link = self._link(purpose, nbytes, commit=commit)
         for pidfd in link.pidfds:
             os.close(pidfd)
         return link.arena
 
-    def _link(self, purpose: str, nbytes: int) -> MappedArena:
-        """A new arena, in the call that has just begun. Collective."""
-        region = -(-nbytes // PAGE) * PAGE
-        return make_arena(self._watched(), purpose, region, [(0, region)])
+    def _link(self, purpose: str, nbytes: int, *, commit: bool = True) -> MappedArena:
+        """A new arena, in the call that has just begun; ``commit``: with memory. Collective."""
+        region = round_up(nbytes, PAGE)
+        return make_arena(self._watched(), purpose, region, [(0, region)] if commit else [])
 
     def share_results(self, text: str) -> None:
         """Lets two ranks write to each other's results, which ``results`` then has the memory for:
@@ -74,12 +75,8 @@ class Steps:
         limit = result_pool_bytes()
         self._agree(f"memory for the results of {text}")
         with contextlib.suppress(MemoryError):
-            region = -(-limit // _REGION_UNIT) * _REGION_UNIT
-            link = make_arena(self._watched(), "results", region, [])
-            for pidfd in link.pidfds:
-                os.close(pidfd)
-            rank = self.participant.rank
-            self.results = _C.host.SharedResults(link.arena, rank, PRIVATE_CALLS)
+            arena = self._further_arena("results", round_up(limit, _REGION_UNIT), commit=False)
+            self.results = _C.host.SharedResults(arena, self.participant.rank, PRIVATE_CALLS)
             # Where a call's thread is the last to have the workspace, nobody closes it.
             weakref.finalize(self, self.results.close).atexit = False
 
