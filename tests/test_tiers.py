@@ -10,7 +10,8 @@ import pytest
 from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
 from tests.support.paths import ROOT
 from tests.support.tiers import covering, sweep, thorough
-from tpkernels.backends import OPS, TABLES
+from tpkernels.backends import TABLES
+from tpkernels.op_spec import OPS
 
 LEFT_OUT = {"slow", "thorough"}
 

@@ -19,36 +19,19 @@ from tpkernels.algorithms.unfused import cuda as unfused_cuda
 from tpkernels.call import Call
 from tpkernels.errors import CaptureError
 from tpkernels.local.ranges import profiling, recorded_waits
+from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.problem import Problem
 from tpkernels.transport.point_to_point import hang_up
 
-PLAIN_OPS = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul_all_reduce_rms_norm",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_reduce_rms_norm",
-)
-# Ops on scaled operands. The algorithms of others carry them out, with a scaled product.
-SCALED = {
-    "all_gather_scaled_matmul": "all_gather_matmul",
-    "scaled_matmul_reduce_scatter": "matmul_reduce_scatter",
-    "scaled_matmul_all_reduce": "matmul_all_reduce",
-}
-OPS = (*PLAIN_OPS, "all_to_all", *SCALED)
-
 
 def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]]:
     return {
-        (op, name): getattr(module, SCALED.get(op, op))
+        (op, name): getattr(module, spec.runs_as)
         for name, module in algorithms.items()
-        for op in OPS
-        if hasattr(module, SCALED.get(op, op)) and not (op in SCALED and module is fused)
+        for op, spec in OPS.items()
+        if hasattr(module, spec.runs_as) and not (spec.scaled and module is fused)
     }
 
 
@@ -105,7 +88,7 @@ def bind(
         return direct.bind(op, call, given) if call.plan.algorithm == "direct" else None
     if group.workspace is None:
         return None
-    follows = group.cuda_sums.follows if problem.reduces else None
+    follows = group.cuda_sums.follows if problem.spec.reduces else None
     return _C.calls.Queued(arguments, execute, call, group.workspace.alarm, follows)
 
 

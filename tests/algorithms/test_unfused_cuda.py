@@ -51,7 +51,7 @@ def queue_of(op: str, numerics: str, make: Callable[[], dict[str, Any]]) -> Queu
     with queued(RANK, WORLD) as (queue, group):
         given = SimpleNamespace(**DEFAULTS | make())
         problem = getattr(module, f"_problem{suffix}")(group, given)
-        if problem.reduces:
+        if problem.spec.reduces:
             problem = replace(problem, numerics=numerics)
         plan = choose(problem, Means(shared_memory=True), requested="unfused")
         call = Call(group, problem, plan, getattr(unfused, problem.op), 0)

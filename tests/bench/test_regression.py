@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests.support.tiers import sweep
-from tpkernels.backends import OPS
 from tpkernels.bench import measuring
 from tpkernels.bench.cases import Case, Outputs, run_tpkernels
 from tpkernels.bench.measuring import CaseReport, run_case
@@ -24,7 +23,7 @@ from tpkernels.bench.roofline import Rates
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
-from tpkernels.planning.table import has_matmul
+from tpkernels.op_spec import OPS
 
 BOUNDS = {"local_matmul": 4.0, "unfused": 2.5}  # maximum time relative to each
 EFFORT = Effort(repeat=12, seconds=None, cold=False, baselines=False)
@@ -43,7 +42,7 @@ def regressions(case: Result) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("op", sweep([op for op in OPS if has_matmul(op)]))
+@pytest.mark.parametrize("op", sweep([op for op, spec in OPS.items() if spec.has_matmul]))
 def test_ops_keep_near_the_local_product(ranks: Callable[[int], Ranks], op: str) -> None:
     spec = Spec(op, (512, 1024, 1024), torch.float32)
     reports = ranks(2).run(run_case, spec, ["auto"], EFFORT, RATES, "cpu")

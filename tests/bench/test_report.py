@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from tpkernels.backends import OPS
 from tpkernels.bench import plots
 from tpkernels.bench.baselines import BASELINES
 from tpkernels.bench.file import load
 from tpkernels.bench.options import UsageError
 from tpkernels.cli import app
+from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 
 SWEEP = (

@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from tests.support.cases import RanksFixture
-from tpkernels.backends import OPS, SCALED
 from tpkernels.bench.baselines import baselines
 from tpkernels.bench.cases import random_case, run_torch, run_tpkernels
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec, square_of
 from tpkernels.bench.sweep import Settings, plan_sweep
 from tpkernels.bench.verification import verify
+from tpkernels.op_spec import OPS, Options
 from tpkernels.planning.problem import ORDERED, Problem
 
 BF16, F32 = torch.bfloat16, torch.float32
+
+SCALED = tuple(op for op, spec in OPS.items() if spec.scaled)
 
 
 def test_costs() -> None:
@@ -34,7 +36,7 @@ def test_costs() -> None:
 
 
 def test_a_model_has_scaled_products() -> None:
-    given = Settings(model=("llama3-8b",), m=("16",), op=tuple(SCALED))
+    given = Settings(model=("llama3-8b",), m=("16",), op=SCALED)
     names = [
         (item.spec.op, item.labels[0]) for item in plan_sweep(given, ranks=None, device="cpu").items
     ]
@@ -67,22 +69,27 @@ def test_scaled_products_are_summed_in_order(op: str) -> None:
     assert Spec(op, (33, 48, 96), BF16).problem(2, "cuda").numerics == ORDERED
 
 
-def exchange(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], option: str) -> Problem:
-    return Problem("all_to_all", "cpu", 2, shape, dim, sizes, F32, (option,))
+def exchange(
+    shape: tuple[int, ...],
+    dim: int,
+    sizes: tuple[int, ...],
+    scattered: tuple[int, tuple[int, ...]],
+) -> Problem:
+    return Problem("all_to_all", "cpu", 2, shape, dim, sizes, F32, Options(scattered=scattered))
 
 
 def test_which_exchanges_are_tuned() -> None:
     """Even ones of the first two dims, which all move rows of one length."""
-    even = exchange((6, 8, 5), 0, (3, 3), "scattered dim 1 by [4, 4]")
+    even = exchange((6, 8, 5), 0, (3, 3), (1, (4, 4)))
     key = even.tuning_key
     assert key is not None and key[1] == 6 * 8 * 5
-    other = exchange((4, 6, 10), 0, (2, 2), "scattered dim 1 by [3, 3]").tuning_key
+    other = exchange((4, 6, 10), 0, (2, 2), (1, (3, 3))).tuning_key
     assert other is not None and other[0] == key[0]
-    for sizes, option in (((2, 4), "[4, 4]"), ((3, 3), "[5, 3]")):
-        uneven = exchange((6, 8, 5), 0, sizes, f"scattered dim 1 by {option}")
+    for sizes, columns in (((2, 4), (4, 4)), ((3, 3), (5, 3))):
+        uneven = exchange((6, 8, 5), 0, sizes, (1, columns))
         assert uneven.tuning_key is None
-    assert exchange((6, 8), 1, (4, 4), "scattered dim 0 by [3, 3]").tuning_key is None
-    assert exchange((6, 8, 4), 0, (3, 3), "scattered dim 2 by [2, 2]").tuning_key is None
+    assert exchange((6, 8), 1, (4, 4), (0, (3, 3))).tuning_key is None
+    assert exchange((6, 8, 4), 0, (3, 3), (2, (2, 2))).tuning_key is None
 
 
 def scales_job(op: str) -> dict[str, bool]:

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 import tpkernels
 from tpkernels import _C, cuda, nccl
-from tpkernels.backends import OPS
 from tpkernels.cli import app
 from tpkernels.local.memory import empty
+from tpkernels.op_spec import OPS
 
 
 def invoke(*args: str) -> Result:

@@ -27,7 +27,7 @@ from tests.support.tiers import covering, sweep
 from tpkernels import groups
 from tpkernels.algorithms import hierarchical, ring, shards
 from tpkernels.algorithms.unfused import cpu as unfused
-from tpkernels.backends import OPS
+from tpkernels.op_spec import OPS
 
 WORLD = 4
 VICTIM = 2

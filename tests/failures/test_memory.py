@@ -19,7 +19,7 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import CASES, SCALED_CASES, Ending
 from tests.support.tiers import covering, sweep
-from tpkernels.backends import SCALED
+from tpkernels.op_spec import OPS
 from tpkernels.ops import _autograd
 
 WORLD, POOR = 3, 1
@@ -56,7 +56,7 @@ def call(op: str, group: dist.ProcessGroup, algorithm: str, value: float) -> tor
         w, b = torch.ones(k, n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.bfloat16)
         result: torch.Tensor = tpkernels.all_gather_matmul(x, w, group, biases=b, **options)
         return result
-    if op in SCALED:
+    if op in OPS and OPS[op].scaled:
         fp8 = torch.float8_e4m3fn
         factors = (x.to(fp8), torch.ones(k, n).to(fp8), torch.ones(rows, 1), torch.ones(1, n))
         name = "biases" if "gather" in op else "bias"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tpkernels.backends import OPS, PLAIN_OPS, SCALED, TABLES
+from tpkernels.backends import TABLES
+from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, Plan, choose, unsupported_algorithms
 from tpkernels.planning.problem import Problem
@@ -31,7 +32,7 @@ def problem(op: str, **changes: Any) -> Problem:
         dim=None if reduces_all else 0,
         sizes=() if reduces_all else (PIPELINE_MIN_ROWS,) * 4,
         dtype=torch.bfloat16,
-        options=("x bfloat16",),
+        options=Options(x_dtype=torch.bfloat16),
     )
     return replace(plain, **changes)
 
@@ -44,8 +45,9 @@ def small(op: str) -> Problem:
     return problem(op, shape=(sum(sizes), 512), sizes=sizes)
 
 
-MATMULS = [op for op in PLAIN_OPS if "matmul" in op]
-COLLECTIVES = [op for op in OPS if "matmul" not in op]
+PLAIN_OPS = [op for op, spec in OPS.items() if not (spec.scaled or spec.exchanges)]
+MATMULS = [op for op in PLAIN_OPS if OPS[op].has_matmul]
+COLLECTIVES = [op for op, spec in OPS.items() if not spec.has_matmul]
 TWO_LEVELS = [op for op in OPS if op != "all_to_all"]
 
 
@@ -98,7 +100,7 @@ def across_hosts(op: str, nbytes: int, rows: int = LARGE, node: bool = False) ->
     return choose(problem(op, shape=shape, sizes=sizes), means)
 
 
-@pytest.mark.parametrize("op", SCALED)
+@pytest.mark.parametrize("op", [op for op, spec in OPS.items() if spec.scaled])
 def test_a_scaled_product_is_not_split(op: str) -> None:
     """Unless asked for: it converts the weight once for each part."""
     for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
@@ -217,9 +219,9 @@ def variants(op: str) -> list[Problem]:
         replace(base, dtype=torch.float32),
         replace(base, shape=(LARGE, 511)),
         replace(base, shape=(1, LARGE, 512), dim=None if base.dim is None else 1),
-        replace(base, options=()),
-        replace(base, options=("x bfloat16", "bias")),
-        replace(base, options=("x bfloat16", "out float32")),
+        replace(base, options=NO_OPTIONS),
+        replace(base, options=Options(x_dtype=torch.bfloat16, bias=True)),
+        replace(base, options=Options(x_dtype=torch.bfloat16, out_dtype=torch.float32)),
     ]
     if base.dim is not None:
         changed.append(replace(base, shape=(LARGE, LARGE), dim=0))

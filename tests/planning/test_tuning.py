@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tpkernels.bench.specs import Spec
+from tpkernels.op_spec import Options
 from tpkernels.planning.choose import Means, Plan, choose
 from tpkernels.planning.problem import ORDERED, VENDOR
 from tpkernels.planning.table import Config, Measurement, Table
@@ -146,7 +147,7 @@ def test_only_the_same_kind_of_problem_counts() -> None:
         {"dtype": torch.float32},
         {"shape": (512, 1024)},
         {"sizes": (255, 257)},
-        {"options": ("out float32",)},
+        {"options": Options(out_dtype=torch.float32)},
         {"shape": (2, 256, 512), "dim": 1, "sizes": (128, 128)},
         {"shape": (512, 512), "dim": 1},
         {"shape": (0, 512), "sizes": (0, 0)},
@@ -154,7 +155,7 @@ def test_only_the_same_kind_of_problem_counts() -> None:
     for change in changes:
         assert not plan(spec(512), one, **change).reason.startswith("tuned"), change
     same: list[dict[str, Any]] = [
-        {"options": ("bias", "residual")},
+        {"options": Options(bias=True, residual=True)},
         {"shape": (256, 2, 512), "sizes": (128, 128)},
     ]
     for change in same:

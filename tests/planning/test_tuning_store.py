@@ -25,9 +25,9 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
 from tests.support.ranked import apart, fresh_group
 from tpkernels import groups
-from tpkernels.backends import OPS
 from tpkernels.bench.cases import random_case, run_tpkernels
 from tpkernels.bench.specs import Spec
+from tpkernels.op_spec import OPS
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED
 from tpkernels.planning.machine import Machine, this_machine

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.backends import PLAIN_OPS, SCALED, TABLES
+from tpkernels.backends import TABLES
 from tpkernels.launch import Outcome, Ranks
+from tpkernels.op_spec import OPS
 from tpkernels.symm.host import HostWorkspace
 
 WORKSPACE_BYTES = 1 << 16
@@ -35,8 +36,8 @@ COLLECT_SECONDS = 60.0
 # Every op with every algorithm that it has on the CPUs of one host, without the Triton interpreter.
 # Those on scaled operands, which the functions of others carry out, are by themselves.
 _HERE = sorted(case for case in TABLES["cpu"] if case[1] not in ("fused", "hierarchical"))
-CASES = [case for case in _HERE if case[0] in PLAIN_OPS]
-SCALED_CASES = [case for case in _HERE if case[0] in SCALED]
+CASES = [case for case in _HERE if not (OPS[case[0]].scaled or OPS[case[0]].exchanges)]
+SCALED_CASES = [case for case in _HERE if OPS[case[0]].scaled]
 MATMUL_CASES = [case for case in CASES if "matmul" in case[0]]
 
 
@@ -89,7 +90,7 @@ def run_op(op: str, group: dist.ProcessGroup, algorithm: str = "auto", rows: int
     x, w = torch.ones(rows, k), torch.ones(k, n)
     function = getattr(tpkernels, op)
     factors = [x, w] if "matmul" in op else [x]
-    if op in SCALED:
+    if OPS[op].scaled:
         fp8 = torch.float8_e4m3fn
         factors = [x.to(fp8), w.to(fp8), torch.ones(rows, 1), torch.ones(1, n)]
     summed = "reduce" in op

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.backends import PLAIN_OPS, TABLES
+from tpkernels.backends import TABLES
 from tpkernels.groups.group import Group
+from tpkernels.op_spec import OPS
 from tpkernels.ops import _autotune
 
 WORLD = 3
 ROWS = 16 * WORLD  # 16 of each rank, the fewest that are split
-MATMULS = [op for op in PLAIN_OPS if "matmul" in op]
+MATMULS = [op for op, spec in OPS.items() if spec.has_matmul and not spec.scaled]
 WAYS = ("unfused", "direct", "pipelined", "ring")
 
 

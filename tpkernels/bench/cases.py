@@ -22,9 +22,9 @@ from tpkernels.bench import scaled_cases
 from tpkernels.bench.benchmark import slowest
 from tpkernels.bench.specs import NORM_EPS, Spec, matrix_of, square_of
 from tpkernels.local.matmul import local_matmul
+from tpkernels.op_spec import OPS
 from tpkernels.ops._trial import Tried
 from tpkernels.planning.choose import Plan
-from tpkernels.planning.problem import NORM
 from tpkernels.planning.trials import MOST_CALLS
 from tpkernels.shards import shard_sizes
 
@@ -61,7 +61,7 @@ class Case:
     @property
     def gathers(self) -> bool:
         """Whether the op gathers what it multiplies, or returns."""
-        return self.op.startswith("all_gather")
+        return OPS[self.op].gathers
 
     @property
     def operands(self) -> tuple[scaled_cases.Scaled, scaled_cases.Scaled]:
@@ -107,7 +107,7 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
             spec.op, normal(sizes[rank], k), sizes, (normal(n // world, k, scale=scale).t(),)
         )
     x, w = normal(m, k // world), normal(n, k // world, scale=scale).t()
-    norm_weight = _norm_weight(n, x) if spec.op.endswith(NORM) else None
+    norm_weight = _norm_weight(n, x) if OPS[spec.op].normed else None
     return Case(spec.op, x, sizes, (w,), norm_weight=norm_weight)
 
 

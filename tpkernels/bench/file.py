@@ -24,9 +24,9 @@ from tpkernels.bench.results import Report, Result, key
 from tpkernels.bench.session import is_leader, under_torchrun
 from tpkernels.bench.sweep import Sweep
 from tpkernels.cache import locked, replace_file
+from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.machine import last_level_cache_bytes
-from tpkernels.planning.table import has_matmul
 from tpkernels.text import all_printable, printable, short, shown
 
 FORMAT = "tpkernels-bench/3"
@@ -183,7 +183,7 @@ def _check_consistency(report: Report) -> None:
 
 def _check_result(result: Result, requested: list[str]) -> None:
     case, algorithms, times = result["case"], result["algorithms"], result["times"]
-    if has_matmul(result["op"]) != (result["shape"] is not None):
+    if OPS[result["op"]].has_matmul != (result["shape"] is not None):
         raise _inconsistent(case, f"has op {result['op']} and shape {result['shape']}")
     for name in requested:
         if name not in algorithms:

@@ -10,15 +10,15 @@ import torch
 
 import tpkernels
 from tpkernels import _C, cuda, dtypes, kernels, nccl
-from tpkernels.backends import OPS, TABLES
+from tpkernels.backends import TABLES
 from tpkernels.bench.options import DTYPES
 from tpkernels.bench.session import unsupported_kernels
 from tpkernels.bench.specs import Spec
 from tpkernels.local.native import native
+from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.planning.machine import processor
-from tpkernels.planning.table import has_matmul
 from tpkernels.symm import colocation
 from tpkernels.symm.limits import available_bytes
 
@@ -81,7 +81,7 @@ def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, 
     """For each algorithm, why it cannot run ``op`` on this machine; None: it can."""
     if device == "cuda" and not torch.cuda.is_available():
         return dict.fromkeys(ALGORITHMS, kernels.NO_GPU)
-    shape = (1024, 1024, 1024) if has_matmul(op) else (1024,)
+    shape = (1024, 1024, 1024) if OPS[op].has_matmul else (1024,)
     problem = Spec(op, shape, torch.float32).problem(2, device)
     means = Means(shared_memory=shared_memory, unsupported=unsupported_kernels(device))
     reasons = unsupported_algorithms(problem, means)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tpkernels import dtypes
-from tpkernels.backends import OPS
+from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

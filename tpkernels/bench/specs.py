@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,14 +13,12 @@ from tpkernels.bench.options import UsageError, ops_named, shape_of, sizes_of
 from tpkernels.bench.output import byte_size
 from tpkernels.bench.session import on_one_host, unsupported_kernels
 from tpkernels.local.scales import Packing
-from tpkernels.ops._reduction import describe
-from tpkernels.ops._rms_norm import describe_norm
+from tpkernels.op_spec import NO_OPTIONS, OPS
+from tpkernels.ops._reduction import reduction_options
 from tpkernels.ops._scaled import gather_options
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
-from tpkernels.planning.problem import NORM, ORDERED, VENDOR, Problem
-from tpkernels.planning.table import has_matmul
-from tpkernels.shards import shard_sizes
+from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 
 NORM_EPS = 1e-6
 OPERANDS = torch.float8_e4m3fn  # of an op on scaled operands, with row-wise scales
@@ -39,7 +37,7 @@ class Spec:
     @property
     def has_matmul(self) -> bool:
         """Whether the op multiplies or only communicates."""
-        return has_matmul(self.op)
+        return OPS[self.op].has_matmul
 
     @property
     def other(self) -> int:
@@ -53,12 +51,12 @@ class Spec:
     @property
     def gathers(self) -> bool:
         """Whether the op gathers what it multiplies, or returns."""
-        return self.op.startswith("all_gather")
+        return OPS[self.op].gathers
 
     @property
     def scaled(self) -> bool:
         """Whether the op multiplies operands with scales."""
-        return "scaled" in self.op
+        return OPS[self.op].scaled
 
     @property
     def operand_dtype(self) -> torch.dtype:
@@ -67,33 +65,28 @@ class Spec:
 
     def problem(self, world: int, device: str = "cpu") -> Problem:
         """The problem that is planned. Dim 0 is gathered or scattered, evenly if possible."""
-        shape, dtype = self.shape, self.dtype
-        if self.has_matmul:
+        shape, dtype, spec = self.shape, self.dtype, OPS[self.op]
+        if spec.has_matmul:
             m, n, k = self.shape
-            shape = (m, k) if self.gathers else (m, n)
-        elif self.op == "all_reduce_rms_norm":
+            shape = (m, k) if spec.gathers else (m, n)
+        elif spec.normed:
             shape = matrix_of(self.shape[0])
-        elif self.op == "all_to_all":
+        elif spec.exchanges:
             shape = square_of(self.shape[0])
-        split = "all_reduce" not in self.op
-        options = describe(self.operand_dtype, dtype) if "reduce" in self.op else ()
-        if self.op.endswith(NORM):
-            options += describe_norm(dtype, NORM_EPS)
-        elif self.op == "all_to_all":
-            options = (f"scattered dim 1 by {shard_sizes(shape[1], world)}",)
-        elif self.scaled and self.gathers:
+        options = reduction_options(self.operand_dtype, dtype) if spec.reduces else NO_OPTIONS
+        if spec.normed:
+            options = replace(options, norm=(NORM_EPS, dtype))
+        elif spec.scaled and spec.gathers:
             x = torch.empty(1, self.shape[2], dtype=OPERANDS, device="meta")
             scale = torch.empty(1, 1, device="meta")
             options = gather_options(x, scale, dtype)
             shape, dtype = (shape[0], Packing.of(x, scale).words), torch.float32
-        vendor = device == "cuda" and "reduce" in self.op and world > 1 and not self.scaled
-        return Problem(
-            op=self.op,
+        vendor = device == "cuda" and spec.reduces and world > 1 and not spec.scaled
+        return Problem.evenly_split(
+            self.op,
             device=device,
             world=world,
             shape=shape,
-            dim=0 if split else None,
-            sizes=tuple(shard_sizes(shape[0], world)) if split else (),
             dtype=dtype,
             options=options,
             numerics=VENDOR if vendor else ORDERED,
@@ -135,7 +128,7 @@ def square_of(elements: int) -> tuple[int, int]:
 def specs_of(op: str, shapes: Iterable[str], sizes: str, dtype: torch.dtype) -> list[Spec]:
     """A matmul op with each "M,N,K" in ``shapes``, or a collective with each size in ``sizes``
     ("64K,1M"). ``UsageError`` if one is invalid."""
-    if has_matmul(op):
+    if OPS[op].has_matmul:
         return [Spec(op, shape_of(text), dtype) for text in dict.fromkeys(shapes)]
     specs = []
     for nbytes in dict.fromkeys(sizes_of(sizes)):
@@ -162,7 +155,7 @@ def spec_of_extents(
     ops_named([op])
     needed, unused = "--m, --n and --k", "--bytes"
     given, excluded = None not in extents, sizes is not None
-    if not has_matmul(op):
+    if not OPS[op].has_matmul:
         needed, unused = unused, needed
         given, excluded = excluded, any(extent is not None for extent in extents)
     if excluded or not given:

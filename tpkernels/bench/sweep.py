@@ -17,7 +17,6 @@ from typing import Any, TypeGuard
 import torch
 import yaml
 
-from tpkernels.backends import OPS
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS, projection
 from tpkernels.bench.options import (
     UsageError,
@@ -31,7 +30,7 @@ from tpkernels.bench.options import (
     read_input,
 )
 from tpkernels.bench.specs import Spec, check_algorithm, check_split, specs_of
-from tpkernels.planning.table import has_matmul
+from tpkernels.op_spec import OPS
 from tpkernels.text import shown
 
 ROWS = ("16", "256", "2048")  # of a model, without --m
@@ -262,7 +261,7 @@ def _items(given: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
             for m in rows or map(int, ROWS):
                 spec_shape = (m, matmul.n, matmul.k)
                 for op in ops:
-                    if has_matmul(op) and op.startswith("all_gather") == matmul.column:
+                    if OPS[op].has_matmul and OPS[op].gathers == matmul.column:
                         yield Item(Spec(op, spec_shape, dtype), world, (f"{model} {name}",))
     for op in ops:
         for spec in specs_of(op, shapes, ",".join(given.bytes or BYTES), dtype):

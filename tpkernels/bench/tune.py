@@ -294,6 +294,8 @@ def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, fl
     if profile.device != "cuda":
         raise UsageError(f"--gpu is '{gpu}', {profile.title}, which is no GPU")
     problem = spec.problem(world, "cuda")
-    if world > profile.node or problem.scaled or problem.exchanges:  # the model knows none of these
+    if (
+        world > profile.node or problem.spec.scaled or problem.spec.exchanges
+    ):  # the model knows none of these
         return {}, profile.title
     return gpu_model.predicted(problem, spec.other, profile), profile.title

@@ -33,6 +33,7 @@ from tpkernels.bench.cases import Case, Outputs, columns_of
 from tpkernels.bench.scaled_cases import worth
 from tpkernels.bench.session import gather_objects, tensors_of_all
 from tpkernels.bench.specs import NORM_EPS
+from tpkernels.op_spec import OPS
 
 _PANEL_ELEMENTS = 1 << 21  # of the result, compared at a time
 _SECOND_ORDER = 1.01  # allows for products of roundings, which the second bound ignores
@@ -91,11 +92,11 @@ def verify(
 def _shape(case: Case, i: int) -> torch.Size:
     """The shape of this rank's result ``i``."""
     rows, rest = case.x.shape[0], case.x.shape[1:]
-    if case.op == "all_to_all":
+    if OPS[case.op].exchanges:
         return torch.Size([sum(case.sizes), columns_of(case)[dist.get_rank()]])
     if case.gathers:
         rows = sum(case.sizes)
-    elif case.op.endswith("reduce_scatter"):
+    elif OPS[case.op].scatters:
         rows = case.sizes[dist.get_rank()]
     return torch.Size([rows, *(case.weights[i].shape[1:] if case.weights else rest)])
 
@@ -107,7 +108,7 @@ def _terms(case: Case) -> list[list[Term]]:
     if case.scales:
         x, *weights = [worth(*operand) for operand in case.operands]
     everyone = tensors_of_all(x)
-    if case.op == "all_to_all":
+    if OPS[case.op].exchanges:
         return [[(torch.cat(everyone).split(columns_of(case), 1)[rank], None)]]
     if case.op == "all_gather":
         return [[(_matrix(torch.cat(everyone)), None)]]
@@ -122,7 +123,7 @@ def _terms(case: Case) -> list[list[Term]]:
 
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
     """The rows that this rank checks, as a matrix: all its rows, or its part of an all-reduce."""
-    if "all_reduce" in case.op:
+    if OPS[case.op].keeps_sum:
         whole = whole.split(list(case.sizes))[dist.get_rank()]
     return _matrix(whole)
 
@@ -161,14 +162,14 @@ def _panels(
 def _bound(
     case: Case, total: torch.Tensor, rounded: torch.Tensor, magnitude: torch.Tensor, depth: int
 ) -> torch.Tensor:
-    if case.op in ("all_gather", "all_to_all"):
+    if not (OPS[case.op].reduces or OPS[case.op].has_matmul):
         return torch.zeros_like(total)
     eps = torch.finfo(case.out_dtype).eps
     contract = math.sqrt(depth) * eps * magnitude
     world = len(case.sizes)
     additions = depth + world + 1 + len(case.scales)
     rounding = eps / 2 * (total.abs() + rounded) + additions * 2.0**-24 * magnitude
-    if case.x.is_cuda and "reduce" in case.op:  # NCCL rounds each addition
+    if case.x.is_cuda and OPS[case.op].reduces:  # NCCL rounds each addition
         rounding += (world - 1) * eps / 2 * (rounded if case.weights else magnitude)
     return torch.minimum(contract, _SECOND_ORDER * rounding)
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from tpkernels.backends import OPS
 from tpkernels.bench import plots, report, table
 from tpkernels.bench.file import new_report, result_file, resumed
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS
@@ -29,6 +28,7 @@ from tpkernels.bench.sweep import (
 )
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.op_spec import OPS
 
 _MANY = "Repeatable, or comma-separated."
 

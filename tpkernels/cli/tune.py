@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from tpkernels.backends import OPS
 from tpkernels.bench.inputs import warm_cases
 from tpkernels.bench.machine import keep as keep_machine
 from tpkernels.bench.machine import measure_machine, rates_text
@@ -18,6 +17,7 @@ from tpkernels.bench.specs import Spec, check_split, specs_of
 from tpkernels.bench.tune import TuneReport, check_cache, check_gpus, keep, medians, tune_case
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
 

@@ -25,6 +25,7 @@ from tpkernels.compile.matmuls import Matmul
 from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import carriers, follow, readers, shape_of, value
 from tpkernels.compile.scales import as_dtype, column_scale, options_of, padded, row_scale
+from tpkernels.op_spec import Options
 
 aten = torch.ops.aten
 
@@ -79,12 +80,12 @@ def fuse(gather: Collective) -> Change:
 
     lead = [size_of(use.rows.before)] if use.rows.before else []
     rows = None if lead else size_of(use.rows.within) * gather.world
-    kept = ("return_gathered",) if use.rest else ()
+    kept = Options(return_gathered=bool(use.rest))
     scales, dtype = use.matmuls[0].scales, value(gather.node).dtype
     if scales is None and dtype not in dtypes.CODES:
         raise Unsupported(f"the ops do not take {dtypes.name(dtype)}")
     op = "all_gather_matmul" if scales is None else "all_gather_scaled_matmul"
-    check_worthwhile(gather, op, rows, shape_of(use.matmuls[0].left)[1], *kept)
+    check_worthwhile(gather, op, rows, shape_of(use.matmuls[0].left)[1], kept)
     shape = [*lead, size_of(use.rows.within), shape_of(use.matmuls[0].left)[1]]
     with Editor(use.matmuls[0].node) as editor:
         order = [axis for axis in use.layout.flat if axis is not ranks]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from tpkernels import groups
 from tpkernels.compile.graph import Collective, Unsupported
 from tpkernels.compile.layout import Size
+from tpkernels.op_spec import NO_OPTIONS, Options
 from tpkernels.ops._measured import why_left_to_torch
 
 
 def check_worthwhile(
-    collective: Collective, op: str, rows: Size | None, width: Size, *options: str
+    collective: Collective, op: str, rows: Size | None, width: Size, options: Options = NO_OPTIONS
 ) -> None:
     """Checks that an op is to replace a collective and its matmuls.
 

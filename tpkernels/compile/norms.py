@@ -33,7 +33,7 @@ from tpkernels.compile.graph import (
 from tpkernels.compile.layout import Layout, same, same_shape
 from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import moved_from, shape_of, through, value
-from tpkernels.ops._reduction import describe as describe_options
+from tpkernels.ops._reduction import reduction_options
 
 aten = torch.ops.aten
 
@@ -276,4 +276,4 @@ def _check_worthwhile(
     rows, width = prod(shape[:-1]), shape[-1]
     if op == "all_reduce_rms_norm":  # whose times are by elements
         rows, width = rows * width, 1
-    check_worthwhile(reduction, op, rows, width, *describe_options(dtype, dtype))
+    check_worthwhile(reduction, op, rows, width, reduction_options(dtype, dtype))

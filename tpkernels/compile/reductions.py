@@ -28,7 +28,7 @@ from tpkernels.compile.matmuls import Matmul, Scales
 from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import carriers, chain_to, shape_of, through, value
 from tpkernels.compile.scales import column_scale, options_of, padded, row_scale_of
-from tpkernels.ops._reduction import describe as describe_options
+from tpkernels.ops._reduction import reduction_options
 
 aten = torch.ops.aten
 
@@ -231,8 +231,8 @@ def _check_worthwhile(
 ) -> None:
     rows, width = shape_of(reduced.matmuls[0].node)
     dtype = collective.node.meta["val"].dtype
-    options = describe_options(dtype, out_dtype or dtype)
-    check_worthwhile(collective, op, rows if by_rows else None, width, *options)
+    options = reduction_options(dtype, out_dtype or dtype)
+    check_worthwhile(collective, op, rows if by_rows else None, width, options)
 
 
 def _out_dtype(collective: fx.Node) -> torch.dtype | None:

@@ -131,7 +131,7 @@ class Agreements(Endings):
         if self.untuned_in_capture and not capture.is_captured(device):
             self.untuned_in_capture = False
             self.forget_calls()
-        if problem.reduces and self.cuda_sums.changed:
+        if problem.spec.reduces and self.cuda_sums.changed:
             self.forget_calls()
 
     def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:

@@ -162,10 +162,12 @@ class _Tuner:
     def _exact(self, names: Sequence[str]) -> list[str]:
         """The algorithms that give the same bits on CPUs: all but those that split few rows."""
         group, problem = self._group, self._problem
-        if problem.device != "cpu" or not problem.has_matmul:
+        if problem.device != "cpu" or not problem.spec.has_matmul:
             return list(names)
         # A scaled product is not split: each part would convert the weight again.
-        own = not problem.scaled and may_split(problem, group.usable_bytes, self._x, self._weights)
+        own = not problem.spec.scaled and may_split(
+            problem, group.usable_bytes, self._x, self._weights
+        )
         if all(exact for (exact,) in self._attempts.exchanged("the exactness", float(own))):
             return list(names)
         return [name for name in names if not ALGORITHMS[name].splits_matmul]

@@ -109,11 +109,10 @@ def whole(
         )
 
 
-def product_options(weights: Sequence[Weight], x: torch.Tensor) -> tuple[str, ...]:
-    """What all ranks must know of a `LocalProduct`, as an option of the problem. On a GPU it keeps
-    ``auto`` from taking ``fused``, whose measured times are those of plain weights."""
-    caller = any(isinstance(w, LocalProduct) for w in weights)
-    return ("LocalProduct",) if caller and device(x) == "cuda" else ()
+def has_local_product(weights: Sequence[Weight], x: torch.Tensor) -> bool:
+    """Return whether all ranks must know of a `LocalProduct`. On a GPU it keeps ``auto`` from
+    taking ``fused``, whose measured times are those of plain weights."""
+    return device(x) == "cuda" and any(isinstance(w, LocalProduct) for w in weights)
 
 
 def bias(

@@ -7,16 +7,14 @@ find out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tpkernels import groups
 from tpkernels.groups.group import Group
+from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.problem import ORDERED, Problem
 from tpkernels.planning.table import Table
-from tpkernels.shards import shard_sizes
 
 _UNLESS = "CUDA tensors keep torch's calls unless measured times favour the op"
 
@@ -43,10 +41,10 @@ def why_left_to_torch(
     rows: int | None,
     width: int | None,
     dtype: torch.dtype,
-    options: Sequence[str] = (),
+    options: Options = NO_OPTIONS,
 ) -> str | None:
-    """Why torch's calls are to stay; None: the op is to replace them. Communicates nothing: it goes
-    by the times that the group has, which are the same on all ranks.
+    """Return the reason to keep torch's calls, or None to replace them. Communicates nothing: it
+    goes by the times that the group has, which are the same on all ranks.
 
     Args:
         rows: of the tensor that travels, on all ranks; None: not known yet, any measured ones do.
@@ -59,7 +57,15 @@ def why_left_to_torch(
     if width is None:
         return f"{_UNLESS}, and none are for this split"
     known = group.times.get(device, Table())
-    problem = _problem(group, op, device, rows or group.world, width, dtype, options)
+    problem = Problem.evenly_split(
+        op,
+        device=device,
+        world=group.world,
+        shape=(rows or group.world, width),
+        dtype=dtype,
+        options=options,
+        numerics=group.cuda_sums.wanted if OPS[op].reduces else ORDERED,
+    )
     if problem.tuning_key is None:
         return f"{_UNLESS}, and none are for this split"
     series, extent = problem.tuning_key
@@ -69,26 +75,3 @@ def why_left_to_torch(
     if any(algorithm != "unfused" for algorithm, _ in choices):
         return None
     return f"{_UNLESS}: {choices[0][1]}" if choices else f"{_UNLESS}, and there are none for it"
-
-
-def _problem(
-    group: Group,
-    op: str,
-    device: str,
-    rows: int,
-    width: int,
-    dtype: torch.dtype,
-    options: Sequence[str],
-) -> Problem:
-    whole = op.endswith("all_reduce")
-    return Problem(
-        op=op,
-        device=device,
-        world=group.world,
-        shape=(rows, width),
-        dim=None if whole else 0,
-        sizes=() if whole else tuple(shard_sizes(rows, group.world)),
-        dtype=dtype,
-        options=tuple(options),
-        numerics=group.cuda_sums.wanted if "reduce" in op else ORDERED,
-    )

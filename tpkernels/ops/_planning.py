@@ -55,7 +55,7 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
         )
     if algorithm != "auto":  # refuses what cannot run before anything is sent
         choose(problem, _means(group), requested=algorithm)
-    if problem.device == "cuda" and problem.reduces:
+    if problem.device == "cuda" and problem.spec.reduces:
         problem = replace(problem, numerics=group.cuda_numerics())
     has_times = group.has_times(problem.device)
     tuned = group.tuned(problem.device) if has_times else NOTHING_TUNED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from tpkernels import dtypes
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import columns_of
+from tpkernels.op_spec import Options
 from tpkernels.ops import _check
 from tpkernels.ops._autograd import WeightGrad, bias_grad, matmul
 from tpkernels.planning.problem import Problem
@@ -44,8 +46,10 @@ def matmul_problem(
         dim=dim,
         sizes=sizes,
         dtype=wire_dtype,
-        options=describe(x.dtype, out_dtype, given.bias, given.residual)
-        + _check.product_options([w], x),
+        options=replace(
+            reduction_options(x.dtype, out_dtype, given.bias, given.residual),
+            local_product=_check.has_local_product([w], x),
+        ),
     )
 
 
@@ -85,19 +89,19 @@ def operand_grads(
     }
 
 
-def describe(
+def reduction_options(
     x_dtype: torch.dtype,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-) -> tuple[str, ...]:
-    """The options that must be the same on all ranks, as text for the call's signature."""
-    options = [f"x {dtypes.name(x_dtype)}", f"out {dtypes.name(out_dtype)}"]
-    if bias is not None:
-        options.append("bias")
-    if residual is not None:
-        options.append("residual")
-    return tuple(options)
+) -> Options:
+    """Return what the ranks of a reduction must agree on."""
+    return Options(
+        x_dtype=x_dtype,
+        out_dtype=out_dtype,
+        bias=bias is not None,
+        residual=residual is not None,
+    )
 
 
 def reduction_of(

@@ -11,23 +11,17 @@ from tpkernels import dtypes
 from tpkernels.algorithms.rms_norm import RmsNorm
 from tpkernels.algorithms.shards import as_rows
 from tpkernels.ops import _check
-from tpkernels.planning.problem import NORM
 
 
 def check_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, columns: int, what: str
-) -> tuple[str, ...]:
-    """Checks the arguments of the normalisation of rows of ``columns`` elements; returns
-    `describe_norm`."""
+) -> tuple[float, torch.dtype]:
+    """Check the arguments of the normalisation of rows of ``columns`` elements; return
+    `Options.norm`."""
     _check.bias(weight, x, columns, what)
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps is {eps}; it must be finite and at least 0")
-    return describe_norm(weight.dtype, eps)
-
-
-def describe_norm(weight_dtype: torch.dtype, eps: float) -> tuple[str, ...]:
-    """What all ranks must agree on, as an option of the problem."""
-    return (f"{NORM} eps {float(eps)}, weight {dtypes.name(weight_dtype)}",)
+    return float(eps), weight.dtype
 
 
 def norm_of(weight: torch.Tensor, eps: float) -> RmsNorm:

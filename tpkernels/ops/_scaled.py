@@ -26,8 +26,9 @@ from tpkernels.local.scales import (
     scaling_of,
     swizzled_numel,
 )
+from tpkernels.op_spec import Options
 from tpkernels.ops import _check
-from tpkernels.ops._reduction import describe, reduction_of, shapes_of
+from tpkernels.ops._reduction import reduction_of, reduction_options, shapes_of
 from tpkernels.planning.problem import Problem
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,14 +144,13 @@ def vector(
     _check.bias(value, x, columns, what, (dtype,))
 
 
-def gather_options(x: torch.Tensor, scale: torch.Tensor, result: torch.dtype) -> tuple[str, ...]:
-    """What the ranks of a gather must agree on, besides what the packed rows tell."""
-    k = numbers_in(x.dtype, x.shape[-1])
-    return (
-        f"K {k}",
-        f"x {dtypes.name(x.dtype)}",
-        f"scale_x {scaling_of(scale).value}",
-        f"out {dtypes.name(result)}",
+def gather_options(x: torch.Tensor, scale: torch.Tensor, result: torch.dtype) -> Options:
+    """Return what the ranks of a gather must agree on, besides what the packed rows tell."""
+    return Options(
+        k=numbers_in(x.dtype, x.shape[-1]),
+        x_dtype=x.dtype,
+        scale_x=scaling_of(scale).value,
+        out_dtype=result,
     )
 
 
@@ -247,7 +247,7 @@ def reduction_problem(
         dim=dim,
         sizes=sizes,
         dtype=wire,
-        options=describe(x.dtype, result, given.bias, given.residual),
+        options=reduction_options(x.dtype, result, given.bias, given.residual),
     )
 
 

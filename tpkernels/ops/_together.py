@@ -76,7 +76,7 @@ def may_split(
     parts = part_rows(problem, workspace_bytes)
     if min(parts) < _FEWEST_ROWS:
         return False
-    columns, wire = x.shape[-1], x.dtype if problem.gathers else problem.dtype
+    columns, wire = x.shape[-1], x.dtype if problem.spec.gathers else problem.dtype
     return all(
         rows_are_exact(
             tuple(sorted(parts)),

@@ -8,13 +8,13 @@ from typing import Any, overload
 
 import torch
 
-from tpkernels import dtypes
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.op_spec import Options
 from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
 from tpkernels.ops._autocast import define_autocast
@@ -46,9 +46,6 @@ def _problem(group: Group, given: Any) -> Problem:
     out_dtype = _check.out_dtype(given.out_dtype, x)
     for i, w in enumerate(given.weights):
         _check.whole(w, x, out_dtype, given.algorithm, f"weights[{i}]")
-    options = [] if out_dtype == x.dtype else [f"out {dtypes.name(out_dtype)}"]
-    if given.return_gathered:
-        options.append("return_gathered")
     return Problem(
         op="all_gather_matmul",
         device=_check.device(x),
@@ -57,7 +54,11 @@ def _problem(group: Group, given: Any) -> Problem:
         dim=dim,
         sizes=sizes,
         dtype=x.dtype,
-        options=(*options, *_check.product_options(given.weights, x)),
+        options=Options(
+            out_dtype=None if out_dtype == x.dtype else out_dtype,
+            return_gathered=given.return_gathered,
+            local_product=_check.has_local_product(given.weights, x),
+        ),
     )
 
 

@@ -4,6 +4,7 @@ parallelism, on fp8 or fp4 operands."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,6 @@ def _problem(group: Group, given: Any) -> Problem:
         _scaled.weight_and_scale(w, scale_w, x, scale, f"weights[{i}]")
         if biases is not None and biases[i].shape != (0,):
             _scaled.vector(biases[i], x, w.shape[1], out_dtype, f"biases[{i}]")
-    kept = ("return_gathered",) if given.return_gathered else ()
     return Problem(
         op="all_gather_scaled_matmul",
         device=_check.device(x),
@@ -59,7 +59,9 @@ def _problem(group: Group, given: Any) -> Problem:
         dim=dim,
         sizes=sizes,
         dtype=torch.float32,
-        options=(*_scaled.gather_options(x, scale, out_dtype), *kept),
+        options=replace(
+            _scaled.gather_options(x, scale, out_dtype), return_gathered=given.return_gathered
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward, define_in_place
-from tpkernels.ops._reduction import describe, reduction_of
+from tpkernels.ops._reduction import reduction_of, reduction_options
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
@@ -33,7 +33,7 @@ def _problem_of(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None) ->
         dim=None,
         sizes=(),
         dtype=x.dtype,
-        options=describe(x.dtype, _check.out_dtype(out_dtype, x)),
+        options=reduction_options(x.dtype, _check.out_dtype(out_dtype, x)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
-from tpkernels.ops._reduction import describe, reduction_of
+from tpkernels.ops._reduction import reduction_of, reduction_options
 from tpkernels.ops._rms_norm import check_norm, norm_grads, norm_of
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
@@ -38,7 +39,7 @@ def _problem(group: Group, given: Any) -> Problem:
         dim=None,
         sizes=(),
         dtype=x.dtype,
-        options=describe(x.dtype, x.dtype, None, residual) + norm,
+        options=replace(reduction_options(x.dtype, x.dtype, None, residual), norm=norm),
     )
 
 

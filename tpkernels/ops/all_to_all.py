@@ -12,6 +12,7 @@ from tpkernels.algorithms.exchange import Exchange
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
+from tpkernels.op_spec import Options
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
 from tpkernels.ops._shortcut import shortcut
@@ -42,7 +43,7 @@ def _problem(group: Group, given: Any) -> Problem:
         dim=dim,
         sizes=sizes,
         dtype=x.dtype,
-        options=(f"scattered dim {scattered} by {list(scatter_sizes)}",),
+        options=Options(scattered=(scattered, tuple(scatter_sizes))),
     )
 
 

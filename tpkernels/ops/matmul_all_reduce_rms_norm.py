@@ -31,7 +31,7 @@ def _problem(group: Group, given: Any) -> Problem:
     problem = matmul_problem("matmul_all_reduce_rms_norm", group, given, scatter_dim=None)
     columns = columns_of(given.w)
     norm = check_norm(given.x, given.norm_weight, given.eps, columns, "norm_weight")
-    return replace(problem, options=problem.options + norm)
+    return replace(problem, options=replace(problem.options, norm=norm))
 
 
 def _execute(call: Call, given: Any) -> Any:

@@ -13,7 +13,7 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
-from tpkernels.ops._reduction import describe, reduction_of
+from tpkernels.ops._reduction import reduction_of, reduction_options
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
 
@@ -35,7 +35,7 @@ def _problem(group: Group, given: Any) -> Problem:
         dim=dim,
         sizes=_check.scatter_sizes(given.shard_sizes, x.shape[dim], group.world),
         dtype=x.dtype,
-        options=describe(x.dtype, _check.out_dtype(given.out_dtype, x)),
+        options=reduction_options(x.dtype, _check.out_dtype(given.out_dtype, x)),
     )
 
 

@@ -6,8 +6,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
+from tpkernels.op_spec import NO_OPTIONS, OPS
 from tpkernels.ops._measured import read_times, why_left_to_torch
-from tpkernels.ops._reduction import describe
+from tpkernels.ops._reduction import reduction_options
 
 
 def left_to_torch(linear: nn.Linear, mesh: DeviceMesh, op: str, width: int) -> bool:
@@ -17,7 +18,7 @@ def left_to_torch(linear: nn.Linear, mesh: DeviceMesh, op: str, width: int) -> b
         return False
     name, dtype = groups.name_of(mesh), linear.weight.dtype
     read_times(name)
-    options = describe(dtype, dtype) if "reduce" in op else ()
+    options = reduction_options(dtype, dtype) if OPS[op].reduces else NO_OPTIONS
     reason = why_left_to_torch(
         groups.get(name), op, "cuda", rows=None, width=width, dtype=dtype, options=options
     )

@@ -115,9 +115,9 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
         return _across_hosts(problem, means)
     if problem.device == "cuda":
         return "unfused", "on this GPU nothing is known to be faster"
-    if not problem.has_matmul:
+    if not problem.spec.has_matmul:
         return "direct", "no matmul to overlap with"
-    if problem.scaled:
+    if problem.spec.scaled:
         return "direct", _ONE_PRODUCT
     rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
     fewest = pipeline_min_rows(problem.dtype, means.instructions)
@@ -156,13 +156,13 @@ def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
     reason, rows = "the ranks share no memory", _rows_per_part(problem)
     if problem.device == "cuda":
         return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
-    if problem.scaled:
+    if problem.spec.scaled:
         return "unfused", f"{reason}; {_ONE_PRODUCT}"
     if problem.nbytes < RING_MIN_BYTES:
         return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
-    if problem.has_matmul and rows < RING_MIN_ROWS:
+    if problem.spec.has_matmul and rows < RING_MIN_ROWS:
         return "unfused", f"{reason}; {rows} rows a rank < {RING_MIN_ROWS}"
-    if problem.has_matmul and _unsupported(problem, "hierarchical", means) is None:
+    if problem.spec.has_matmul and _unsupported(problem, "hierarchical", means) is None:
         reason += ", except those of a host"
         return "hierarchical", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
@@ -192,11 +192,11 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     """Why an algorithm cannot run ``problem``; None: it can."""
     algorithm = ALGORITHMS[name]
     last = problem.dim == len(problem.shape) - 1
-    if problem.scaled and "Triton" in algorithm.kernels.values():
+    if problem.spec.scaled and "Triton" in algorithm.kernels.values():
         return "has no kernel for operands with scales"
-    if problem.exchanges and problem.device in algorithm.no_all_to_all:
+    if problem.spec.exchanges and problem.device in algorithm.no_all_to_all:
         return f"has no all-to-all on {problem.device} tensors"
-    if algorithm.splits_matmul and problem.has_matmul and problem.gathers and last:
+    if algorithm.splits_matmul and problem.spec.has_matmul and problem.spec.gathers and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:
         return "needs memory that all ranks share, which this group's ranks do not"
@@ -204,12 +204,12 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "is for groups that span hosts, and all ranks of this one share memory"
     if algorithm.needs_nodes and means.why_no_node is not None:
         return means.why_no_node
-    if algorithm.overlaps_matmul and not problem.has_matmul:
+    if algorithm.overlaps_matmul and not problem.spec.has_matmul:
         return "overlaps a matmul, and this op has none"
     if problem.device in algorithm.whole_rows:
-        vector = problem.dim == 0 and not problem.has_matmul
+        vector = problem.dim == 0 and not problem.spec.has_matmul
         # A plain product's rows can be put in the order of the ranks.
-        movable = problem.has_matmul and not problem.scaled
+        movable = problem.spec.has_matmul and not problem.spec.scaled
         split = problem.outer != 1 and not movable
         if problem.dim is not None and (split or (last and not vector)):
             dims = "any dim but the last" if movable else "dim 0 only"
@@ -232,7 +232,9 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
 def _plan(problem: Problem, algorithm: str, reason: str) -> Plan:
     numerics = problem.numerics if algorithm == "unfused" else ORDERED
     name = algorithm
-    if problem.device == "cuda" and problem.reduces and problem.world > 1:  # else it is no choice
+    if (
+        problem.device == "cuda" and problem.spec.reduces and problem.world > 1
+    ):  # else it is no choice
         name, reason = f"{algorithm}, {numerics}", f"{reason}; {_SUMS[numerics]}"
     text = f"{problem} [{name}]"
     return Plan(algorithm, reason, text, zlib.crc32(text.encode()) or 1, numerics)

@@ -33,13 +33,13 @@ class Cost:
         traffic = problem.nbytes * (problem.world - 1) // problem.world
         if problem.dim is None:
             traffic *= 2
-        if problem.exchanges:  # of which a rank has a part before, and a part after
+        if problem.spec.exchanges:  # of which a rank has a part before, and a part after
             part, traffic = problem.nbytes // problem.world, traffic // problem.world
             return cls(0, traffic, 2 * part + traffic)
-        if not problem.has_matmul:
-            return cls(0, traffic, (2 + problem.normalises) * problem.nbytes + traffic)
+        if not problem.spec.has_matmul:
+            return cls(0, traffic, (2 + problem.spec.normed) * problem.nbytes + traffic)
         rows, width, local = problem.rows, problem.shape[-1], other // problem.world
-        elements = (1 + problem.normalises) * rows * width + width * local + rows * local
+        elements = (1 + problem.spec.normed) * rows * width + width * local + rows * local
         return cls(
             flops=2 * rows * width * local,
             traffic=traffic,

@@ -76,7 +76,7 @@ class _Call:
     @property
     def sum(self) -> float:
         """Seconds in which a rank reads the partials of its rows."""
-        return 0.0 if self.problem.gathers else self.problem.nbytes / self.profile.bandwidth
+        return 0.0 if self.problem.spec.gathers else self.problem.nbytes / self.profile.bandwidth
 
     def product(
         self, parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0
@@ -89,10 +89,10 @@ class _Call:
             rate: relative to the vendor's.
         """
         problem, profile = self.problem, self.profile
-        if not problem.has_matmul:
+        if not problem.spec.has_matmul:
             return 0.0
         m, width = ceil_div(problem.rows, parts), problem.shape[-1]
-        k, n = (width, self.other) if problem.gathers else (self.other, width)
+        k, n = (width, self.other) if problem.spec.gathers else (self.other, width)
         units = profile.multiprocessors - without
         waves = ceil_div(at_once * ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units) / at_once
         flops = 2 * prod(TILE) * k * waves * profile.multiprocessors
@@ -104,7 +104,7 @@ class _Call:
 def _unfused(call: _Call) -> float:
     passes = 2 if call.all_reduces else 1
     travel = collective_seconds(call.profile, call.problem.nbytes, call.ranks, passes=passes)
-    return call.product() + (LAUNCH_S if call.problem.has_matmul else 0.0) + travel
+    return call.product() + (LAUNCH_S if call.problem.spec.has_matmul else 0.0) + travel
 
 
 def _ring(call: _Call) -> float:
@@ -117,7 +117,7 @@ def _ring(call: _Call) -> float:
 
 
 def _direct(call: _Call) -> float:
-    seconds = call.product() + (LAUNCH_S if call.problem.has_matmul else 0.0)
+    seconds = call.product() + (LAUNCH_S if call.problem.spec.has_matmul else 0.0)
     nbytes = call.problem.nbytes
     if call.all_reduces:
         way = hops.all_reduce_way(nbytes, call.ranks, whole_lines=False)
@@ -133,7 +133,7 @@ def _pipelined(call: _Call) -> float:
     part = call.product(call.ranks, at_once=min(2, call.ranks)) + LAUNCH_S
     copy = COPY_S + call.received / max(peers, 1)
     seconds = part + peers * max(part, copy)
-    if call.problem.gathers:
+    if call.problem.spec.gathers:
         return seconds
     ends = copy + LAUNCH_S + call.sum  # the last partial, and the sum
     return seconds + ends + (FENCED_HOP_S + call.received if call.all_reduces else 0.0)
@@ -141,7 +141,7 @@ def _pipelined(call: _Call) -> float:
 
 def _fused(call: _Call) -> float:
     peers, received, taken, begin = max(call.ranks - 1, 1), call.received, 0, FENCED_HOP_S
-    if call.problem.gathers:
+    if call.problem.spec.gathers:
         shard = ceil_div(call.problem.nbytes, call.ranks)
         if shard >= COPY_ENGINE_BYTES:
             taken, begin = ROOM, begin + COPY_S
@@ -178,5 +178,5 @@ def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, fl
     return {
         name: seconds(call)
         for name, seconds in _ALGORITHMS.items()
-        if problem.has_matmul or name in alone
+        if problem.spec.has_matmul or name in alone
     }

@@ -7,20 +7,19 @@ of a row-parallel one.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from tpkernels import dtypes
-from tpkernels.planning.table import Series, has_matmul
+from tpkernels.op_spec import NO_OPTIONS, OPS, OpSpec, Options
+from tpkernels.planning.table import Series
 from tpkernels.shards import shard_sizes
 
 # How a reduction sums: in fp32 and in rank order, rounded once; or as the process group does it.
 ORDERED, VENDOR = "ordered", "vendor"
 NUMERICS = (VENDOR, ORDERED)
-
-NORM = "rms_norm"  # how the option of a `Problem` begins that describes a normalisation
 
 
 @dataclass(frozen=True)
@@ -41,38 +40,42 @@ class Problem:
     dim: int | None
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    options: tuple[str, ...] = ()
+    options: Options = NO_OPTIONS
     numerics: str = ORDERED
 
-    @property
-    def reduces(self) -> bool:
-        """Whether the op sums over the ranks."""
-        return "reduce" in self.op
+    @classmethod
+    def evenly_split(
+        cls,
+        op: str,
+        *,
+        device: str,
+        world: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        options: Options = NO_OPTIONS,
+        numerics: str = ORDERED,
+    ) -> Problem:
+        """Return the problem of an op that splits dim 0, where it splits any, as evenly as
+        possible. An exchange scatters dim 1."""
+        spec = OPS[op]
+        if spec.exchanges:
+            options = replace(options, scattered=(1, tuple(shard_sizes(shape[1], world))))
+        return cls(
+            op=op,
+            device=device,
+            world=world,
+            shape=shape,
+            dim=None if spec.keeps_sum else 0,
+            sizes=() if spec.keeps_sum else tuple(shard_sizes(shape[0], world)),
+            dtype=dtype,
+            options=options,
+            numerics=numerics,
+        )
 
     @property
-    def gathers(self) -> bool:
-        """Whether the op gathers what it multiplies, or returns."""
-        return self.op.startswith("all_gather")
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether the op exchanges shards along one dim for shards along another."""
-        return self.op == "all_to_all"
-
-    @property
-    def scaled(self) -> bool:
-        """Whether the op multiplies operands with scales."""
-        return "scaled" in self.op
-
-    @property
-    def normalises(self) -> bool:
-        """Whether the op also returns the rows of its sum normalised."""
-        return self.op.endswith(NORM)
-
-    @property
-    def has_matmul(self) -> bool:
-        """Whether the op multiplies as well as communicates."""
-        return has_matmul(self.op)
+    def spec(self) -> OpSpec:
+        """What the op does."""
+        return OPS[self.op]
 
     @functools.cached_property
     def outer(self) -> int:
@@ -110,14 +113,14 @@ class Problem:
         A bias and a residual do not count: every algorithm adds them while it sums. Nor does how
         rows are normalised. The numerics do: `unfused` takes longer where it sums in order.
         """
-        matmul = self.has_matmul
+        matmul = self.spec.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
         if not total:
             return None
         extent = total // width
-        if self.exchanges:
-            evenly = f"scattered dim 1 by {shard_sizes(self.shape[1], self.world)}"
-            if (self.dim, *self.options) != (0, evenly):
+        if self.spec.exchanges:
+            evenly = (1, tuple(shard_sizes(self.shape[1], self.world)))
+            if (self.dim, self.options.scattered) != (0, evenly):
                 return None
             if list(self.sizes) != shard_sizes(self.shape[0], self.world):
                 return None
@@ -129,8 +132,7 @@ class Problem:
             each = self.inner // width
             if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
                 return None
-        ignored = ("bias", "residual", NORM)
-        options = tuple(one for one in self.options if not one.startswith(ignored))
+        options = self.options.that_cost_time().texts()
         if self.numerics != ORDERED:
             options += (self.numerics,)
         dtype = dtypes.name(self.dtype)
@@ -142,4 +144,4 @@ class Problem:
             even = len(set(self.sizes)) == 1
             split = f"{self.sizes[0]} a rank" if even else str(list(self.sizes))
             parts.append(f"dim {self.dim} by {split}")
-        return f"{self.op}({', '.join([*parts, *self.options])})"
+        return f"{self.op}({', '.join([*parts, *self.options.texts()])})"

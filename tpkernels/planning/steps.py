@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from math import prod
 
-from tpkernels.dtypes import name
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.problem import Problem
 from tpkernels.shards import shard_sizes
@@ -26,7 +25,7 @@ def writes_results(problem: Problem) -> bool:
     """Whether `direct` writes the sum into both ranks' results (csrc/host/written_results.h)."""
     if (problem.op, problem.device, problem.world) != ("all_reduce", "cpu", 2):
         return False
-    if f"out {name(problem.dtype)}" not in problem.options:
+    if problem.options.out_dtype != problem.dtype:
         return False
     return prod(problem.shape) * problem.dtype.itemsize >= _LARGE_BYTES
 
@@ -34,7 +33,7 @@ def writes_results(problem: Problem) -> bool:
 def step_bytes(problem: Problem) -> int:
     """Bytes of a data buffer that one row of each rank takes in a step of `pipelined`."""
     width, world = problem.shape[-1], problem.world
-    if problem.gathers:
+    if problem.spec.gathers:
         return width * problem.dtype.itemsize
     if problem.dim is None:  # partials, and sums of 4 bytes an element, or 8 in float64
         return world * width * (problem.dtype.itemsize + max(4, problem.dtype.itemsize))
@@ -76,13 +75,13 @@ def chunk_bytes(problem: Problem, workspace_bytes: int) -> int:
 def hierarchical_rows(problem: Problem, workspace_bytes: int) -> int:
     """Rows of each rank in a step of `hierarchical`, which splits no row of a matmul. Elements
     alone can always be split."""
-    return step_rows(problem, workspace_bytes) if problem.has_matmul else 1
+    return step_rows(problem, workspace_bytes) if problem.spec.has_matmul else 1
 
 
 def hierarchical_bytes(problem: Problem, workspace_bytes: int) -> int:
     """Bytes that a call by `hierarchical` uses of each data buffer: at most those of one host with
     all ranks."""
-    if problem.has_matmul:
+    if problem.spec.has_matmul:
         return pipelined_bytes(problem, workspace_bytes)
     each = min(problem.nbytes, chunk_bytes(problem, workspace_bytes))
     return problem.world * round_up(each, LINE_BYTES)

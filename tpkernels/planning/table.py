@@ -24,6 +24,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from tpkernels.op_spec import OPS, OpSpec
+
 # Times within this ratio of the fastest count as equally fast. Medians of 40 interleaved
 # repetitions of the same algorithm in two runs differ by 1 to 4 %. AMD EPYC Zen 3, 2 ranks,
 # 2026-11-21: `pytest -m slow -s tests/cli/test_tune.py`.
@@ -37,11 +39,6 @@ _ALIKE = 1.5
 
 
 Config: TypeAlias = tuple[tuple[str, int], ...]  # fields of kernels.configs.MatmulConfig
-
-
-def has_matmul(op: str) -> bool:
-    """Whether an op multiplies or only communicates."""
-    return "matmul" in op
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,9 @@ class Series:
     options: tuple[str, ...]
 
     @property
-    def has_matmul(self) -> bool:
-        """Whether the op multiplies or only communicates."""
-        return has_matmul(self.op)
+    def spec(self) -> OpSpec:
+        """What the op does."""
+        return OPS[self.op]
 
 
 @dataclass(frozen=True)
@@ -210,4 +207,4 @@ def _reason(algorithm: str, measurements: Sequence[Measurement], possible: Colle
 
 
 def _unit(series: Series) -> str:
-    return "rows" if series.has_matmul else "elements"
+    return "rows" if series.spec.has_matmul else "elements"

@@ -33,10 +33,10 @@ def is_eligible(problem: Problem, shared_memory: bool, tuned: Table) -> bool:
     """Whether ``auto`` may try algorithms for a problem: nothing was measured for it or for nearly
     the same extent (prompts have any number of tokens), several make sense, and the ranks are
     processes of one machine, which have one clock. A scaled product is not split."""
-    if problem.device != "cpu" or problem.world == 1 or not shared_memory or problem.scaled:
+    if problem.device != "cpu" or problem.world == 1 or not shared_memory or problem.spec.scaled:
         return False
     key = problem.tuning_key
-    return problem.has_matmul and key is not None and not tuned.near(*key)
+    return problem.spec.has_matmul and key is not None and not tuned.near(*key)
 
 
 class Trial:

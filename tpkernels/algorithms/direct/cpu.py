@@ -40,7 +40,7 @@ def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
     dtypes = {x.dtype, problem.dtype, getattr(given, "out_dtype", None) or x.dtype}
     if len(dtypes) > 1 or prod(problem.shape) == 0:
         return None
-    if problem.has_matmul and converts(x.dtype, prod(problem.shape[:-1])):
+    if problem.spec.has_matmul and converts(x.dtype, prod(problem.shape[:-1])):
         return None
     shape = () if problem.dim is None else tuple(shard_shape(problem, call.group.rank))
     match op:

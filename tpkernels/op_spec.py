@@ -1,0 +1,154 @@
+"""What each op does: one record per op, and the options on which the ranks of a call must agree.
+
+Registration, planning, benchmarks, verification and tests read these records. No code asks an op's
+name for its nature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from tpkernels import dtypes
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """What an op does.
+
+    Attributes:
+        gathers: gathers its input along a dim, before the matmul if it has one.
+        reduces: sums over the ranks, after the matmul if it has one.
+        scatters: each rank keeps its shard of the sum, or of what is exchanged.
+        has_matmul: multiplies as well as communicates.
+        normed: also returns the rows of the sum normalised.
+        runs_as: the op whose algorithms carry it out: itself, or for scaled operands the one
+            without scales.
+    """
+
+    name: str
+    gathers: bool = False
+    reduces: bool = False
+    scatters: bool = False
+    has_matmul: bool = False
+    normed: bool = False
+    runs_as: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.runs_as:
+            object.__setattr__(self, "runs_as", self.name)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the op multiplies operands with scales."""
+        return self.runs_as != self.name
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the op exchanges shards along one dim for shards along another."""
+        return self.scatters and not self.reduces
+
+    @property
+    def keeps_sum(self) -> bool:
+        """Whether every rank keeps the whole sum."""
+        return self.reduces and not self.scatters
+
+
+def _gather(name: str, *, has_matmul: bool = True, runs_as: str = "") -> OpSpec:
+    return OpSpec(name, gathers=True, has_matmul=has_matmul, runs_as=runs_as)
+
+
+def _sum(
+    name: str,
+    *,
+    scatters: bool = False,
+    has_matmul: bool = True,
+    normed: bool = False,
+    runs_as: str = "",
+) -> OpSpec:
+    return OpSpec(
+        name,
+        reduces=True,
+        scatters=scatters,
+        has_matmul=has_matmul,
+        normed=normed,
+        runs_as=runs_as,
+    )
+
+
+_RECORDS = (
+    _gather("all_gather_matmul"),
+    _sum("matmul_reduce_scatter", scatters=True),
+    _sum("matmul_all_reduce"),
+    _sum("matmul_all_reduce_rms_norm", normed=True),
+    _gather("all_gather", has_matmul=False),
+    _sum("reduce_scatter", scatters=True, has_matmul=False),
+    _sum("all_reduce", has_matmul=False),
+    _sum("all_reduce_rms_norm", has_matmul=False, normed=True),
+    OpSpec("all_to_all", scatters=True),
+    _gather("all_gather_scaled_matmul", runs_as="all_gather_matmul"),
+    _sum("scaled_matmul_reduce_scatter", scatters=True, runs_as="matmul_reduce_scatter"),
+    _sum("scaled_matmul_all_reduce", runs_as="matmul_all_reduce"),
+)
+OPS: Mapping[str, OpSpec] = {spec.name: spec for spec in _RECORDS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the ranks of a call must agree on besides its `Problem`'s shape and dtype. ``str`` is
+    part of the call's signature.
+
+    Attributes:
+        k: numbers in a row of a scaled x, whose packed rows have another length.
+        x_dtype, out_dtype: of the input and the result, where the dtype on the wire implies
+            neither.
+        scale_x: the kind of scales that x has.
+        bias, residual: whether one is added.
+        return_gathered: whether the gathered x is returned, too.
+        local_product: whether a product is the caller's own.
+        norm: eps, and the dtype of the weight, of an RMS norm.
+        scattered: the scattered dim of an exchange, and each rank's rows along it.
+    """
+
+    k: int | None = None
+    x_dtype: torch.dtype | None = None
+    scale_x: str | None = None
+    out_dtype: torch.dtype | None = None
+    bias: bool = False
+    residual: bool = False
+    return_gathered: bool = False
+    local_product: bool = False
+    norm: tuple[float, torch.dtype] | None = None
+    scattered: tuple[int, tuple[int, ...]] | None = None
+
+    def texts(self) -> tuple[str, ...]:
+        """Return one text per option that is set."""
+        texts = []
+        if self.k is not None:
+            texts.append(f"K {self.k}")
+        if self.x_dtype is not None:
+            texts.append(f"x {dtypes.name(self.x_dtype)}")
+        if self.scale_x is not None:
+            texts.append(f"scale_x {self.scale_x}")
+        if self.out_dtype is not None:
+            texts.append(f"out {dtypes.name(self.out_dtype)}")
+        for name in ("bias", "residual", "return_gathered", "local_product"):
+            if getattr(self, name):
+                texts.append(name)
+        if self.norm is not None:
+            eps, weight_dtype = self.norm
+            texts.append(f"rms_norm eps {float(eps)}, weight {dtypes.name(weight_dtype)}")
+        if self.scattered is not None:
+            dim, sizes = self.scattered
+            texts.append(f"scattered dim {dim} by {list(sizes)}")
+        return tuple(texts)
+
+    def that_cost_time(self) -> Options:
+        """Return these options without the ones that do not change how long a call takes: every
+        algorithm adds a bias and a residual, and normalises rows, while it sums."""
+        return replace(self, bias=False, residual=False, norm=None)
+
+
+NO_OPTIONS = Options()
