@@ -45,16 +45,7 @@ class Call:
     def collective(self) -> _C.calls.Collective:
         """The call's collective on shared memory."""
         workspace, plan = self.workspace, self.plan
-        return _C.calls.Collective(
-            workspace.channel, workspace.segments, plan.signature, plan.text, self.results
-        )
-
-    @property
-    def results(self) -> _C.host.SharedResults | None:
-        """Where the call's result should be; None: anywhere. All ranks have such memory or none: it
-        is shared before a call that writes to it is planned."""
-        writes = ALGORITHMS[self.plan.algorithm].writes_results(self.problem)
-        return self.workspace.results if writes else None
+        return _C.calls.Collective(workspace.channel, workspace.segments, plan.signature, plan.text)
 
     @functools.cached_property
     def layout(self) -> _C.host.ShardLayout:

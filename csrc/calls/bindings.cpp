@@ -47,10 +47,8 @@ Addends addends(const py::object& bias, const py::object& residual) {
 
 void bind_collective(py::module_& m) {
   py::class_<Collective, std::shared_ptr<Collective>>(m, "Collective")
-      .def(py::init<py::object, std::shared_ptr<host::Segments>, std::uint32_t, std::string,
-                    std::shared_ptr<host::SharedResults>>(),
-           py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("text"),
-           py::arg("results") = nullptr)
+      .def(py::init<py::object, std::shared_ptr<host::Segments>, std::uint32_t, std::string>(),
+           py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("text"))
       .def(
           "all_gather",
           [](const Collective& self, const py::object& x, const py::object& out,
@@ -98,7 +96,7 @@ void bind_collective(py::module_& m) {
 }
 
 void bind_memory(py::module_& m) {
-  m.def("empty", &empty_in, py::arg("shape"), py::arg("dtype"), py::arg("results") = nullptr);
+  m.def("empty", &empty, py::arg("shape"), py::arg("dtype"));
   m.def("result_pool", [] {
     const host::Pool::Usage usage = host::result_pool().usage();
     return py::dict(py::arg("limit") = usage.limit, py::arg("idle") = usage.idle,

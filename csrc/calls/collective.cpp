@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "binding_errors.h"
-#include "host/pool.h"
 
 namespace tpkernels::calls {
 namespace {
@@ -52,14 +51,12 @@ DType dtype_of(const Tensor& x) {
 }
 
 Collective::Collective(const py::object& channel, std::shared_ptr<host::Segments> segments,
-                       std::uint32_t signature, std::string text,
-                       std::shared_ptr<host::SharedResults> results)
+                       std::uint32_t signature, std::string text)
     : keep_(channel),
       channel_(channel.cast<host::Channel&>()),
       segments_(std::move(segments)),
       signature_(signature),
-      text_(std::move(text)),
-      results_(std::move(results)) {}
+      text_(std::move(text)) {}
 
 host::Source Collective::source(const Tensor& x) const {
   const std::byte* data = data_of(x);
@@ -101,13 +98,7 @@ void Collective::all_reduce(const Tensor& x, const Tensor& out, const Addends& a
   const host::Epilogue after = epilogue(out, addends);
   const host::RmsNorm rows = rms_norm(norm);
   const GilReleased released;
-  try {
-    host::all_reduce(channel_, id(), in, data_of(out), count, wire, after, rows, results_.get());
-  } catch (...) {
-    // A peer may write to `out` at any time.
-    if (results_) host::result_pool().close(*results_, true);
-    throw;
-  }
+  host::all_reduce(channel_, id(), in, data_of(out), count, wire, after, rows);
 }
 
 }  // namespace tpkernels::calls

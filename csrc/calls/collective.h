@@ -10,7 +10,6 @@
 #include "calls/tensor.h"
 #include "host/collectives.h"
 #include "host/segments.h"
-#include "host/shared_results.h"
 
 namespace tpkernels::calls {
 
@@ -29,13 +28,9 @@ struct Norm {
 
 class Collective {
  public:
-  // Keeps `channel`, Python's object, alive. `results` may be null.
+  // Keeps `channel`, Python's object, alive.
   Collective(const pybind11::object& channel, std::shared_ptr<host::Segments> segments,
-             std::uint32_t signature, std::string text,
-             std::shared_ptr<host::SharedResults> results);
-
-  // Where a result of `all_reduce` should be; null: anywhere.
-  const std::shared_ptr<host::SharedResults>& results() const { return results_; }
+             std::uint32_t signature, std::string text);
 
   // Contiguous tensors of supported dtypes; collectives.h has their shapes. All give up the GIL,
   // and throw what the channel throws.
@@ -57,7 +52,6 @@ class Collective {
   std::shared_ptr<host::Segments> segments_;
   std::uint32_t signature_;
   std::string text_;
-  std::shared_ptr<host::SharedResults> results_;
 };
 
 // What DLPack calls a dtype; throws std::invalid_argument for one that the ops do not take.

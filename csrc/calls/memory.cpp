@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "binding_errors.h"
 #include "calls/python.h"
 #include "calls/tensor.h"
 #include "host/arena.h"
@@ -64,8 +63,7 @@ void end_loan(dlpack::ManagedTensor* managed) {
 }
 
 // A tensor in memory from the pool; null without a Python error: the pool has none.
-py::object pooled(const py::tuple& shape, const dlpack::DataType& dtype,
-                  const std::shared_ptr<host::SharedResults>& shared) {
+py::object pooled(const py::tuple& shape, const dlpack::DataType& dtype) {
   auto loan = std::make_unique<Loan>();
   const std::size_t dims = shape.size();
   loan->shape.resize(dims);
@@ -77,12 +75,7 @@ py::object pooled(const py::tuple& shape, const dlpack::DataType& dtype,
     count *= loan->shape[i];
   }
   const std::size_t bytes = static_cast<std::size_t>(count) * dtype.bits / 8;
-  std::optional<host::Pool::Block> block;
-  {
-    const GilReleased released;  // a new shared block takes milliseconds
-    if (shared) block = host::result_pool().take(bytes, shared);
-    if (!block) block = host::result_pool().take(bytes);
-  }
+  const std::optional<host::Pool::Block> block = host::result_pool().take(bytes);
   if (!block) return {};
   loan->block = *block;
   dlpack::ManagedTensor& managed = loan->managed;
@@ -117,14 +110,9 @@ py::object empty_of_torch(const py::tuple& shape, const py::handle& dtype) {
 }  // namespace
 
 py::object empty(const py::tuple& shape, const py::handle& dtype) {
-  return empty_in(shape, dtype, nullptr);
-}
-
-py::object empty_in(const py::tuple& shape, const py::handle& dtype,
-                    const std::shared_ptr<host::SharedResults>& shared) {
   const dlpack::DataType* const type = described(dtype);
   if (!type || !large(shape, *type)) return empty_of_torch(shape, dtype);
-  if (py::object out = pooled(shape, *type, shared)) {
+  if (py::object out = pooled(shape, *type)) {
     if (fills()) out.attr("fill_")(std::nan(""));
     return out;
   }

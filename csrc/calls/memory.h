@@ -4,9 +4,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
-#include <memory>
-
-#include "host/shared_results.h"
 
 namespace tpkernels::calls {
 
@@ -19,9 +16,5 @@ constexpr std::size_t kLargeBytes = std::size_t{4} << 20;
 // goes back to it with the tensor's storage, which cannot be resized; if the pool has none, it is
 // torch's, with huge pages.
 pybind11::object empty(const pybind11::tuple& shape, const pybind11::handle& dtype);
-
-// The same, with a large tensor's memory from `shared` while that has room; null: from anywhere.
-pybind11::object empty_in(const pybind11::tuple& shape, const pybind11::handle& dtype,
-                          const std::shared_ptr<host::SharedResults>& shared);
 
 }  // namespace tpkernels::calls

@@ -24,11 +24,10 @@ inline Tensor tensor(const pybind11::handle& object) {
   return read_as;
 }
 
-// A new tensor of that shape and of x's dtype; memory.h has `shared`.
-inline pybind11::object empty_like(PyObject* x, const pybind11::tuple& shape,
-                                   const std::shared_ptr<host::SharedResults>& shared = nullptr) {
+// A new tensor of that shape and of x's dtype.
+inline pybind11::object empty_like(PyObject* x, const pybind11::tuple& shape) {
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
-  return empty_in(shape, checked(PyObject_GetAttr(x, dtype_name)), shared);
+  return empty(shape, checked(PyObject_GetAttr(x, dtype_name)));
 }
 
 // Where the operands of the ops that multiply and sum are, and where those that are added to the

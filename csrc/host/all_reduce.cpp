@@ -3,7 +3,6 @@
 
 #include "host/chunks.h"
 #include "host/collectives.h"
-#include "host/written_results.h"
 
 namespace tpkernels::host {
 namespace {
@@ -35,23 +34,13 @@ class Rows {
 }  // namespace
 
 void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm,
-                const SharedResults* results) {
+                std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm) {
   const std::size_t element = size_of(wire);
   const std::size_t out_element = size_of(epilogue.out_dtype);
   const auto world = static_cast<std::size_t>(channel.world());
   const auto rank = static_cast<std::size_t>(channel.rank());
-  const std::size_t bytes = count * element;
-  // This is the same on both ranks. What may differ, such as whether a rank overwrites its input,
-  // the ranks tell each other.
-  if (results && world == 2 && !norm.out) {
-    const bool plain = !epilogue.bias && !epilogue.residual && epilogue.out_dtype == wire;
-    const std::byte* const own = plain && in.data != out ? out : nullptr;
-    std::byte* const peers_out = exchange_results(channel, call, *results, own, bytes);
-    if (peers_out) return all_reduce_written(channel, call, in.data, out, peers_out, count, wire);
-  }
   // Two ranks move no more data in one step than in two.
-  const bool one_shot = bytes <= kLimits.one_shot_bytes || world == 2;
+  const bool one_shot = count * element <= kLimits.one_shot_bytes || world == 2;
   // A buffer holds a chunk of the input, followed by this rank's part of the result.
   const std::size_t room = channel.capacity() * element / (element + out_element) - 128;
   const std::size_t step = align_down(std::min(kLimits.chunk_bytes * world, room)) / element;

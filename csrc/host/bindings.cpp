@@ -222,11 +222,6 @@ void bind_collectives(py::module_& m) {
       .def("locate", &Segments::locate, py::arg("address"), py::arg("nbytes"))
       .def("__len__", &Segments::size);
 
-  py::class_<SharedResults, std::shared_ptr<SharedResults>>(m, "SharedResults")
-      .def(py::init<std::shared_ptr<Arena>, int, std::uint32_t>(), py::arg("arena"),
-           py::arg("rank"), py::arg("private_calls"))
-      .def("close", [](SharedResults& self) { result_pool().close(self, false); });
-
   m.def(
       "sum_partials",
       [](std::uintptr_t out, const std::vector<std::uintptr_t>& partials, int wire,

@@ -22,7 +22,6 @@
 
 #include "host/channel.h"
 #include "host/rms_norm.h"
-#include "host/shared_results.h"
 #include "host/vector.h"
 
 namespace tpkernels::host {
@@ -72,11 +71,8 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
                 DType dtype);
 
 // in, out: `count` elements. They may be the same memory if `in.segment` is 0. `norm.out` gets the
-// rows of the result, normalised: by every rank all of them, while they are in its caches. Two
-// ranks with `results`, which both of them pass or neither, write the sum into each other's results
-// if they can (written_results.h).
+// rows of the result, normalised: by every rank all of them, while they are in its caches.
 void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm = {},
-                const SharedResults* results = nullptr);
+                std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm = {});
 
 }  // namespace tpkernels::host

@@ -8,37 +8,25 @@
 
 #include <cstddef>
 #include <list>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <utility>
-
-#include "host/shared_results.h"
 
 namespace tpkernels::host {
 
-// Memory of a block. `data` is null if there was none.
+// Anonymous private memory that begins at a huge page. `data` is null if there was none.
 class Mapping {
  public:
-  // Anonymous private memory that begins at a huge page.
   explicit Mapping(std::size_t bytes);
-  Mapping(std::shared_ptr<SharedResults> owner, std::size_t bytes);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
-  // Where it comes from; null: it is private.
-  SharedResults* owner() const { return owner_.get(); }
-  // In a fork: leaves the memory to the process that owns it. The memory of `copy` takes its place;
-  // without one there is none.
-  void leave(Mapping* copy);
 
  private:
   std::byte* data_ = nullptr;
   std::size_t bytes_;
-  std::shared_ptr<SharedResults> owner_;
 };
 
 // Any thread may call any method.
@@ -53,10 +41,9 @@ class Pool {
   };
 
   // A block of at least `bytes`, with any content. None if the block would exceed the limit, or if
-  // the kernel has no memory. Takes the most recently used block of the size class, from `owner`
-  // where one is given. Throws std::bad_alloc.
-  std::optional<Block> take(std::size_t bytes,
-                            const std::shared_ptr<SharedResults>& owner = nullptr);
+  // the kernel has no memory. Takes the most recently used block of the size class. Throws
+  // std::bad_alloc.
+  std::optional<Block> take(std::size_t bytes);
 
   // Neither throws nor needs the GIL: tensors die on any thread, also after the interpreter.
   void give_back(Block block) noexcept;
@@ -65,28 +52,19 @@ class Pool {
   void set_limit(std::size_t bytes);
   Usage usage() const;
 
-  // `owner` hands out no more memory, and none of its blocks stays idle. `failed`: in a call, so
-  // that what is in use stays as it is (shared_results.h).
-  void close(SharedResults& owner, bool failed);
-
   // For fork handlers. A child does not keep idle blocks: it would copy them page by page, and so
-  // would the parent. It gets copies of the shared blocks in use, which would otherwise change with
-  // the parent's; they are made before the fork, because the parent may hand the blocks out again
-  // right after it. If there is no memory for a copy, the child cannot access the block.
-  void before_fork();
-  void after_fork_in_parent();
+  // would the parent.
+  void before_fork() { mutex_.lock(); }
+  void after_fork_in_parent() { mutex_.unlock(); }
   void after_fork_in_child();
 
  private:
-  // Of that owner; null: of all, and private ones.
-  void drop_idle(const SharedResults* owner);
   // Moves the oldest idle blocks beyond `most` bytes to `dropped`. The lock is held.
   void drop_oldest(std::size_t most, std::list<Mapping>& dropped);
 
   mutable std::mutex mutex_;
   std::list<Mapping> in_use_;
-  std::list<Mapping> idle_;                      // the most recently used first
-  std::list<std::pair<Block, Mapping>> copies_;  // during a fork
+  std::list<Mapping> idle_;  // the most recently used first
   std::size_t in_use_bytes_ = 0;
   std::size_t idle_bytes_ = 0;
   std::size_t limit_ = 0;

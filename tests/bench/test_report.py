@@ -71,7 +71,7 @@ def test_the_json_obeys_the_schema(folder: Path) -> None:
 def test_the_schema_knows_every_name() -> None:
     file = resources.files("tpkernels.bench").joinpath("schema.json")
     names = json.loads(file.read_text("utf-8"))["$defs"]
-    assert tuple(names["op"]["enum"]) == OPS
+    assert tuple(names["op"]["enum"]) == tuple(OPS)
     assert names["algorithm"]["enum"] == ["auto", *ALGORITHMS]
     assert ("unfused", *names["variant"]["anyOf"][1]["enum"]) == BASELINES
 

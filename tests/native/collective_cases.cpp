@@ -59,19 +59,12 @@ std::size_t total_rows(const ShardLayout& layout) {
 class Tensors {
  public:
   Tensors(const Channel& channel, const Collective& call,
-          const std::shared_ptr<host::Arena>& segment, std::size_t in_count, std::size_t out_count,
-          const std::shared_ptr<host::Arena>& results = nullptr)
+          const std::shared_ptr<host::Arena>& segment, std::size_t in_count, std::size_t out_count)
       : call_(call), out_bytes_(out_count * size_of(call.out)) {
     const std::size_t in_bytes = in_count * size_of(call.wire);
     const int rank = channel.rank();
-    if (results && (call.written >> rank & 1u) != 0) {
-      const std::size_t at = 64 * (static_cast<unsigned>(rank + call.round) % 7);
-      CHECK(at + out_bytes_ + 2 * kGuard <= kSegmentBytes);
-      out_ = results->region(rank) + at;
-    } else {
-      own_.resize(out_bytes_ + 2 * kGuard);
-      out_ = own_.data();
-    }
+    own_.resize(out_bytes_ + 2 * kGuard);
+    out_ = own_.data();
     std::fill_n(out_, out_bytes_ + 2 * kGuard, kUntouched);
     if (segment && (call.symmetric >> rank & 1u) != 0 && !call.in_place) {
       offset_ = 64 * (1 + static_cast<unsigned>(call.round) % 5);
@@ -190,10 +183,9 @@ void scatter(Channel& channel, const Collective& call, const host::CallId& id,
 }
 
 void reduce(Channel& channel, const Collective& call, const host::CallId& id,
-            const std::shared_ptr<host::Arena>& segment,
-            const std::shared_ptr<host::Arena>& results) {
+            const std::shared_ptr<host::Arena>& segment) {
   const std::size_t count = call.layout.inner;
-  Tensors tensors(channel, call, segment, count, count, results);
+  Tensors tensors(channel, call, segment, count, count);
   const Terms terms(call, count < 10 ? 1 : 10, count);
   host::RmsNorm norm;
   std::vector<std::byte> normed(count * size_of(call.out)), weight(count * size_of(call.out));
@@ -201,10 +193,7 @@ void reduce(Channel& channel, const Collective& call, const host::CallId& id,
     for (std::size_t i = 0; i < count; ++i) put(call.out, weight.data(), i, bias_value(i));
     norm = {normed.data(), weight.data(), call.out, count % 3 == 0 ? count / 3 : count, 0.5};
   }
-  const auto shared =
-      results ? std::make_unique<host::SharedResults>(results, channel.rank(), 0) : nullptr;
-  all_reduce(channel, id, tensors.source(), tensors.out(), count, call.wire, terms.epilogue, norm,
-             shared.get());
+  all_reduce(channel, id, tensors.source(), tensors.out(), count, call.wire, terms.epilogue, norm);
   if (call.norm) {
     std::vector<std::byte> afterwards(normed.size());
     norm.out = afterwards.data();
@@ -232,23 +221,20 @@ std::string text_of(const Collective& call) {
   if (call.norm) text += ", norm";
   if (call.in_place) text += ", in place";
   if (call.symmetric != 0) text += ", symmetric " + std::to_string(call.symmetric);
-  if (call.written != 0) text += ", written " + std::to_string(call.written);
   return text + ") round " + std::to_string(call.round);
 }
 
 void run_collective(Channel& channel, const Collective& call,
-                    const std::shared_ptr<host::Arena>& segment,
-                    const std::shared_ptr<host::Arena>& results) {
+                    const std::shared_ptr<host::Arena>& segment) {
   const std::string text = text_of(call);
   const host::CallId id{static_cast<std::uint32_t>(std::hash<std::string>{}(text)) | 1u, text};
   if (call.op == Op::kAllGather) return gather(channel, call, id, segment);
   if (call.op == Op::kReduceScatter) return scatter(channel, call, id, segment);
-  reduce(channel, call, id, segment, results);
+  reduce(channel, call, id, segment);
 }
 
 void run_random_collectives(Channel& channel, std::uint64_t seed, int count,
-                            const std::shared_ptr<host::Arena>& segment,
-                            const std::shared_ptr<host::Arena>& results) {
+                            const std::shared_ptr<host::Arena>& segment) {
   std::uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
   const auto draw = [&](std::size_t below) {  // splitmix64
     std::uint64_t z = state += 0x9e3779b97f4a7c15u;
@@ -271,18 +257,11 @@ void run_random_collectives(Channel& channel, std::uint64_t seed, int count,
       call.norm = draw(2) == 0;
       call.in_place = call.out == call.wire && draw(3) == 0;
       if (call.in_place) call.symmetric = 0;
-      if (results) {  // mostly what both ranks can write
-        call.written = draw(2) == 0 ? 3 : static_cast<std::uint32_t>(draw(4));
-        if (draw(3) != 0) {
-          call.out = call.wire;
-          call.bias = call.residual = call.norm = call.in_place = false;
-        }
-      }
     } else {
       call.layout = {draw(3) + 1, draw(40) + 1, std::vector<std::size_t>(world)};
       for (std::size_t& size : call.layout.sizes) size = draw(4) == 0 ? 0 : draw(30);
     }
-    run_collective(channel, call, segment, results);
+    run_collective(channel, call, segment);
   }
 }
 

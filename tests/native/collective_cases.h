@@ -26,7 +26,6 @@ struct Collective {
   bool norm = false;
   bool in_place = false;        // all-reduce only
   std::uint32_t symmetric = 0;  // bit r: rank r's input lies in the segment
-  std::uint32_t written = 0;    // bit r: rank r's result lies in memory that its peer may write
   int round = 0;                // distinguishes calls
 };
 
@@ -37,14 +36,11 @@ constexpr std::size_t kSegmentBytes = 1 << 18;
 
 // Runs one call on this rank. CHECKs every element of the result, and that nothing around it was
 // written. `segment` may be null if no rank's input is symmetric.
-// `results`: an arena like the segment, where results lie; the same on all ranks, or null.
 void run_collective(host::Channel& channel, const Collective& call,
-                    const std::shared_ptr<host::Arena>& segment = nullptr,
-                    const std::shared_ptr<host::Arena>& results = nullptr);
+                    const std::shared_ptr<host::Arena>& segment = nullptr);
 
 // `count` calls of random ops, layouts and dtypes, the same on all ranks.
 void run_random_collectives(host::Channel& channel, std::uint64_t seed, int count,
-                            const std::shared_ptr<host::Arena>& segment = nullptr,
-                            const std::shared_ptr<host::Arena>& results = nullptr);
+                            const std::shared_ptr<host::Arena>& segment = nullptr);
 
 }  // namespace tpkernels::test

@@ -3,7 +3,7 @@ from typing import Any, Literal
 
 import torch
 
-from tpkernels._C.host import Channel, Segments, ShardLayout, SharedResults
+from tpkernels._C.host import Channel, Segments, ShardLayout
 
 # What needs tensors: csrc/calls. Only here does the extension import torch, when it is first used.
 
@@ -14,7 +14,6 @@ class Collective:
         segments: Segments,
         signature: int,
         text: str,
-        results: SharedResults | None = None,
     ) -> None: ...
     def all_gather(self, x: torch.Tensor, out: torch.Tensor, layout: ShardLayout) -> None: ...
     def reduce_scatter(
@@ -149,9 +148,7 @@ class Arguments:
     ) -> None: ...
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, results: SharedResults | None = None
-) -> torch.Tensor: ...
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 PANEL_COLUMNS: int
 

@@ -208,12 +208,6 @@ class Group(Agreements):
                 if refused is not None and self.rank == 0:
                     self.notices.append(refused)
 
-    def share_results(self, text: str) -> None:
-        """See `HostWorkspace.share_results`. Collective at first."""
-        if self.workspace is not None and self.workspace.results is None:
-            with self.together():
-                self.workspace.share_results(text)
-
     def make_symmetric(
         self, shape: tuple[int, ...], dtype: torch.dtype, gpu: torch.device | None
     ) -> torch.Tensor:

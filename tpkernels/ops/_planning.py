@@ -68,10 +68,8 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
             missing[plan.algorithm] = why
             continue
         if problem.device == "cpu":
-            record = ALGORITHMS[plan.algorithm]
-            group.make_room(record.workspace_bytes(problem, means.workspace_bytes), plan.text)
-            if record.writes_results(problem):
-                group.share_results(plan.text)
+            nbytes = ALGORITHMS[plan.algorithm].workspace_bytes(problem, means.workspace_bytes)
+            group.make_room(nbytes, plan.text)
         if _means(group, missing) == means:
             return Call(group, problem, plan, implementation(problem, plan), generation)
 

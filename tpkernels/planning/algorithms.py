@@ -17,10 +17,6 @@ def _no_bytes(problem: Problem, workspace_bytes: int) -> int:
     return 0
 
 
-def _never(problem: Problem) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Algorithm:
     """What an algorithm does and what it needs.
@@ -42,8 +38,6 @@ class Algorithm:
             interpreter.
         workspace_bytes: bytes that a call on CPU tensors uses of each data buffer, given the limit;
             with less it takes more steps.
-        writes_results: whether two ranks write results on the CPU into each other's memory, which
-            they have to share before the first such call.
         step_rows: rows of each rank that fit a step of a call on CPU tensors; None: there are no
             steps, every call fits.
     """
@@ -60,7 +54,6 @@ class Algorithm:
     whole_rows: frozenset[str] = frozenset()
     tests_only: frozenset[str] = frozenset()
     workspace_bytes: Callable[[Problem, int], int] = _no_bytes
-    writes_results: Callable[[Problem], bool] = _never
     step_rows: Callable[[Problem, int], int] | None = None
 
 
@@ -74,7 +67,6 @@ _RECORDS = (
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=steps.direct_bytes,
-        writes_results=steps.writes_results,
     ),
     Algorithm(
         "pipelined",

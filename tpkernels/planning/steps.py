@@ -17,19 +17,6 @@ _SLACK_BYTES = 4 << 10
 _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 
 
-# Results of this size and more come from the pool: `kLargeBytes` in csrc/calls/memory.h.
-_LARGE_BYTES = 4 << 20
-
-
-def writes_results(problem: Problem) -> bool:
-    """Whether `direct` writes the sum into both ranks' results (csrc/host/written_results.h)."""
-    if (problem.op, problem.device, problem.world) != ("all_reduce", "cpu", 2):
-        return False
-    if problem.options.out_dtype != problem.dtype:
-        return False
-    return prod(problem.shape) * problem.dtype.itemsize >= _LARGE_BYTES
-
-
 def step_bytes(problem: Problem) -> int:
     """Bytes of a data buffer that one row of each rank takes in a step of `pipelined`."""
     width, world = problem.shape[-1], problem.world

@@ -295,5 +295,4 @@ class HostWorkspace(Steps):
         self.abandon("tpkernels.finalize")
         self._bases.clear()
         self.segments.clear()
-        self.close_results()
         self._device = None

@@ -3,9 +3,7 @@ exchange statements and make further arenas."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +14,11 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C.host import Phase
-from tpkernels.defaults import result_pool_bytes
 from tpkernels.integers import round_up
 from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.symm.rendezvous import MappedArena, make_arena
 
 PAGE = 4 << 10
-_REGION_UNIT = 2 << 20  # whole pages on every processor
-# How often a size of results is asked for before it gets shared memory: that saves some 0.7 ms of
-# 32 MiB, and its first use costs 30 (csrc/host/shared_results.h, benchmarks/results).
-PRIVATE_CALLS = 16
 
 
 class Steps:
@@ -33,8 +26,6 @@ class Steps:
 
     participant: Participant
     channel: _C.host.Channel
-    results: _C.host.SharedResults | None = None  #: see `share_results`
-    _may_share_results = True
 
     def view(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
@@ -53,38 +44,17 @@ class Steps:
         finally:
             self.participant, self.channel.timeout = usual, usual.timeout
 
-    def _further_arena(self, purpose: str, nbytes: int, *, commit: bool = True) -> _C.host.Arena:
+    def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
         """An arena in addition to the channel's, which watches the ranks already. Collective."""
-        link = self._link(purpose, nbytes, commit=commit)
+        link = self._link(purpose, nbytes)
         for pidfd in link.pidfds:
             os.close(pidfd)
         return link.arena
 
-    def _link(self, purpose: str, nbytes: int, *, commit: bool = True) -> MappedArena:
-        """A new arena, in the call that has just begun; ``commit``: with memory. Collective."""
+    def _link(self, purpose: str, nbytes: int) -> MappedArena:
+        """Make a new arena, in the call that has just begun. Collective."""
         region = round_up(nbytes, PAGE)
-        return make_arena(self._watched(), purpose, region, [(0, region)] if commit else [])
-
-    def share_results(self, text: str) -> None:
-        """Lets two ranks write to each other's results, which ``results`` then has the memory for:
-        as many bytes as the result pool may keep, committed when they are needed. Collective at the
-        first call. There is none if that fails on a rank, or if their limits differ."""
-        if not self._may_share_results or self.participant.world != 2:
-            return
-        self._may_share_results = False
-        limit = result_pool_bytes()
-        self._agree(f"memory for the results of {text}")
-        with contextlib.suppress(MemoryError):
-            arena = self._further_arena("results", round_up(limit, _REGION_UNIT), commit=False)
-            self.results = _C.host.SharedResults(arena, self.participant.rank, PRIVATE_CALLS)
-            # Where a call's thread is the last to have the workspace, nobody closes it.
-            weakref.finalize(self, self.results.close).atexit = False
-
-    def close_results(self) -> None:
-        """Those that are in use stay until they are dropped."""
-        if self.results is not None:
-            self.results.close()
-            self.results = None
+        return make_arena(self._watched(), purpose, region, [(0, region)])
 
     def _watched(self) -> Participant:
         """This rank, for a rendezvous in the call that has just begun, with its peers watched."""
