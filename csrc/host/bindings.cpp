@@ -162,6 +162,7 @@ void bind_channel(py::module_& m) {
           },
           py::arg("peer"), py::arg("nbytes"))
       .def("in_segment", &Channel::in_segment, py::arg("peer"))
+      .def("end_read", &Channel::end_read, py::arg("peer"))
       .def(
           "set_on_wait",
           [](Channel& c, const py::object& f) {

@@ -68,6 +68,7 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
       capacity_(capacity),
       fork_generation_(fork_generation()) {
   const auto ranks = static_cast<std::size_t>(world());
+  held_.resize(ranks);
   if (options_.names.empty()) {
     options_.names.resize(ranks);
     std::iota(options_.names.begin(), options_.names.end(), 0);
@@ -160,9 +161,11 @@ std::pair<std::shared_ptr<Arena>, std::size_t> Channel::segment_of(int peer,
   return {std::move(segment), offset};
 }
 
-const std::byte* Channel::data(int peer, std::size_t bytes) const {
-  const auto [segment, offset] = segment_of(peer, bytes);
-  return segment ? segment->region(peer) + offset : buffer(peer);
+const std::byte* Channel::data(int peer, std::size_t bytes) {
+  auto [segment, offset] = segment_of(peer, bytes);
+  if (!segment) return buffer(peer);
+  auto& held = held_[static_cast<std::size_t>(peer)] = std::move(segment);
+  return held->region(peer) + offset;
 }
 
 void Channel::delay() const {

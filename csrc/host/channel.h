@@ -134,10 +134,13 @@ class Channel {
 
   // Input that peers read in place lies in a segment, an arena that the user owns. `locate`
   // announces where this rank's data for the epoch is (call it before publish); `data` returns
-  // where a peer's is (call it after wait).
+  // where a peer's is (call it after wait), which stays mapped until `end_read`. That tells the
+  // peer, which waits for it; it throws if the peer has failed, and so may have overwritten what
+  // was read.
   void add_segment(std::uint64_t id, std::weak_ptr<Arena> segment);
   void locate(std::uint64_t segment, std::size_t offset);
-  const std::byte* data(int peer, std::size_t bytes) const;
+  const std::byte* data(int peer, std::size_t bytes);
+  void end_read(int peer);
   // The segment that holds a peer's data, and the offset within its region. Null if the data is in
   // the peer's buffer.
   std::pair<std::shared_ptr<Arena>, std::size_t> segment_of(int peer, std::size_t bytes) const;
@@ -165,6 +168,7 @@ class Channel {
   [[noreturn]] void fail_forked() const;
   void check(int peer, const Signal& awaited, double waited_s) const;
   [[noreturn]] void fail(FailureKind kind, int peer, int culprit, const std::string& what) const;
+  void check_fault(int peer, const char* what) const;
   void check_mismatch(int peer) const;
   void set_fault(FailureKind kind, int culprit, const std::string& what) const;
   std::string call_text(int rank) const;
@@ -191,6 +195,7 @@ class Channel {
   mutable bool broken_ = false;
   mutable std::string broken_by_;
   std::map<std::uint64_t, std::weak_ptr<Arena>> segments_;
+  std::vector<std::shared_ptr<Arena>> held_;  // what is read of each peer; its user may free it
   std::shared_ptr<const std::function<void()>> poll_;  // may be set while another thread waits
   std::function<void(bool)> on_wait_;
   std::unique_ptr<Chaos> chaos_;

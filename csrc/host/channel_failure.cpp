@@ -43,6 +43,21 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
   }
 }
 
+void Channel::end_read(int peer) {
+  held_[static_cast<std::size_t>(peer)] = nullptr;
+  fence_after_reads();
+  check_fault(peer, "has read the memory of ");
+  publish(Phase::kRead, peer);
+}
+
+void Channel::check_fault(int peer, const char* what) const {
+  const Header& theirs = header(peer);
+  const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
+  if (kind == FailureKind{}) return;
+  fail(kind, peer, theirs.culprit.load(std::memory_order_relaxed),
+       what + peer_name(peer) + ", which has failed: " + theirs.fault_text.read());
+}
+
 bool Channel::ended(int peer) const {
   pollfd life{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
   return life.fd >= 0 && ::poll(&life, 1, 0) == 1 && (life.revents & POLLIN) != 0;
@@ -59,12 +74,7 @@ void Channel::check_peers() const {
   if (forked()) fail_forked();
   for (int peer = 0; peer < world(); ++peer) {
     if (peer == rank_) continue;
-    const Header& theirs = header(peer);
-    if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
-        kind != FailureKind{}) {
-      fail(kind, peer, theirs.culprit.load(std::memory_order_relaxed),
-           "found that " + peer_name(peer) + " has failed: " + theirs.fault_text.read());
-    }
+    check_fault(peer, "looked at ");
     if (ended(peer)) {
       fail(FailureKind::kPeerLost, peer, name(peer),
            "found that the process of " + peer_name(peer) + " has ended");
@@ -99,6 +109,7 @@ void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) 
   own.fault_text.write(what);
   own.culprit.store(culprit, std::memory_order_relaxed);
   own.fault.store(static_cast<std::uint32_t>(kind), std::memory_order_release);
+  fence_before_overwrites();  // by the user, of what peers may still read in place
 }
 
 void Channel::abandon(const std::string& why, FailureKind kind, int culprit) {

@@ -50,7 +50,7 @@ void for_each_peer(const Channel& channel, F&& f) {
 // Ends the last chunk: a peer that read a symmetric tensor in place tells its owner so.
 inline void release_sources(Channel& channel, const Source& in) {
   for_each_peer(channel, [&](int peer) {
-    if (channel.in_segment(peer)) channel.publish(Phase::kRead, peer);
+    if (channel.in_segment(peer)) channel.end_read(peer);
   });
   if (in.segment == 0) return;
   for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kRead, channel.rank()); });

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
@@ -15,6 +16,7 @@ from tests.support.cases import RanksFixture, one_of_each
 from tests.support.ranked import check_cases, fresh_group, report
 from tests.support.tiers import sweep, thorough
 from tpkernels.groups import GroupLike
+from tpkernels.launch import Ranks
 
 
 def passed_by_name_or_as_world() -> list[str]:
@@ -112,6 +114,38 @@ def after_destroy() -> list[str]:
             if name not in str(error):
                 failures.append(f"not helpful: {error}")
     return failures
+
+
+def after_initialising_again() -> list[str]:
+    """Groups and meshes from before are refused, although new groups have their names."""
+    store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+    first, mesh = dist.new_group([0, 1]), init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    name = mesh.get_group().group_name
+    if rank < 2:
+        tpkernels.all_reduce(torch.ones(3), first)
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=3)
+    second, failures = dist.new_group(), []
+    if mesh.get_group().group_name != name or (rank < 2 and first.group_name != second.group_name):
+        failures.append("torch gives other names now, and this test shows nothing")
+    for group in (second, dist.group.WORLD):
+        tpkernels.init(group, timeout=5.0)
+    for kept in (first, mesh, (mesh, "tp")):
+        if rank == 2 and kept is first:
+            continue  # this rank never was in it
+        try:
+            got = tpkernels.all_reduce(torch.full((3,), 10.0**rank), kept)
+            failures.append(f"{kept} is taken for the group of that name: {got}")
+        except ValueError as error:
+            if "was destroyed" not in str(error):
+                failures.append(f"not helpful: {error}")
+    return failures + check_cases(one_of_each(3)[:4], second)
+
+
+def test_what_was_kept_from_before_another_initialisation() -> None:
+    with Ranks(3) as ranks:
+        report(failure for rank in ranks.run(after_initialising_again) for failure in rank)
 
 
 @pytest.mark.parametrize("world", sweep([2, 1, 4]))

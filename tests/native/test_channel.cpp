@@ -212,6 +212,35 @@ TEST_CASE(leaving_after_the_last_word_is_no_failure, kThreads) {
   }
 }
 
+// Peers read a segment in place, and it is the user's again once a rank has left the call.
+TEST_CASE(what_a_rank_that_left_has_overwritten_is_no_data, kThreads) {
+  auto arena = make_arena(2, 4096);
+  const std::weak_ptr<host::Arena> segment = arena;
+  std::atomic<bool> left{false};
+  on_threads(Setup{}, [&](Channel& channel) {
+    channel.add_segment(1, segment);
+    if (channel.rank() == 1) {
+      while (!left) sleep_ms(1);
+    }
+    channel.begin(kCall, "late()");
+    channel.locate(1, 0);
+    channel.publish(Phase::kData);
+    if (channel.rank() == 0) {
+      channel.abandon("a deadline", FailureKind::kTimeout, 1);
+      arena->region(0)[0] = std::byte{9};
+      left = true;
+      return;
+    }
+    channel.wait(0, Phase::kData);
+    const std::byte* theirs = channel.data(0, 64);
+    arena = nullptr;  // another thread frees the tensor
+    CHECK(!segment.expired() && theirs[0] == std::byte{9});
+    const Failure failure = failure_of(FailureKind::kTimeout, [&] { channel.end_read(0); });
+    CHECK(segment.expired());
+    CHECK(contains(failure.what(), "has read the memory of rank 0"), failure.what());
+  });
+}
+
 TEST_CASE(an_exception_from_poll_ends_a_wait, kThreads) {
   on_threads(Setup{}, [](Channel& channel) {
     channel.begin(kCall, "interrupted()");

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.support import faults
 from tests.support.cases import QUICK_WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, report, run_cases
 from tests.support.tiers import sweep
@@ -116,6 +117,25 @@ def overwritten_at_once(rounds: int) -> list[str]:
     return failures
 
 
+def overwritten_after_a_failure() -> list[str]:
+    """Rank 1 is late for a call that rank 0 has left, whose input the others were to read."""
+    failures = []
+    for name, (shape, op) in _ops(dist.get_world_size()).items():
+        with fresh_group() as group:
+            x = tpkernels.empty(*shape, group=group).fill_(1)
+            op(x, group)
+            faults.workspace_of(group).channel.timeout = 0.1
+            if group.rank() == 1:
+                dist.barrier()
+            ending = faults.ending_of(lambda op=op, x=x, group=group: op(x, group))
+            if group.rank() != 1:
+                x.fill_(math.nan)
+                dist.barrier()
+            if ending.error != "CollectiveTimeoutError":
+                failures.append(f"rank {group.rank()}: {name}: {ending}")
+    return failures
+
+
 def results_are_kept() -> list[str]:
     """No result is a view of memory that later calls write to."""
     failures = []
@@ -164,6 +184,11 @@ def made_and_dropped() -> list[str]:
 def test_input_may_be_overwritten_at_once(ranks: RanksFixture, world: int) -> None:
     told = ranks(world).run(overwritten_at_once, 25, timeout=120)
     report(failure for rank in told for failure in rank)
+
+
+@pytest.mark.parametrize("world", sweep([2, 3]))
+def test_input_that_a_failed_rank_overwrites_is_no_result(ranks: RanksFixture, world: int) -> None:
+    report(failure for rank in ranks(world).run(overwritten_after_a_failure) for failure in rank)
 
 
 @pytest.mark.parametrize("world", sweep([2, 1, 4]))

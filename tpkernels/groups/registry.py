@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,28 +65,61 @@ def name_of(group: GroupLike) -> str:
 
     Raises:
         TypeError: ``group`` is none of these.
-        ValueError: this rank is not in it, or a mesh has several dims and none was named.
+        ValueError: this rank is not in it, it was destroyed, or a mesh has several dims and none
+            was named.
     """
     given: Any = group
     if isinstance(given, str):
         return given
     if isinstance(given, dist.ProcessGroup):
-        return given.group_name
+        return _name_of_present(given)
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
             raise ValueError(
                 f"a mesh of {given.ndim} dims {given.mesh_dim_names or ''} names no single group; "
                 "pass (mesh, dim)"
             )
-        return given.get_group().group_name
+        return _name_of_present(_group_of_mesh(given, None))
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
-        return given[0].get_group(given[1]).group_name
+        return _name_of_present(_group_of_mesh(*given))
     if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} of the world is not in this group")
     raise TypeError(
         "group must be a ProcessGroup, a DeviceMesh, (DeviceMesh, dim) or a group's name, "
         f"not {type(given).__name__}"
     )
+
+
+def _name_of_present(pg: dist.ProcessGroup) -> str:
+    """The name of a process group, which a later one may have taken over."""
+    name: str = pg.group_name
+    if (
+        not is_dynamo_compiling()
+        and pg not in distributed_c10d._pg_map
+        and _resolved(name) is not pg
+    ):
+        raise ValueError(
+            f"process group '{name}' was destroyed on this rank; pass one that was made after the "
+            "last init_process_group, and make meshes and layers anew"
+        )
+    return name
+
+
+def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup:
+    """The process group that a mesh was made with for a dim. torch resolves its name instead."""
+    found = mesh.get_group(dim)
+    if is_dynamo_compiling():
+        return found
+    made: dict[str, dist.ProcessGroup] = getattr(mesh._get_root_mesh(), "_pg_registry", {})
+    return made.get(found.group_name, found)
+
+
+def _resolved(name: Any) -> dist.ProcessGroup | None:
+    """The process group that has a name now."""
+    try:
+        return distributed_c10d._resolve_process_group(name)
+    except Exception:
+        return None
 
 
 def get(name: str) -> Group:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from tpkernels import groups
 from tpkernels.nn import check
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
@@ -193,7 +194,7 @@ def _become(
     name = str(linear)
     linear.__class__ = cls
     fused = cast(_FusedLinear, linear)
-    group = mesh.get_group().group_name
+    group = groups.name_of(mesh)
     fused._layouts = _Layouts(name, mesh, group, input_layout, output_layout, use_local_output)
     return fused
 

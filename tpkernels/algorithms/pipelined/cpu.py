@@ -86,7 +86,7 @@ def all_gather_matmul(
             with recorded(TRANSFER):
                 multiply(workspace.peer_data(peer, x.dtype, (count, width)), peer, begin)
             if channel.in_segment(peer):
-                channel.publish(Phase.READ, peer)
+                channel.end_read(peer)
         if segment:  # when we return, the user may overwrite the memory
             for peer in call.peers_in_ring_order:
                 channel.wait(peer, Phase.READ, rank)
