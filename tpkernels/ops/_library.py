@@ -17,6 +17,7 @@ from tpkernels.call import Call
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.ops import _check
 from tpkernels.ops._arguments import arguments_of
 from tpkernels.ops._cache_key import add_positions
 from tpkernels.ops._key_sets import key_set
@@ -40,9 +41,15 @@ def define_local(schema: str, *, run: Callable[..., Any], fake: Callable[..., An
     LIBRARY.impl(name, run, "CPU")
     LIBRARY.impl(name, run, "CUDA")
     parsed = torch._C.parse_schema(f"tpkernels::{schema}")
+    arguments = arguments_of(parsed)
     if any(argument.name in ("w", "weights") for argument in parsed.arguments):
         LIBRARY.impl(name, run, "MkldnnCPU")
-    torch.library.register_fake(f"tpkernels::{name}", fake, lib=LIBRARY)
+
+    def checked_fake(*args: Any, **options: Any) -> Any:
+        _check.tensors(arguments.named(args, options)._asdict())
+        return fake(*args, **options)
+
+    torch.library.register_fake(f"tpkernels::{name}", checked_fake, lib=LIBRARY)
     _KERNELS[name] = run
 
 
@@ -75,6 +82,7 @@ def define(
         return lambda call: backends.run(call, lambda: call, execute, copies)
 
     def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
+        _check.tensors(given._asdict())
         group = groups.get(given.group)
         make_run = functools.partial(on_trial, given)
         call = plan_call(group, problem(group, given), given, make_run)
