@@ -18,7 +18,7 @@ from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops import _check
-from tpkernels.ops._arguments import arguments_of
+from tpkernels.ops._arguments import PLAIN_KEYS, arguments_of
 from tpkernels.ops._cache_key import add_positions
 from tpkernels.ops._key_sets import key_set
 from tpkernels.ops._planning import plan_call
@@ -251,6 +251,8 @@ _run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _products(op: str, *args: Any, **options: Any) -> Any:
+    args = _without_negative(args)
+    options = dict(zip(options, _without_negative(options.values()), strict=True))
     for x in _tensors([*args, *options.values()]):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
@@ -262,7 +264,26 @@ def _products(op: str, *args: Any, **options: Any) -> Any:
             )
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, [x])
+        keys = torch._C._dispatch_keys(x)
+        dense = x.layout == torch.strided and not x.is_meta
+        if dense and keys.raw_repr() & ~PLAIN_KEYS.raw_repr():
+            raise NotImplementedError(
+                f"tpkernels.{op} with a LocalProduct takes dense tensors with memory of their own, "
+                f"not one with the dispatch keys {keys}"
+            )
     return _KERNELS[op](*args, **options)
+
+
+def _without_negative(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Values, and those in lists, with negative views made tensors, as the dispatcher does."""
+    return tuple(
+        _without_negative(x)
+        if isinstance(x, (list, tuple))
+        else x.resolve_neg()
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in values
+    )
 
 
 def bias_list(
