@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
@@ -94,11 +95,28 @@ def define(
     def fake_kernel(*args: Any, **options: Any) -> Any:
         given = arguments.named(args, options)
         group = groups.get(given.group)
+        # The functions of this package break the graph there.
+        if TracingContext.try_get() is not None and (sizes := empty_shards(given._asdict())):
+            raise NotImplementedError(
+                f"torch.ops.tpkernels.{op} in a compiled graph with {sizes}: a rank without rows "
+                f"would drop or move its call. Call tpkernels.{op}, or give each rank a row"
+            )
         add_positions()
         return fake(group, given)
 
     kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
     define_local(schema, run=kernel, fake=fake_kernel)
+
+
+def empty_shards(options: Mapping[str, Any]) -> str:
+    """The sizes among an op's options that give a rank no rows; empty if none do. In a compiled
+    graph inductor makes what reads a result without elements read nothing. Then it drops the op, or
+    no longer orders it before the next one, on that rank alone."""
+    for name in ("shard_sizes", "gather_sizes", "scatter_sizes"):
+        sizes = options.get(name)
+        if sizes is not None and any(size == 0 for size in sizes):
+            return f"{name}={list(sizes)}"
+    return ""
 
 
 def kernel_of(op: str) -> Callable[..., Any]:
