@@ -100,11 +100,6 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
 
 }  // namespace
 
-bool is_tensor(PyObject* value) {
-  static PyObject* const type = lasting("torch", "Tensor");
-  return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type)) != 0;
-}
-
 Arguments::Arguments(std::string op, std::vector<Argument> arguments, py::object cls)
     : op_(std::move(op)), arguments_(std::move(arguments)), cls_(std::move(cls)) {
   for (std::size_t i = 0; i < arguments_.size(); ++i) {

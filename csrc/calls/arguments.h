@@ -11,8 +11,6 @@
 
 namespace tpkernels::calls {
 
-bool is_tensor(PyObject* value);
-
 // The arguments of one call in the schema's order, with its defaults; borrowed.
 using Slots = std::vector<PyObject*>;
 

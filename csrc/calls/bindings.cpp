@@ -172,9 +172,7 @@ void bind_turns(py::module_& m) {
 }
 
 void bind_kernels(py::module_& m) {
-  m.def(
-      "open_exchange", [](const py::handle& cls) { return open_exchange(cls); },
-      py::arg("tensor_class"));
+  m.def("open_exchange", &open_exchange, py::arg("tensor_class"), py::arg("plain_keys"));
   // (name, has a default, default, by keyword only) of each argument.
   using Described = std::tuple<py::str, bool, py::object, bool>;
   py::class_<Arguments, std::shared_ptr<Arguments>>(m, "Arguments")

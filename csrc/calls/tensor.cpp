@@ -1,5 +1,6 @@
 #include "calls/tensor.h"
 
+#include "calls/key_sets.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
@@ -8,10 +9,16 @@ namespace {
 namespace py = pybind11;
 
 const dlpack::ExchangeApi* exchange = nullptr;
+std::uint64_t plain_keys = 0;
 
 }  // namespace
 
-bool open_exchange(const py::handle& tensor_class) {
+bool is_tensor(PyObject* value) {
+  static PyObject* const type = lasting("torch", "Tensor");
+  return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type)) != 0;
+}
+
+bool open_exchange(const py::handle& tensor_class, std::uint64_t plain) {
   const py::object capsule = py::getattr(tensor_class, "__dlpack_c_exchange_api__", py::none());
   if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return false;
   auto* api = static_cast<const dlpack::ExchangeApi*>(
@@ -20,11 +27,12 @@ bool open_exchange(const py::handle& tensor_class) {
   if (!api || api->version.major != dlpack::kMajorVersion) return false;
   if (!api->tensor_from_python || !api->owned_to_python) return false;
   exchange = api;
+  plain_keys = plain;
   return true;
 }
 
 bool read(PyObject* object, Tensor* out) {
-  if (!exchange) return false;
+  if (!exchange || !is_tensor(object) || (keys_of_tensor(object) & ~plain_keys)) return false;
   if (exchange->tensor_from_python(object, out) == 0) return true;
   PyErr_Clear();
   return false;

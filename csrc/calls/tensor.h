@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "calls/dlpack.h"
 
@@ -11,11 +12,15 @@ namespace tpkernels::calls {
 
 using Tensor = dlpack::Tensor;
 
-// Takes torch's exchange interface from `torch.Tensor`; false where it has none that fits.
-bool open_exchange(const pybind11::handle& tensor_class);
+bool is_tensor(PyObject* value);
 
-// What a torch tensor is. False, without a Python error, for one that has no such description: a
-// sparse one, or one of a dtype that DLPack does not know.
+// Takes torch's exchange interface from `torch.Tensor`; false where it has none that fits. `plain`:
+// the dispatch keys of tensors whose memory holds their values.
+bool open_exchange(const pybind11::handle& tensor_class, std::uint64_t plain);
+
+// What a torch tensor is. False, without a Python error, for one that has no such description: one
+// with other dispatch keys (torch describes negative views and tensors of zeros without memory as
+// if they were plain), or of a dtype that DLPack does not know.
 bool read(PyObject* object, Tensor* out);
 
 // A torch tensor of memory that `owned.deleter` takes back, once, when the tensor's storage dies:

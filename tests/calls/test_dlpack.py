@@ -14,6 +14,7 @@ import torch
 
 import tpkernels
 from tests.support.paths import ROOT
+from tpkernels.ops._arguments import PLAIN_KEYS
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "dlpack.h"
 MEMBERS = {  # of a struct of the header: ours, and the names that ours has for its members
@@ -77,8 +78,8 @@ def test_our_declarations_are_those_of_the_header(tmp_path: Path) -> None:
 
 
 def test_torch_has_the_interface() -> None:
-    assert tpkernels._C.calls.open_exchange(torch.Tensor)
-    assert not tpkernels._C.calls.open_exchange(int)
+    assert tpkernels._C.calls.open_exchange(torch.Tensor, PLAIN_KEYS.raw_repr())
+    assert not tpkernels._C.calls.open_exchange(int, 0)
 
 
 def test_a_torch_without_it_is_refused() -> None:
@@ -87,3 +88,13 @@ def test_a_torch_without_it_is_refused() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 1
     assert "ImportError: torch" in result.stderr and "needs 2.11 or later" in result.stderr
+
+
+def test_memory_that_does_not_hold_the_values_is_not_read() -> None:
+    x, w, bias = torch.ones(4, 64), torch.ones(64, 64).t(), torch.ones(64)
+    if not tpkernels._C.calls.multiply(x, w, torch.empty(4, 64), bias, False, (4, 0)):
+        pytest.skip("the extension multiplies no rows on this processor")
+    for wrong in (torch._neg_view(bias), torch._efficientzerotensor((64,))):
+        assert not tpkernels._C.calls.multiply(x, w, torch.empty(4, 64), wrong, False, (4, 0))
+        got = torch.ops.tpkernels._matmul(x, w, bias=wrong)
+        assert torch.equal(got, x @ w + wrong)

@@ -14,7 +14,7 @@ import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.compiled import graph_runner
 from tests.support.ordered import tied
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, messages_of, report
 from tests.support.traced import gather, reduce, rewritten
 
 
@@ -104,6 +104,51 @@ def narrow_job(least: int) -> list[str]:
 @pytest.mark.parametrize("least", [1, 0])
 def test_a_share_of_one_column_or_none(ranks: RanksFixture, least: int) -> None:
     report(f for rank in ranks(2).run(narrow_job, least, timeout=100) for f in rank)
+
+
+def one_token_job(dynamic: bool, compiler: str) -> list[str]:
+    """Rank 1 has no rows: inductor has its results read by nothing."""
+    with fresh_group() as group, fresh_cache():
+        sizes: Any = {"shard_sizes": [1, 0]}
+
+        def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                wide = tpkernels.all_gather_matmul(x * 2, a, group, **sizes)
+                x = tpkernels.matmul_reduce_scatter(wide.relu(), b, group, **sizes) + x
+            return x
+
+        inputs = [torch.ones(1 - group.rank(), 4), torch.ones(4, 6), torch.ones(6, 4)]
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        want = function(*leaves)
+        want.sum().backward()
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        torch._dynamo.reset()
+        got = torch.compile(function, dynamic=dynamic, backend=compiler)(*leaves)
+        got.sum().backward()
+        tpkernels.all_reduce(torch.ones(3), group)  # the ranks are still in step
+        pairs = zip([got, *(leaf.grad for leaf in leaves)], [want, *grads], strict=True)
+        failures = [f"{got}, not {want}" for got, want in pairs if not torch.equal(got, want)]
+        raw = torch.compile(
+            lambda x: torch.ops.tpkernels.all_gather(x, group.group_name, **sizes),
+            backend="eager",
+            fullgraph=True,
+        )
+        (message,) = messages_of([lambda: raw(inputs[0])])
+        if "with shard_sizes=[1, 0]: a rank without rows would drop or move" not in message:
+            failures.append(message)
+        return failures
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_without_rows_drops_and_moves_nothing(
+    ranks: RanksFixture, dynamic: bool, compiler: str
+) -> None:
+    report(f for rank in ranks(2).run(one_token_job, dynamic, compiler, timeout=200) for f in rank)
 
 
 def test_no_rank_pads_its_matmuls() -> None:

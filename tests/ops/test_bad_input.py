@@ -63,6 +63,7 @@ def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
         refusals.matmul_operands,
         refusals.packed_weights,
         refusals.local_products,
+        refusals.placements,
         refusals.epilogues,
         refusals.shards,
         refusals.collectives,

@@ -111,6 +111,47 @@ def test_layers_are_products(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(2).run(layers_job) for failure in rank)
 
 
+def views_job() -> list[str]:
+    """What the dispatcher would resolve or wrap: each argument once as a negative view, once as a
+    tensor of zeros without memory."""
+    failures, attempts = [], list[Callable[[], Any]]()
+    with fresh_group() as group, torch.no_grad():
+        x, w, bias, residual = (torch.randn(*s) for s in ((4, 6), (6, 8), (8,), (4, 8)))
+        product = LocalProduct(lambda x: x @ w, (6, 8), F32)
+        ops: dict[str, tuple[Callable[..., Any], dict[str, torch.Tensor]]] = {
+            GATHER: (
+                lambda x, other: tpkernels.all_gather_matmul(x, [product, other], group)[1],
+                {"x": x, "other": w},
+            ),
+            SCATTER: (
+                functools.partial(tpkernels.matmul_reduce_scatter, w=product, group=group),
+                {"x": x, "bias": bias, "residual": residual[:2]},
+            ),
+            REDUCE: (
+                functools.partial(tpkernels.matmul_all_reduce, w=product, group=group),
+                {"x": x, "bias": bias, "residual": residual},
+            ),
+        }
+        for op, (run, tensors) in ops.items():
+            want = run(**tensors)
+            for name, tensor in tensors.items():
+                for _ in range(2):  # planned, then warm
+                    got = run(**{**tensors, name: torch._neg_view(-tensor)})
+                    if not torch.allclose(got, want, atol=1e-5):
+                        failures.append(f"{op}: the sign of {name} is lost")
+                zeros = {**tensors, name: torch._efficientzerotensor(tensor.shape)}
+                attempts.append(functools.partial(run, **zeros))
+        wrong = re.compile("NotImplementedError: .* takes dense tensors .* ZeroTensor")
+        failures += [text for text in messages_of(attempts) if not wrong.match(text)]
+        if not torch.allclose(run(**tensors), want, atol=1e-5):
+            failures.append("the group does not go on")
+    return failures
+
+
+def test_negative_views_are_resolved_and_zeros_without_memory_refused(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(views_job) for failure in rank)
+
+
 def compiled_job() -> list[str]:
     torch._dynamo.reset()
     with fresh_group() as group, torch.no_grad():

@@ -7,8 +7,13 @@ from collections import namedtuple
 import torch
 
 from tpkernels import _C
+from tpkernels.ops._key_sets import key_set
 
-if not _C.calls.open_exchange(torch.Tensor):
+# Of CPU and CUDA tensors whose memory holds their values.
+PLAIN_KEYS = key_set(
+    "CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"
+)
+if not _C.calls.open_exchange(torch.Tensor, PLAIN_KEYS.raw_repr()):
     raise ImportError(
         f"torch {torch.__version__} has no DLPack exchange interface; tpkernels needs 2.11 or later"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,28 @@ def dim(value: int, ndim: int, what: str) -> int:
     if not 0 <= value < ndim:
         raise ValueError(f"{what} is {value}; a tensor of {ndim} dims allows 0 to {ndim - 1}")
     return value
+
+
+def tensors(arguments: Mapping[str, Any]) -> None:
+    """Checks all tensors among an op's arguments: dense, or packed if a weight, and on x's device.
+    The dispatcher does not: with one tensor on the meta device it takes the fake kernel, and it
+    overlooks optional lists."""
+    x = arguments["x"]
+    for name, value in arguments.items():
+        listed = isinstance(value, (list, tuple))
+        for i, tensor in enumerate(value if listed else [value]):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            what = f"{name}[{i}]" if listed else name
+            packed_weight = is_packed(tensor) and name in ("w", "weights")
+            if tensor.is_nested or not (packed_weight or tensor.layout == torch.strided):
+                kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
+                raise NotImplementedError(
+                    f"{what} {kind}; the ops take dense tensors, and packed ones (tpkernels.pack) "
+                    "as weights only"
+                )
+            if tensor.device != x.device:
+                raise ValueError(f"{what} is on {tensor.device} but x is on {x.device}")
 
 
 def device(x: torch.Tensor) -> str:
@@ -40,21 +63,18 @@ def written_once(x: torch.Tensor) -> None:
 
 def matrix_input(x: torch.Tensor) -> None:
     """x [..., K] of a supported dtype."""
-    _strided(x, "x")
     dtypes.check_supported(x.dtype, "x")
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dims [..., K], not shape {list(x.shape)}")
 
 
 def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
-    """w [k, N] of x's dtype and device, where ``k`` is the columns of the (gathered) x."""
+    """w [k, N] of x's dtype, where ``k`` is the columns of the (gathered) x."""
     if k < 1:
         raise ValueError(f"x has shape {list(x.shape)}: K must be at least 1")
     shape, form = list(w.shape), "shape"
     if is_packed(w):
         shape, form = shape[::-1], "packed shape"
-    elif isinstance(w, torch.Tensor):
-        _strided(w, what)
     if len(shape) != 2 or shape[0] != k:
         raise ValueError(
             f"{what} has {form} {shape}, but x of shape {list(x.shape)} needs [{k}, N]"
@@ -67,8 +87,6 @@ def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
             f"{what} is {dtypes.name(w.dtype)} but x is {dtypes.name(x.dtype)}; they must be equal"
             f"{packed}"
         )
-    if isinstance(w, torch.Tensor):
-        same_device(w, x, what)
 
 
 def whole(
@@ -127,9 +145,7 @@ def bias(
         return
     if tuple(value.shape) != (columns,):
         raise ValueError(f"{what} has shape {list(value.shape)}, expected [{columns}]")
-    _strided(value, what)
     _dtype_among(value, allowed or (x.dtype, dtypes.accumulator(x.dtype)), what)
-    same_device(value, x, what)
 
 
 def residual(
@@ -143,9 +159,7 @@ def residual(
         return
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"residual has shape {list(value.shape)}, the output {list(shape)}")
-    _strided(value, "residual")
     _dtype_among(value, allowed, "residual")
-    same_device(value, x, "residual")
 
 
 def out_dtype(value: torch.dtype | None, x: torch.Tensor, what: str = "out_dtype") -> torch.dtype:
@@ -205,20 +219,6 @@ def scatter_sizes(
             f"{total} rows"
         )
     return checked
-
-
-def same_device(tensor: torch.Tensor, x: torch.Tensor, what: str) -> None:
-    """Raises where two arguments are on different devices."""
-    if tensor.device != x.device:
-        raise ValueError(f"{what} is on {tensor.device} but x is on {x.device}")
-
-
-def _strided(tensor: torch.Tensor, what: str) -> None:
-    if tensor.layout != torch.strided:
-        raise NotImplementedError(
-            f"{what} has layout {tensor.layout}; the ops take dense tensors, and packed ones "
-            "(tpkernels.pack) as weights only"
-        )
 
 
 def _dtype_among(tensor: torch.Tensor, allowed: Sequence[torch.dtype], what: str) -> None:

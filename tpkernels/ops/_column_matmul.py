@@ -33,6 +33,7 @@ def _run(
     group: str,
     biases: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
+    _check.tensors({"x": x, "weights": weights, "biases": biases})
     _check.matrix_input(x)
     _check.weights(weights, biases, x, x.shape[-1])
     outs = []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
@@ -17,7 +18,8 @@ from tpkernels.call import Call
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct, Weight
-from tpkernels.ops._arguments import arguments_of
+from tpkernels.ops import _check
+from tpkernels.ops._arguments import PLAIN_KEYS, arguments_of
 from tpkernels.ops._cache_key import add_positions
 from tpkernels.ops._key_sets import key_set
 from tpkernels.ops._planning import plan_call
@@ -40,9 +42,15 @@ def define_local(schema: str, *, run: Callable[..., Any], fake: Callable[..., An
     LIBRARY.impl(name, run, "CPU")
     LIBRARY.impl(name, run, "CUDA")
     parsed = torch._C.parse_schema(f"tpkernels::{schema}")
+    arguments = arguments_of(parsed)
     if any(argument.name in ("w", "weights") for argument in parsed.arguments):
         LIBRARY.impl(name, run, "MkldnnCPU")
-    torch.library.register_fake(f"tpkernels::{name}", fake, lib=LIBRARY)
+
+    def checked_fake(*args: Any, **options: Any) -> Any:
+        _check.tensors(arguments.named(args, options)._asdict())
+        return fake(*args, **options)
+
+    torch.library.register_fake(f"tpkernels::{name}", checked_fake, lib=LIBRARY)
     _KERNELS[name] = run
 
 
@@ -75,6 +83,7 @@ def define(
         return lambda call: backends.run(call, lambda: call, execute, copies)
 
     def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
+        _check.tensors(given._asdict())
         group = groups.get(given.group)
         make_run = functools.partial(on_trial, given)
         call = plan_call(group, problem(group, given), given, make_run)
@@ -86,11 +95,28 @@ def define(
     def fake_kernel(*args: Any, **options: Any) -> Any:
         given = arguments.named(args, options)
         group = groups.get(given.group)
+        # The functions of this package break the graph there.
+        if TracingContext.try_get() is not None and (sizes := empty_shards(given._asdict())):
+            raise NotImplementedError(
+                f"torch.ops.tpkernels.{op} in a compiled graph with {sizes}: a rank without rows "
+                f"would drop or move its call. Call tpkernels.{op}, or give each rank a row"
+            )
         add_positions()
         return fake(group, given)
 
     kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
     define_local(schema, run=kernel, fake=fake_kernel)
+
+
+def empty_shards(options: Mapping[str, Any]) -> str:
+    """The sizes among an op's options that give a rank no rows; empty if none do. In a compiled
+    graph inductor makes what reads a result without elements read nothing. Then it drops the op, or
+    no longer orders it before the next one, on that rank alone."""
+    for name in ("shard_sizes", "gather_sizes", "scatter_sizes"):
+        sizes = options.get(name)
+        if sizes is not None and any(size == 0 for size in sizes):
+            return f"{name}={list(sizes)}"
+    return ""
 
 
 def kernel_of(op: str) -> Callable[..., Any]:
@@ -243,6 +269,8 @@ _run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _products(op: str, *args: Any, **options: Any) -> Any:
+    args = _without_negative(args)
+    options = dict(zip(options, _without_negative(options.values()), strict=True))
     for x in _tensors([*args, *options.values()]):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
@@ -254,7 +282,26 @@ def _products(op: str, *args: Any, **options: Any) -> Any:
             )
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, [x])
+        keys = torch._C._dispatch_keys(x)
+        dense = x.layout == torch.strided and not x.is_meta
+        if dense and keys.raw_repr() & ~PLAIN_KEYS.raw_repr():
+            raise NotImplementedError(
+                f"tpkernels.{op} with a LocalProduct takes dense tensors with memory of their own, "
+                f"not one with the dispatch keys {keys}"
+            )
     return _KERNELS[op](*args, **options)
+
+
+def _without_negative(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Values, and those in lists, with negative views made tensors, as the dispatcher does."""
+    return tuple(
+        _without_negative(x)
+        if isinstance(x, (list, tuple))
+        else x.resolve_neg()
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in values
+    )
 
 
 def bias_list(

@@ -38,14 +38,8 @@ NO_GRADIENT = (
 )
 
 
-def _dense(x: torch.Tensor, what: str) -> None:
-    if x.layout != torch.strided:
-        raise NotImplementedError(f"{what} has layout {x.layout}; scaled operands are dense")
-
-
 def operand(x: torch.Tensor, what: str) -> None:
     """An operand of a dtype that has scales."""
-    _dense(x, what)
     if x.dtype not in (*FP8, FP4):
         allowed = ", ".join(map(dtypes.name, (*FP8, FP4)))
         raise NotImplementedError(f"{what} has dtype {dtypes.name(x.dtype)}; supported: {allowed}")
@@ -79,7 +73,6 @@ def weight_and_scale(
             f"{what} is {dtypes.name(w.dtype)} and x is {dtypes.name(x.dtype)}; both must be fp8, "
             "or both fp4"
         )
-    _check.same_device(w, x, what)
     k, scale_name = numbers_in(w.dtype, w.shape[0]), f"the scale of {what}"
     _scale(scale, w, scale_name, [[1, w.shape[1]]], w.shape[1:], k)
     kinds = scaling_of(scale_x), scaling_of(scale)
@@ -100,13 +93,11 @@ def _scale(
 ) -> None:
     """Scales of an operand that has ``lead`` rows (of a weight: columns) of ``k`` numbers."""
     block, block_dtype = block_of(of.dtype)
-    _dense(scale, what)
     shape = list(scale.shape)
     allowed = (block_dtype,) if of.dtype == FP4 else (torch.float32, block_dtype)
     if scale.dtype not in allowed:
         names = " or ".join(map(dtypes.name, allowed))
         raise TypeError(f"{what} is {dtypes.name(scale.dtype)}; it must be {names}")
-    _check.same_device(scale, of, what)
     if scale.dtype == torch.float32:
         if shape not in ([], [1], *map(list, row_shapes)):
             rows = " or ".join(dict.fromkeys(str(list(each)) for each in row_shapes))
@@ -140,7 +131,6 @@ def vector(
     value: torch.Tensor, x: torch.Tensor, columns: int, dtype: torch.dtype, what: str
 ) -> None:
     """bias [columns] of ``dtype``."""
-    _dense(value, what)
     _check.bias(value, x, columns, what, (dtype,))
 
 
@@ -237,7 +227,6 @@ def reduction_problem(
     if given.bias is not None:
         vector(given.bias, x, columns, result, "bias")
     if given.residual is not None:
-        _dense(given.residual, "residual")
         _check.residual(given.residual, x, kept, (result,))
     return Problem(
         op=op,

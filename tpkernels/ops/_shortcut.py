@@ -13,7 +13,7 @@ from tpkernels import _C
 from tpkernels.local.ranges import profiling
 from tpkernels.ops._arguments import arguments_of
 from tpkernels.ops._key_sets import key_set, keys_of_thread, outside_modes
-from tpkernels.ops._library import kernel_of
+from tpkernels.ops._library import empty_shards, kernel_of
 
 _State: TypeAlias = tuple[int, int, bool, list[int]]  # PlainState of csrc/calls/shortcut.h
 
@@ -63,10 +63,20 @@ def _in_place_of(overload: Any, short: Callable[..., Any]) -> Callable[..., Any]
 
     def call(*args: Any, **options: Any) -> Any:
         if is_dynamo_compiling():  # it knows the op, not the shortcut
+            if empty_shards(options):
+                return _uncompiled(overload, *args, **options)
             return overload(*args, **options)
         return short(*args, **options)
 
     return call
+
+
+def _uncompiled(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Breaks compiled graphs."""
+    return torch.compiler.disable(op)(*args, **options)
+
+
+_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
