@@ -29,6 +29,11 @@ def test_torch_and_panels(
         x, w = operand(case, M, K, E4M3, "x"), operand(case, N, K, E4M3, "w")
         bias = torch.randn(N).to(out_dtype)
         scale_w = w.scale.t().contiguous() if w.scale.dim() else w.scale
+        if product is scaled._by_torch and not (x.scale.dim() or w.scale.dim()):
+            try:
+                torch._scaled_mm(x.elements, w.elements.t(), x.scale, w.scale)
+            except RuntimeError as error:
+                pytest.skip(f"torch: {error}")
         got = product(
             x.elements,
             layout(w.elements),
@@ -44,17 +49,25 @@ def test_torch_and_panels(
         assert ((got.double() - exact).abs() <= 1.01 * bound).all()
 
 
-def test_which_product_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs, torch's where it can use tile instructions, and panels for block scales anyway."""
+def test_cpus_do_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the processor has: torch may refuse, or take 140 times as long."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch, "_scaled_mm", None)
     x, w, one = torch.ones(4, 32).to(E4M3), torch.ones(32, 8).to(E4M3), torch.ones([])
     blocks = torch.ones(4, 1).to(E8M0), torch.ones(8, 1).to(E8M0)
-    for tiles in (False, True):
-        monkeypatch.setattr(scaled, "_tile_instructions", lambda tiles=tiles: tiles)
-        assert scaled.torch_takes(x, w, one, one, torch.float32) == tiles
-        assert not scaled.torch_takes(x, w, *blocks, torch.float32)
-        out = torch.empty(4, 8)
-        assert (scaled.scaled_matmul(x, w, one, one, out) == 32).all()
-        assert (scaled.scaled_matmul(x, w, *blocks, out.zero_()) == 32).all()
+    for scale_x, scale_w in ((one, one), blocks):
+        out = scaled.scaled_matmul(x, w, scale_x, scale_w, torch.empty(4, 8))
+        assert (out == 32).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (16, 1)])
+def test_one_row_or_column_for_torch(rows: int, columns: int) -> None:
+    """A scale that is expanded to one element is contiguous, but its strides are 0."""
+    x, w, one = torch.ones(rows, 32).to(E4M3), torch.ones(columns, 32).to(E4M3), torch.ones([])
+    for scale_x, scale_w in ((torch.ones(rows, 1), one), (one, torch.ones(1, columns))):
+        out = torch.empty(rows, columns)
+        scaled._by_torch(x, w.t(), scale_x, scale_w, out, None, fast_accum=False)
+        assert (out == 32).all()
 
 
 class OnGpu(torch.Tensor):
@@ -98,7 +111,7 @@ def test_a_bias_with_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, one = torch.ones(4, 32).to(E4M3), torch.ones(16, 32).to(E4M3), torch.ones([])
     bias = torch.arange(32.0, dtype=torch.bfloat16)[::2]
     out = torch.empty(4, 16, dtype=torch.bfloat16)
-    scaled._by_torch(x, w.t(), one, one, out, bias, fast_accum=False)
+    scaled._by_torch(x, w.t(), one, torch.ones(1, 16), out, bias, fast_accum=False)
     assert torch.equal(out, (32 + bias).expand(4, 16))
     assert given[0].is_contiguous()
 

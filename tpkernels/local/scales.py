@@ -160,7 +160,7 @@ class Packing:
             return _in_words(data).view(torch.float32)
         parts = [data, data.new_zeros((*lead, padding))]
         if self.scale_dtype is not None:
-            own = _dense(plain(scale, prod(lead), self.scale_columns))
+            own = dense(plain(scale, prod(lead), self.scale_columns))
             parts.insert(1, own.view(torch.uint8).view(*lead, self._scale_bytes))
         packed = empty((*lead, self.words), torch.float32, x.device)
         torch.cat(parts, -1, out=packed.view(torch.uint8))
@@ -182,17 +182,18 @@ class Packing:
         return self.data(packed), own.view(self.scale_dtype)
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def dense(x: torch.Tensor) -> torch.Tensor:
     """x, contiguous and with a last stride of 1, also where it has one element or none."""
-    dense = x.is_contiguous() and x.stride(-1) == 1
-    return x if dense else x.clone(memory_format=torch.contiguous_format)
+    if x.is_contiguous() and (x.dim() == 0 or x.stride(-1) == 1):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _in_words(data: torch.Tensor) -> torch.Tensor:
     """Bytes that can be viewed as words, and loaded in units. torch's view needs whole words in the
     offset and in every stride, also of a dim of size 1."""
     whole = all(step % 4 == 0 for step in (data.storage_offset(), *data.stride()[:-1]))
-    fits = whole and data.data_ptr() % _UNIT_BYTES == 0 and _dense(data) is data
+    fits = whole and data.data_ptr() % _UNIT_BYTES == 0 and dense(data) is data
     return data if fits else data.clone(memory_format=torch.contiguous_format)
 
 
