@@ -23,9 +23,9 @@ from tpkernels.bench.cases import planned, random_case, run_tpkernels, settle
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.measuring import run_next
 from tpkernels.bench.specs import Spec
-from tpkernels.bench.timing import Samples, Variant, measure, summary
 from tpkernels.launch import Ranks
 from tpkernels.planning.trials import ELIGIBLE
+from tpkernels.timing import Samples, Variant, measure, summary
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels.bench.timing import Samples, Variant, measure
 from tpkernels.defaults import POOL_VARIABLE, RESULT_POOL_BYTES
 from tpkernels.launch import Ranks
 from tpkernels.symm.steps import PRIVATE_CALLS
+from tpkernels.timing import Samples, Variant, measure
 
 COLUMNS, K = 4096, 256  # of the matmul; K on each rank
 

@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tpkernels
-from tpkernels.bench.timing import Samples, Variant, measure, summary
 from tpkernels.launch import Ranks
+from tpkernels.timing import Samples, Variant, measure, summary
 
 _HEAD = 64
 

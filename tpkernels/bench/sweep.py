@@ -19,19 +19,24 @@ import yaml
 
 from tpkernels.backends import OPS
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS, projection
-from tpkernels.bench.options import (
-    UsageError,
+from tpkernels.bench.specs import (
+    Spec,
     algorithms_named,
+    check_algorithm,
+    check_split,
+    ops_named,
+    specs_of,
+)
+from tpkernels.planning.table import has_matmul
+from tpkernels.terminal import (
+    UsageError,
     at_least,
     check_known,
     check_workers,
     dtype_named,
     number_in,
-    ops_named,
     read_input,
 )
-from tpkernels.bench.specs import Spec, check_algorithm, check_split, specs_of
-from tpkernels.planning.table import has_matmul
 from tpkernels.text import shown
 
 ROWS = ("16", "256", "2048")  # of a model, without --m
