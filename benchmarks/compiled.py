@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tpkernels
-from tpkernels.bench.timing import Samples, Variant, measure, summary
 from tpkernels.launch import Ranks
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
+from tpkernels.timing import Samples, Variant, measure, summary
 
 _SHARD = Shard(1)
 _TORCH: dict[str, Any] = {

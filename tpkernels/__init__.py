@@ -7,7 +7,6 @@ DeviceMesh (dimension) or a group's name.
 from typing import TYPE_CHECKING, Any
 
 from tpkernels import compile, mesh, nccl, nn, numerics, ops
-from tpkernels.bench.benchmark import benchmark
 from tpkernels.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -23,6 +22,7 @@ from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.parallel import from_pretrained, parallelize
 from tpkernels.shards import shard_sizes
+from tpkernels.timing import benchmark
 from tpkernels.version import VERSION
 
 __version__ = VERSION

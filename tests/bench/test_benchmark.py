@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels.bench import benchmark as benchmarking
-from tpkernels.bench.benchmark import Timing
+from tpkernels import timing as benchmarking
 from tpkernels.launch import Ranks
+from tpkernels.timing import Timing
 
 
 class Clock:

@@ -27,8 +27,8 @@ from tests.support.damage import (
     options,
     unusable,
 )
-from tpkernels.bench import session
 from tpkernels.cli import bench as command
+from tpkernels.launch import session
 
 SEED = 20261122
 

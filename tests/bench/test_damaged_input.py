@@ -16,10 +16,10 @@ from tests.bench.test_damaged import SEED, nothing_runs
 from tests.planning.test_tuning import spec
 from tests.planning.test_tuning_store import MACHINE, TABLE, cache
 from tests.support.damage import altered, faults, invoke, unusable
-from tpkernels.bench.options import UsageError
 from tpkernels.bench.sweep import Settings, plan_sweep, read_file
 from tpkernels.planning import store
 from tpkernels.planning.choose import Means, choose
+from tpkernels.terminal import UsageError
 
 __all__ = ["cache", "nothing_runs"]  # fixtures
 SWEEP = {

@@ -17,12 +17,12 @@ from typer.testing import CliRunner, Result
 
 from tests.bench.test_report import valid
 from tests.cli.test_cli import processes_of_session
-from tpkernels.bench import session
 from tpkernels.bench.file import new_report, resumed, save
-from tpkernels.bench.options import UsageError
 from tpkernels.bench.sweep import Settings, plan_sweep
 from tpkernels.cli import app
 from tpkernels.cli import bench as bench_command
+from tpkernels.launch import session
+from tpkernels.terminal import UsageError
 
 MODULE = [sys.executable, "-m", "tpkernels"]
 SWEEP = ["--op", "reduce_scatter,all_reduce", "--bytes", "4K,8K", "--repeat", "6", "--tp", "2"]

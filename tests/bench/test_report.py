@@ -18,10 +18,10 @@ from typer.testing import CliRunner, Result
 from tpkernels.bench import plots
 from tpkernels.bench.baselines import BASELINES
 from tpkernels.bench.file import load
-from tpkernels.bench.options import UsageError
 from tpkernels.cli import app
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.terminal import UsageError
 
 SWEEP = (
     *("bench", "--op", "all_gather_matmul,matmul_reduce_scatter,all_reduce", "--tp", "2"),

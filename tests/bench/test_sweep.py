@@ -8,9 +8,9 @@ import pytest
 
 from tpkernels import dtypes
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS, projection
-from tpkernels.bench.options import UsageError
 from tpkernels.bench.results import key
 from tpkernels.bench.sweep import Settings, plan_sweep, read_file
+from tpkernels.terminal import UsageError
 
 
 def cases(**options: object) -> list[str]:

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
-from tpkernels.bench import session
 from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec
-from tpkernels.bench.timing import Samples, summary
 from tpkernels.bench.verification import verify
 from tpkernels.cli import app
+from tpkernels.launch import session
 from tpkernels.op_spec import OPS
+from tpkernels.timing import Samples, summary
 
 MODULE = [sys.executable, "-m", "tpkernels"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -37,6 +37,15 @@ def words(folder: Path) -> list[str]:
     return tokenizer.decode(tokens, skip_special_tokens=True).split()
 
 
+def test_no_benchmark_is_imported_to_generate_text() -> None:
+    code = (
+        "import sys, tpkernels.cli.generate, tpkernels.integrations.transformers.generator\n"
+        "print([name for name in sys.modules if name.startswith('tpkernels.bench')])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
 def invoke(folder: Path, *args: object) -> Result:
     command = ["generate", "--model", str(folder), *map(str, args)]
     return CliRunner().invoke(app, command)

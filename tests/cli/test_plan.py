@@ -14,11 +14,11 @@ from tests.cli.test_cli import check_refused, invoke
 from tpkernels.bench.layer_plan import layer_times, summary, tps_of
 from tpkernels.bench.machine import MachineReport, keep, profile_of
 from tpkernels.bench.mesh_plan import problem_of
-from tpkernels.bench.options import UsageError
 from tpkernels.bench.roofline import Rates
 from tpkernels.mesh.engines import engine_on, faster
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.machines import machine_named
+from tpkernels.terminal import UsageError
 
 PRODUCT = "plan --m 8192 --k 8192 --n 28672 --mesh 2x4 --x S0 --w S1 --out R --machine h200"
 LAYERS = "plan --model llama3-70b --tp 1..64 --machine h200"

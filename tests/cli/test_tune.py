@@ -17,18 +17,18 @@ import tpkernels
 from tests.cli.test_cli import check_refused, invoke, one_element_off
 from tests.support.cases import RanksFixture
 from tpkernels import groups, launch
-from tpkernels.bench import session
 from tpkernels.bench.cases import planned, random_case, run_tpkernels
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.statistics import paired, ratio
-from tpkernels.bench.timing import Samples, Variant, measure
 from tpkernels.bench.tune import TuneReport, best_config, measurement, tune_case
+from tpkernels.launch import session
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.machine import instructions, this_machine
 from tpkernels.planning.table import Config
 from tpkernels.planning.thresholds import pipeline_min_rows
+from tpkernels.timing import Samples, Variant, measure
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from benchmarks.host_time import functions_called
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
@@ -29,6 +29,23 @@ from tpkernels.symm import capture
 
 # Functions of Python in a warm call, those of Triton's launcher included.
 MOST_FUNCTIONS = {"all_gather_matmul": 58, "matmul_reduce_scatter": 46, "matmul_all_reduce": 41}
+
+
+def functions_called(call: Callable[[], object]) -> int:
+    """Count the Python functions that are called, the call itself included; a generator counts each
+    time that it goes on."""
+    count = 0
+
+    def on_event(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(on_event)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.vllm_engine import CONFIG, ENVIRONMENT
+from benchmarks.vllm_paired import CONFIG, ENVIRONMENT
 from tests.support.paths import ROOT
 
 VERSION = "0.32.0"

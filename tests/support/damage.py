@@ -15,9 +15,9 @@ from tpkernels.bench.measuring import CaseReport, Choice
 from tpkernels.bench.results import Report, result
 from tpkernels.bench.roofline import Rates
 from tpkernels.bench.sweep import Settings, plan_sweep
-from tpkernels.bench.timing import Samples
 from tpkernels.bench.verification import Verdict
 from tpkernels.cli import app
+from tpkernels.timing import Samples
 
 RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)
 SWEEP = {

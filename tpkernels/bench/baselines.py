@@ -21,8 +21,8 @@ import torch.distributed as dist
 from tpkernels import nccl
 from tpkernels.bench.cases import Case, run_local_matmul, run_matmul, run_torch, with_norm
 from tpkernels.bench.inputs import Inputs
-from tpkernels.bench.session import gather_objects
 from tpkernels.errors import TpkernelsError
+from tpkernels.launch.session import gather_objects
 from tpkernels.local.native import native
 from tpkernels.local.scaled import torch_takes
 

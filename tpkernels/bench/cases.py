@@ -19,7 +19,6 @@ from torch.nn.functional import rms_norm
 import tpkernels
 from tpkernels import groups
 from tpkernels.bench import scaled_cases
-from tpkernels.bench.benchmark import slowest
 from tpkernels.bench.specs import NORM_EPS, Spec, matrix_of, square_of
 from tpkernels.local.matmul import local_matmul
 from tpkernels.op_spec import OPS
@@ -27,6 +26,7 @@ from tpkernels.ops._trial import Tried
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.trials import MOST_CALLS
 from tpkernels.shards import shard_sizes
+from tpkernels.timing import slowest
 
 Outputs = list[torch.Tensor]
 

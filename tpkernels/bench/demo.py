@@ -29,11 +29,11 @@ from tpkernels.bench.cases import (
     run_torch,
     run_tpkernels,
 )
-from tpkernels.bench.options import UsageError
-from tpkernels.bench.session import gather_objects, tensors_of_all
-from tpkernels.bench.timing import Samples, Variant, measure
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.integers import ceil_div
+from tpkernels.launch.session import gather_objects, tensors_of_all
+from tpkernels.terminal import UsageError
+from tpkernels.timing import Samples, Variant, measure
 
 _LARGEST_HEAD = 128
 _DECODE_TOKENS = 8

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.bench import info
-from tpkernels.bench.options import UsageError, make_output_folder, read_input, writable, writing
 from tpkernels.bench.results import Report, Result, key
-from tpkernels.bench.session import is_leader, under_torchrun
 from tpkernels.bench.sweep import Sweep
 from tpkernels.cache import locked, replace_file
+from tpkernels.launch.session import is_leader, under_torchrun
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.machine import last_level_cache_bytes
+from tpkernels.terminal import UsageError, make_output_folder, read_input, writable, writing
 from tpkernels.text import all_printable, printable, short, shown
 
 FORMAT = "tpkernels-bench/3"

@@ -11,9 +11,7 @@ import torch
 import tpkernels
 from tpkernels import _C, cuda, dtypes, kernels, nccl
 from tpkernels.backends import TABLES
-from tpkernels.bench.options import DTYPES
-from tpkernels.bench.session import unsupported_kernels
-from tpkernels.bench.specs import Spec
+from tpkernels.bench.specs import Spec, unsupported_kernels
 from tpkernels.local.native import native
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -21,6 +19,7 @@ from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.planning.machine import processor
 from tpkernels.symm import colocation
 from tpkernels.symm.limits import available_bytes
+from tpkernels.terminal import DTYPES
 
 
 def facts() -> dict[str, Any]:

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tpkernels.bench.benchmark import slowest
 from tpkernels.bench.cases import Case, gathered
 from tpkernels.planning.machine import last_level_cache_bytes
 from tpkernels.symm.limits import available_bytes
+from tpkernels.timing import slowest
 
 # Inputs are cold if all copies exceed the last-level cache by this factor: a copy is then evicted
 # before its next use.

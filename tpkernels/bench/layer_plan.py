@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpkernels.bench.models import LAYER, MODELS, Model, projection
-from tpkernels.bench.options import UsageError, at_least, check_known, number_in
 from tpkernels.integers import ceil_div
 from tpkernels.mesh.cost import fused_seconds
 from tpkernels.planning.machines import Profile
 from tpkernels.planning.rates import collective_seconds, product_seconds
+from tpkernels.terminal import UsageError, at_least, check_known, number_in
 
 PHASES = ("prefill", "decode")
 _HELPS = 0.98  # of the time without overlap; less is within the spread of a measurement

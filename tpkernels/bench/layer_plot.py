@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpkernels.bench.layer_plan import PHASES, LayerTime
-from tpkernels.bench.options import UsageError, writing
 from tpkernels.bench.plots import unsupported
+from tpkernels.terminal import UsageError, writing
 
 FORMATS = (".png", ".svg", ".pdf")
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import groups, ops
-from tpkernels.bench.options import UsageError, check_known, writing
 from tpkernels.bench.roofline import Rates, measure_rates, slowest_rates
-from tpkernels.bench.session import own_device, synchronizer
-from tpkernels.bench.timing import Variant, measure
+from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning import machines
 from tpkernels.planning.machine import Machine, this_machine
 from tpkernels.planning.machines import Link, Profile
+from tpkernels.terminal import UsageError, check_known, writing
+from tpkernels.timing import Variant, measure
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _SMALL, _LARGE = 4 << 10, 16 << 20  # bytes of the tensor that is gathered
@@ -40,7 +40,7 @@ def measure_machine(device: str) -> MachineReport:
     assert dist.group.WORLD is not None  # it runs on ranks
     group = groups.get(dist.group.WORLD.group_name).ready(device)
     rates = tuple(measure_rates(dtype, device) for dtype in _DTYPES)
-    place, variants = own_device(device), {}
+    place, variants = rank_device(device), {}
     for name, nbytes in (("small", _SMALL), ("large", _LARGE)):
         x = torch.zeros(nbytes // 4 // group.world, device=place)
         variants[name] = Variant(lambda x=x: ops.all_gather(x, group.name))  # type: ignore[misc]

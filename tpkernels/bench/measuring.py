@@ -13,11 +13,11 @@ from tpkernels.bench.baselines import baselines, torch_multiplies
 from tpkernels.bench.cases import Case, planned, random_case, run_torch, run_tpkernels, settle
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.roofline import Rates
-from tpkernels.bench.session import own_device, synchronizer
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort
-from tpkernels.bench.timing import Samples, Variant, measure
 from tpkernels.bench.verification import Verdict, verify
+from tpkernels.launch.session import rank_device, synchronizer
+from tpkernels.timing import Samples, Variant, measure
 
 _FEWEST = 3  # repetitions, however long they take: see `timing.measure`
 
@@ -57,7 +57,7 @@ def run_case(
     Args:
         rates: the same on all ranks.
     """
-    case = random_case(spec, own_device(device))
+    case = random_case(spec, rank_device(device))
     names = list(dict.fromkeys([*algorithms, "unfused"]))
     seconds = math.inf if effort.seconds is None else effort.seconds
     expected = spec.cost(dist.get_world_size()).flops / rates.torch_flops

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tpkernels.bench.options import UsageError, at_least, dtype_named, number_in
 from tpkernels.mesh.cost import Estimate, ranked
 from tpkernels.mesh.layout import Placements, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
 from tpkernels.ops import _check
 from tpkernels.planning.machines import Profile
+from tpkernels.terminal import UsageError, at_least, dtype_named, number_in
 
 _NAMES: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}
 _MOST_RANKS = 1 << 20

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpkernels.bench.output import byte_size
 from tpkernels.bench.results import Interval, Report, Result, gemm
 from tpkernels.bench.table import size_of
 from tpkernels.bench.trace import COMPUTE, COPY, MOVE, WAIT, lanes
 from tpkernels.integers import ceil_div
+from tpkernels.terminal import byte_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

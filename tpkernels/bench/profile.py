@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, record_function
 
 from tpkernels.bench import plots
 from tpkernels.bench.cases import planned, random_case, run_tpkernels
-from tpkernels.bench.options import make_output_folder, writable, writing
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.trace import CALL, RankTime, merge, times
+from tpkernels.terminal import make_output_folder, writable, writing
 
 _WARM_UP = 3
 

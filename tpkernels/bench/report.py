@@ -12,10 +12,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tpkernels.bench import plots
-from tpkernels.bench.options import writing
-from tpkernels.bench.output import milliseconds
 from tpkernels.bench.results import Interval, Report, Result
 from tpkernels.bench.table import COLUMNS, LEGEND, notes, rows, size_of
+from tpkernels.terminal import milliseconds, writing
 
 
 def write(report: Report, folder: Path) -> None:

@@ -17,8 +17,8 @@ from tpkernels.bench.measuring import CaseReport, Choice
 from tpkernels.bench.roofline import Rates
 from tpkernels.bench.statistics import Estimate, difference, overlap, paired, ratio
 from tpkernels.bench.sweep import Item
-from tpkernels.bench.timing import Samples, summary
 from tpkernels.planning.cost import Cost
+from tpkernels.timing import Samples, summary
 
 
 class Interval(TypedDict):

@@ -14,10 +14,10 @@ import torch
 
 from tpkernels.bench.cases import Case, run_local_matmul, run_matmul
 from tpkernels.bench.inputs import memory_budget
-from tpkernels.bench.session import own_device, synchronizer
-from tpkernels.bench.timing import Variant, measure
+from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.cost import Cost
 from tpkernels.planning.machine import last_level_cache_bytes
+from tpkernels.timing import Variant, measure
 
 # A square matmul that is long compared with its overheads and short compared with a case: 2 GFLOP
 # take about 40 ms on a core of AMD EPYC Zen 3 in fp32 (2026-11-21, `tpkernels bench`: 0.058
@@ -51,7 +51,7 @@ class Rates:
 
 def measure_rates(dtype: torch.dtype, device: str) -> Rates:
     """This rank's rates on "cpu" or "cuda". Collective."""
-    place, synchronize = own_device(device), synchronizer(device)
+    place, synchronize = rank_device(device), synchronizer(device)
     size = _SIZE[device]
     x, w = (torch.randn(size, size).to(place, dtype) for _ in range(2))
     case = Case("matmul_all_reduce", x, (), (w.t(),))

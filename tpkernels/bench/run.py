@@ -19,8 +19,8 @@ from tpkernels.bench.inputs import COLD
 from tpkernels.bench.measuring import run_case
 from tpkernels.bench.results import Report, key, rates_of, result, roofline
 from tpkernels.bench.roofline import Rates, measure_rates, slowest_rates
-from tpkernels.bench.session import Session, is_leader, launched_ranks, open_session
 from tpkernels.bench.sweep import Item, Sweep
+from tpkernels.launch.session import Session, is_leader, launched_ranks, open_session
 
 _START_SECONDS = 0.3  # per case of any size: inputs, set-up, barriers
 # Only estimates how long cases take, for the progress bar.

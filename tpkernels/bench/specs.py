@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from tpkernels import dtypes
-from tpkernels.bench.options import UsageError, ops_named, shape_of, sizes_of
-from tpkernels.bench.output import byte_size
-from tpkernels.bench.session import on_one_host, unsupported_kernels
+from tpkernels.backends import unsupported
+from tpkernels.kernels import NO_GPU
+from tpkernels.launch.session import on_one_host
 from tpkernels.local.scales import Packing
 from tpkernels.op_spec import NO_OPTIONS, OPS
 from tpkernels.ops._reduction import reduction_options
 from tpkernels.ops._scaled import gather_options
+from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
+from tpkernels.terminal import UsageError, byte_size, check_known, shape_of, sizes_of
 
 NORM_EPS = 1e-6
 OPERANDS = torch.float8_e4m3fn  # of an op on scaled operands, with row-wise scales
@@ -161,6 +163,24 @@ def spec_of_extents(
     if excluded or not given:
         raise UsageError(f"{op} takes {needed}, not {unused}")
     return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
+
+
+def ops_named(names: Iterable[str]) -> list[str]:
+    """Return ``names`` without repetitions. ``UsageError`` if one is not an op."""
+    return check_known("op", names, OPS)
+
+
+def algorithms_named(names: Iterable[str]) -> list[str]:
+    """Return ``names`` without repetitions. ``UsageError`` if one is not an algorithm or auto."""
+    return check_known("algorithm", names, ("auto", *ALGORITHMS))
+
+
+def unsupported_kernels(device: str) -> dict[str, str]:
+    """Return the algorithms whose kernels cannot run here, with the reasons."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return {name: NO_GPU for name in ALGORITHMS if ALGORITHMS[name].kernels.get(device)}
+    reasons = {name: unsupported(name, device, torch.device(device)) for name in ALGORITHMS}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu") -> None:

@@ -18,19 +18,24 @@ import torch
 import yaml
 
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS, projection
-from tpkernels.bench.options import (
-    UsageError,
+from tpkernels.bench.specs import (
+    Spec,
     algorithms_named,
+    check_algorithm,
+    check_split,
+    ops_named,
+    specs_of,
+)
+from tpkernels.op_spec import OPS
+from tpkernels.terminal import (
+    UsageError,
     at_least,
     check_known,
     check_workers,
     dtype_named,
     number_in,
-    ops_named,
     read_input,
 )
-from tpkernels.bench.specs import Spec, check_algorithm, check_split, specs_of
-from tpkernels.op_spec import OPS
 from tpkernels.text import shown
 
 ROWS = ("16", "256", "2048")  # of a model, without --m

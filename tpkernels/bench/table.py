@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from tpkernels.bench.inputs import warm_cases
-from tpkernels.bench.output import byte_size, milliseconds, table
 from tpkernels.bench.results import Algorithm, Interval, Report, Result, Speedup, Time
+from tpkernels.terminal import byte_size, milliseconds, table
 
 _NUMBERS = (
     *(

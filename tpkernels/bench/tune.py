@@ -17,24 +17,15 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import groups
-from tpkernels.bench.benchmark import slowest
 from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpkernels
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.machine import machine_by_name
 from tpkernels.bench.measuring import run_next
-from tpkernels.bench.options import UsageError, writable, writing
-from tpkernels.bench.session import (
-    gather_objects,
-    own_device,
-    ranks_share_gpus,
-    synchronizer,
-    unsupported_kernels,
-)
-from tpkernels.bench.specs import Spec
-from tpkernels.bench.timing import Samples, Variant, measure, summary
+from tpkernels.bench.specs import Spec, unsupported_kernels
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.groups.group import Group
+from tpkernels.launch.session import gather_objects, rank_device, ranks_share_gpus, synchronizer
 from tpkernels.planning import gpu_model, machines, store
 from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
 from tpkernels.planning.hops import all_reduce_way
@@ -44,6 +35,8 @@ from tpkernels.planning.table import Config, Measurement, Table
 from tpkernels.planning.trials import ELIGIBLE, is_eligible
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
+from tpkernels.terminal import UsageError, writable, writing
+from tpkernels.timing import Samples, Variant, measure, slowest, summary
 
 _CONFIG_REPEAT = 5
 
@@ -76,7 +69,7 @@ class TuneReport:
 def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> TuneReport:
     """Verifies all algorithms on one case and times the right ones, interleaved. On GPUs the best
     block sizes for the `fused` kernels are found first. Collective."""
-    case = random_case(spec, own_device(device))
+    case = random_case(spec, rank_device(device))
     assert dist.group.WORLD is not None  # cases only run on ranks
     group = groups.get(dist.group.WORLD.group_name).ready(device)
     means = Means(

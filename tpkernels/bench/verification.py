@@ -31,8 +31,8 @@ from torch.nn.functional import rms_norm
 
 from tpkernels.bench.cases import Case, Outputs, columns_of
 from tpkernels.bench.scaled_cases import worth
-from tpkernels.bench.session import gather_objects, tensors_of_all
 from tpkernels.bench.specs import NORM_EPS
+from tpkernels.launch.session import gather_objects, tensors_of_all
 from tpkernels.op_spec import OPS
 
 _PANEL_ELEMENTS = 1 << 21  # of the result, compared at a time

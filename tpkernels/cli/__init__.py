@@ -1,49 +1,58 @@
-"""The command line: one file per command, with its options and output; `bench` does the work."""
+"""The command line: one module per command, imported only when that command runs."""
 
 from __future__ import annotations
 
 import io
 import sys
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from tpkernels.cli import (
-    bench,
-    compare,
-    demo,
-    explain,
-    generate,
-    info,
-    plan,
-    profile,
-    serve,
-    shard,
-    tune,
+COMMANDS = (
+    *("info", "demo", "bench", "compare", "tune", "explain", "plan", "shard", "generate", "serve"),
+    "profile",
 )
+_LOOK: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": "markdown",
+}
+
+
+class _Commands(TyperGroup):
+    """Imports a command by its name: `generate` does not wait for what `bench` imports."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        # Everything after the script of `profile` belongs to the script, including options.
+        settings = {"allow_interspersed_args": False} if cmd_name == "profile" else {}
+        function = getattr(import_module(f"tpkernels.cli.{cmd_name}"), cmd_name)
+        command = typer.Typer(**_LOOK)
+        command.command(cmd_name, context_settings=settings)(function)
+        return typer.main.get_command(command)
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="Fused communication and compute for tensor parallelism in PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    **_LOOK,
 )
-app.command()(info.info)
-app.command()(demo.demo)
-app.command()(bench.bench)
-app.command()(compare.compare)
-app.command()(tune.tune)
-app.command()(explain.explain)
-app.command()(plan.plan)
-app.command()(shard.shard)
-app.command()(generate.generate)
-app.command()(serve.serve)
-# Everything after the script belongs to the script, including options.
-app.command(context_settings={"allow_interspersed_args": False})(profile.profile)
+
+
+@app.callback()
+def _take_no_options() -> None:
+    """Stand in for registered commands, without which typer makes no group."""
 
 
 def main() -> None:
-    """The console script ``tpkernels``."""
+    """Run the console script ``tpkernels``."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # like stderr
     app(prog_name="tpkernels")

@@ -10,11 +10,8 @@ import typer
 from tpkernels.bench import plots, report, table
 from tpkernels.bench.file import new_report, result_file, resumed
 from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS
-from tpkernels.bench.options import DTYPES, at_least
-from tpkernels.bench.output import console
 from tpkernels.bench.results import Report, is_right
 from tpkernels.bench.run import run_sweep
-from tpkernels.bench.session import device_named, is_leader, launched_ranks
 from tpkernels.bench.sweep import (
     BYTES,
     QUICK_REPEAT,
@@ -28,7 +25,9 @@ from tpkernels.bench.sweep import (
 )
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.launch.session import device_named, is_leader, launched_ranks
 from tpkernels.op_spec import OPS
+from tpkernels.terminal import DTYPES, at_least, console
 
 _MANY = "Repeatable, or comma-separated."
 

@@ -12,9 +12,8 @@ from rich.table import Table
 from tpkernels.bench.baselines import BASELINES
 from tpkernels.bench.compare import Change, changes, differences, summary
 from tpkernels.bench.file import load
-from tpkernels.bench.options import UsageError, check_known
-from tpkernels.bench.output import console, milliseconds, table
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.terminal import UsageError, check_known, console, milliseconds, table
 
 
 def compare(

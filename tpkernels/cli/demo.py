@@ -10,13 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.bench.demo import LayerReport, LayerShape, TimedOp, run_layer
-from tpkernels.bench.options import at_least, check_workers, dtype_named
-from tpkernels.bench.output import console, milliseconds, table
-from tpkernels.bench.session import open_session, world_size
-from tpkernels.bench.timing import summary
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.launch.session import open_session, world_size
 from tpkernels.local.native import native
+from tpkernels.terminal import at_least, check_workers, console, dtype_named, milliseconds, table
+from tpkernels.timing import summary
 
 
 def demo(

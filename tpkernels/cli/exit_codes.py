@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import typer
 
-from tpkernels.bench.options import UsageError
 from tpkernels.launch import RankError
+from tpkernels.terminal import UsageError
 from tpkernels.text import printable, short
 
 _MOST_MESSAGE = 1000  # characters of an error

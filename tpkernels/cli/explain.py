@@ -8,17 +8,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tpkernels.bench.options import at_least, check_workers, dtype_named
-from tpkernels.bench.output import console, milliseconds, table
-from tpkernels.bench.session import device_known
 from tpkernels.bench.specs import check_split, spec_of_extents
 from tpkernels.bench.tune import Explanation
 from tpkernels.bench.tune import explain as explanation_of
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.launch.session import device_known
 from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.table import Measurement
+from tpkernels.terminal import at_least, check_workers, console, dtype_named, milliseconds, table
 
 
 def explain(

@@ -13,9 +13,9 @@ from rich.table import Table
 from tpkernels import kernels
 from tpkernels.backends import TABLES
 from tpkernels.bench.info import facts
-from tpkernels.bench.output import byte_size, console, table
 from tpkernels.defaults import POOL_VARIABLE
 from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.terminal import byte_size, console, table
 
 _NATIVE = "native: torch multiplies it at full speed"
 _CONVERTED = "converted to float32 in panels: this processor has no instructions for it"

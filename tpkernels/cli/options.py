@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tpkernels.bench.options import DTYPES
+from tpkernels.terminal import DTYPES
 
 Ranks = Annotated[
     int | None,

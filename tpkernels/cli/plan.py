@@ -13,14 +13,22 @@ from rich.markup import escape
 from tpkernels.bench import layer_plan, layer_plot, mesh_plan
 from tpkernels.bench.machine import engines_of, machine_by_name
 from tpkernels.bench.models import MODELS
-from tpkernels.bench.options import UsageError, at_least, check_known, dtype_named
-from tpkernels.bench.output import byte_size, console, milliseconds, table
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.mesh.engines import ENGINES, engine_on, faster
 from tpkernels.mesh.layout import text_of
 from tpkernels.mesh.planner import MatmulProblem
 from tpkernels.planning.machines import MEASURED, Profile, machines
+from tpkernels.terminal import (
+    UsageError,
+    at_least,
+    byte_size,
+    check_known,
+    console,
+    dtype_named,
+    milliseconds,
+    table,
+)
 
 
 def plan(

@@ -11,21 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 from tpkernels.bench import plots
-from tpkernels.bench.options import (
-    UsageError,
-    algorithms_named,
-    at_least,
-    check_workers,
-    dtype_named,
-    ops_named,
-)
-from tpkernels.bench.output import console, milliseconds, table
 from tpkernels.bench.profile import Files, Profile, record_op, record_script
-from tpkernels.bench.session import is_leader, open_session, under_torchrun, world_size
-from tpkernels.bench.specs import check_algorithm, check_split, spec_of
+from tpkernels.bench.specs import algorithms_named, check_algorithm, check_split, ops_named, spec_of
 from tpkernels.bench.trace import RankTime
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
+from tpkernels.terminal import (
+    UsageError,
+    at_least,
+    check_workers,
+    console,
+    dtype_named,
+    milliseconds,
+    table,
+)
 
 _LEGEND = """\
 Each moment of a rank counts once: as compute, else copy, else wait. overlapped: the fraction of the

@@ -7,16 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tpkernels.bench.options import (
-    UsageError,
-    at_least,
-    check_workers,
-    dtype_named,
-    read_input,
-)
-from tpkernels.bench.session import under_torchrun
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.launch.session import under_torchrun
+from tpkernels.terminal import UsageError, at_least, check_workers, dtype_named, read_input
 
 _MOST_KEY = 4096  # bytes of a key's file
 

@@ -12,12 +12,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tpkernels.bench.options import UsageError, check_workers, dtype_named
-from tpkernels.bench.output import byte_size, console, table
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.parallel.blueprint import Slot
 from tpkernels.parallel.shard_files import ShardPlan, plan_shards, write_shards
+from tpkernels.terminal import UsageError, byte_size, check_workers, console, dtype_named, table
 
 
 def shard(

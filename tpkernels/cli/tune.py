@@ -10,16 +10,23 @@ from rich.markup import escape
 from tpkernels.bench.inputs import warm_cases
 from tpkernels.bench.machine import keep as keep_machine
 from tpkernels.bench.machine import measure_machine, rates_text
-from tpkernels.bench.options import UsageError, at_least, check_workers, dtype_named, ops_named
-from tpkernels.bench.output import console, milliseconds, table
-from tpkernels.bench.session import device_named, is_leader, open_session, world_size
-from tpkernels.bench.specs import Spec, check_split, specs_of
+from tpkernels.bench.specs import Spec, check_split, ops_named, specs_of
 from tpkernels.bench.tune import TuneReport, check_cache, check_gpus, keep, medians, tune_case
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.launch.session import device_named, is_leader, open_session, world_size
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
+from tpkernels.terminal import (
+    UsageError,
+    at_least,
+    check_workers,
+    console,
+    dtype_named,
+    milliseconds,
+    table,
+)
 
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
 _BYTES = "4K,64K,1M,16M,64M"

@@ -44,7 +44,7 @@ _KINDS = (
     # (M, 4096, 4096) bf16: with 256, 512, 1024 and 2048 rows a rank `pipelined` takes 1.14 to 1.18,
     # 1.06 to 1.12, 1.0 and 0.88 of the time of `direct`.
     _Kind("amx_bf16", frozenset({torch.bfloat16}), 1024),
-    # AMD EPYC Zen 4, 2 cores, 32 MB L3, 2 ranks x 1 thread, 2026-11-22: `python -m benchmarks.auto`
+    # AMD EPYC Zen 4, 2 cores, 32 MB L3, 2 ranks x 1 thread, 2026-11-22
     # (benchmarks/results/cpu-2core-auto.md): with 128, 256, 512 and 1024 rows a rank `pipelined`
     # takes 0.90 to 1.47, 1.03 to 1.21, 0.73 to 1.11 and 0.90 to 1.06 of the time of `direct`,
     # in the median 1.16, 1.11, 0.97 and 1.01. Zen 5, the same, 2026-11-23: with 1024 and 2048 rows

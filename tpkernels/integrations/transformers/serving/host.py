@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from types import MappingProxyType
 
-from tpkernels.bench.options import UsageError
 from tpkernels.integrations.transformers.serving import rank
 from tpkernels.launch import Outcome, RankError, Ranks, fork_server
+from tpkernels.terminal import UsageError
 
 _PRELOAD = [
     "transformers.generation.continuous_batching",

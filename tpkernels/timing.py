@@ -1,13 +1,18 @@
-"""`tpkernels.benchmark`: times a function. `Timing`: the statistics of all measurements here."""
+"""Time functions: `tpkernels.benchmark` one, `measure` several variants interleaved.
+
+Ranks leave a gloo barrier about 0.1 ms apart, which is charged to the first call after it. So short
+calls are timed several in a row.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,8 +20,12 @@ import torch.distributed as dist
 from tpkernels import groups
 from tpkernels.groups import GroupLike
 
-_SECONDS = 0.5  # of timed calls, by default
+_SECONDS = 0.5  # of timed calls by `benchmark`, by default
 _LEAST_MS = 1e-4  # less than any Python call; a coarse clock may measure 0
+_REGION_SECONDS = 4e-3  # of a region timed by `measure`, if _MOST_CALLS suffice
+_MOST_CALLS = 100
+_WARM_SECONDS = 0.25  # a variant that takes longer is warm after one call
+_LONG_SECONDS = 0.5  # a variant that takes longer needs no warm-up at all
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], *, warmup: int, calls: int) -> Timing:
-        """The statistics of one or more samples in milliseconds."""
+        """Compute the statistics of one or more samples in milliseconds."""
         ordered = sorted(samples)
 
         def percentile(part: float) -> float:
@@ -61,11 +70,11 @@ class Timing:
         )
 
     def __str__(self) -> str:
-        each = f" of {self.calls} calls" if self.calls > 1 else ""
+        in_a_row = f" of {self.calls} calls" if self.calls > 1 else ""
         return (
             f"median {self.median:.4g} ms, mean {self.mean:.4g} +- {self.stdev:.2g}, "
             f"min {self.min:.4g}, max {self.max:.4g}, p95 {self.p95:.4g}, p99 {self.p99:.4g} "
-            f"({self.iterations} iterations{each}, {self.warmup} warm-up)"
+            f"({self.iterations} iterations{in_a_row}, {self.warmup} warm-up)"
         )
 
 
@@ -80,7 +89,7 @@ def benchmark(
     device: torch.device | str | None = None,
     flush_l2: bool = False,
 ) -> Timing:
-    """Times ``fn(*args)``. Pass keyword arguments of ``fn`` by ``functools.partial``.
+    """Time ``fn(*args)``. Pass keyword arguments of ``fn`` by ``functools.partial``.
 
     On a CUDA device, times are taken by events on the current stream: all iterations are queued and
     the stream is synchronised once, at the end. On the CPU, by the host's clock.
@@ -90,8 +99,7 @@ def benchmark(
         iterations: number of samples. By default about as many as fill ``min_seconds`` (default
             0.5), estimated from the warm-up.
         calls: consecutive calls per iteration; a sample is their mean. Use several for collectives
-            on CPUs that take less than a millisecond: ranks leave a gloo barrier about 0.1 ms
-            apart, which is charged to the first call after it.
+            on CPUs that take less than a millisecond.
         group: the ranks that run ``fn`` together, which makes this call collective. All ranks run
             the same number of iterations, each after an untimed barrier, and return the same
             result: each sample is the slowest rank's. The process group's timeout bounds the waits.
@@ -117,11 +125,11 @@ def benchmark(
         _check_alike(pg, warmup=warmup, iterations=iterations or 0, calls=calls, seconds=seconds)
     run = functools.partial(fn, *args)
     prepare = _preparation(pg, clock, flush_l2)
-    measure = functools.partial(_on_cuda, clock) if clock.type == "cuda" else _on_host
+    clocked = functools.partial(_on_cuda, clock) if clock.type == "cuda" else _on_host
 
     def samples(count: int, calls: int) -> list[float]:
-        own = measure(run, prepare, count, calls)
-        return own if pg is None or not own else slowest(own, pg)
+        times = clocked(run, prepare, count, calls)
+        return times if pg is None or not times else slowest(times, pg)
 
     warm = samples(warmup, 1)
     if iterations is None:
@@ -131,7 +139,7 @@ def benchmark(
 
 
 def slowest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """The maximum of each value over all ranks, which pass equally many. Collective."""
+    """Return the maximum of each value over all ranks, which pass equally many. Collective."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     everyone = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(everyone, dist.ReduceOp.MAX, group=group)
@@ -154,11 +162,11 @@ def _check(warmup: int, iterations: int | None, min_seconds: float | None, calls
         raise ValueError("warmup=0 leaves nothing to estimate the iterations from; give iterations")
 
 
-def _check_alike(pg: dist.ProcessGroup, **own: float) -> None:
-    """``ValueError`` if options differ: ranks with different iteration counts would deadlock."""
-    values = list(own.values())
+def _check_alike(pg: dist.ProcessGroup, **options: float) -> None:
+    """Refuse options that differ: ranks with different iteration counts would deadlock."""
+    values = list(options.values())
     most = slowest([*values, *(-value for value in values)], pg)
-    for i, (name, value) in enumerate(own.items()):
+    for i, (name, value) in enumerate(options.items()):
         least = -most[len(values) + i]
         if least != most[i]:
             raise ValueError(
@@ -168,7 +176,7 @@ def _check_alike(pg: dist.ProcessGroup, **own: float) -> None:
 
 
 def _device_of(value: object) -> torch.device:
-    """The device of the first tensor in ``value``; the CPU if there is none."""
+    """Return the device of the first tensor in ``value``; the CPU if there is none."""
     values = [value]
     while values:
         first = values.pop(0)
@@ -182,7 +190,7 @@ def _device_of(value: object) -> torch.device:
 def _preparation(
     pg: dist.ProcessGroup | None, device: torch.device, flush_l2: bool
 ) -> Callable[[], None]:
-    """The untimed preparation before each iteration."""
+    """Return the untimed preparation before each iteration."""
     scratch: torch.Tensor | None = None
     if flush_l2:
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
@@ -202,7 +210,7 @@ def _preparation(
 def _on_host(
     run: Callable[[], object], prepare: Callable[[], None], count: int, calls: int
 ) -> list[float]:
-    """Milliseconds of a call in each of ``count`` iterations."""
+    """Return milliseconds of a call in each of ``count`` iterations."""
     samples = []
     for _ in range(count):
         prepare()
@@ -220,7 +228,7 @@ def _on_cuda(
     count: int,
     calls: int,
 ) -> list[float]:
-    """The same by events on the current stream of ``device``, synchronised at the end."""
+    """Time by events on the current stream of ``device``, synchronised at the end."""
     events = []
     with torch.cuda.device(device):
         for _ in range(count):
@@ -233,3 +241,110 @@ def _on_cuda(
             events.append((begin, end))
         torch.cuda.synchronize()
     return [begin.elapsed_time(end) / calls for begin, end in events]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A function to time. ``reset`` runs before each timed region, untimed."""
+
+    run: Callable[[], object]
+    reset: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds of one call in each repetition on one rank. A repetition consists of ``calls`` calls;
+    ``warmup`` untimed calls came first."""
+
+    seconds: tuple[float, ...]
+    calls: int
+    warmup: int
+
+
+def measure(
+    variants: Mapping[str, Variant],
+    *,
+    repeat: int,
+    budget: float = math.inf,
+    synchronize: Callable[[], object] | None = None,
+) -> dict[str, Samples]:
+    """Time each variant ``repeat`` times, interleaved. Collective.
+
+    Args:
+        budget: seconds after which no further repetition starts, once there are three. With a
+            budget, the warm-up counts as a repetition if every variant takes long.
+        synchronize: waits for the work that a variant queues, as calls on CUDA tensors do.
+    """
+    if not variants:
+        return {}
+    finish = synchronize or _nothing
+    started = time.perf_counter()
+    warmed = {name: _warm(variant, finish) for name, variant in variants.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    if budget < math.inf and all(warm.slowest >= _LONG_SECONDS for warm in warmed.values()):
+        seconds = {name: [warm.seconds] for name, warm in warmed.items()}
+        warmed = {name: replace(warm, calls=0) for name, warm in warmed.items()}
+    else:
+        started = time.perf_counter()
+    names = list(variants)
+    begin = len(seconds[names[0]])
+    for repetition in range(begin, repeat):
+        # In a new order each time, the same on all ranks: a variant is affected by the caches and
+        # the busy gloo threads that its predecessor leaves behind.
+        for name in random.Random(repetition).sample(names, len(names)):
+            seconds[name].append(_region(variants[name], warmed[name].per_region, finish))
+        (elapsed,) = slowest([time.perf_counter() - started])
+        if elapsed > budget and repetition >= 2:
+            break
+    return {
+        name: Samples(tuple(seconds[name]), warmed[name].per_region, warmed[name].calls)
+        for name in names
+    }
+
+
+def summary(ranks: Sequence[Samples]) -> Timing:
+    """Compute the statistics over all ranks: a repetition counts with its slowest rank's time."""
+    samples = [1e3 * max(each) for each in zip(*(s.seconds for s in ranks), strict=True)]
+    return Timing.of(samples, warmup=ranks[0].warmup, calls=ranks[0].calls)
+
+
+def _nothing() -> None:
+    """Synchronise a CPU, which queues nothing."""
+
+
+def _region(variant: Variant, calls: int, finish: Callable[[], object]) -> float:
+    """Return seconds of one call, the mean of ``calls`` consecutive calls."""
+    if variant.reset is not None:
+        variant.reset()
+    finish()
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        variant.run()
+    finish()
+    return (time.perf_counter() - begin) / calls
+
+
+@dataclass(frozen=True)
+class _Warmed:
+    """The result of a variant's warm-up: seconds of its last call here and on the slowest rank, and
+    the number of calls."""
+
+    seconds: float
+    slowest: float
+    calls: int
+
+    @property
+    def per_region(self) -> int:
+        """Return how many calls make a timed region long enough; the same on all ranks."""
+        return min(max(1, math.ceil(_REGION_SECONDS / self.slowest)), _MOST_CALLS)
+
+
+def _warm(variant: Variant, finish: Callable[[], object]) -> _Warmed:
+    seconds = longest = 0.0
+    for calls in (1, 2):
+        seconds = _region(variant, 1, finish)
+        (longest,) = slowest([seconds])
+        if longest >= _WARM_SECONDS:
+            return _Warmed(seconds, longest, calls)
+    return _Warmed(seconds, longest, 2)

@@ -1,4 +1,4 @@
-"""The ranks that a command runs on, and their devices.
+"""Sessions: the ranks that a command runs on, and their devices.
 
 The command starts the ranks itself or, under torchrun, this process is one of them.
 """
@@ -6,7 +6,6 @@ The command starts the ranks itself or, under torchrun, this process is one of t
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-import tpkernels
-from tpkernels.backends import unsupported
-from tpkernels.bench.options import UsageError, check_known, check_workers
-from tpkernels.kernels import NO_GPU
-from tpkernels.launch import Ranks
-from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels import groups
+from tpkernels.launch.ranks import Ranks
+from tpkernels.terminal import UsageError, check_known, check_workers
 
 DEVICES = ("cpu", "cuda")
 
@@ -40,7 +36,7 @@ class Session(Protocol):
     leader: bool
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls ``function(*args)`` on every rank; returns the results by rank."""
+        """Call ``function(*args)`` on every rank; return the results by rank."""
 
 
 @dataclass
@@ -63,22 +59,22 @@ class _Joined:
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher started this process as a rank."""
+    """Return whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launched_ranks() -> int | None:
-    """How many ranks the launcher started; None without a launcher."""
+    """Return how many ranks the launcher started; None without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
 def is_leader() -> bool:
-    """Whether this process prints and writes files: rank 0, or the one that starts the ranks."""
+    """Return whether this process prints and writes files: rank 0, or what starts the ranks."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def world_size(nproc: int | None, default: int) -> int:
-    """The number of ranks: the launcher's, or what the user asked for."""
+    """Return the number of ranks: the launcher's, or what the user asked for."""
     if nproc is not None:
         check_workers(nproc=nproc)
     if not under_torchrun():
@@ -92,17 +88,17 @@ def world_size(nproc: int | None, default: int) -> int:
 
 
 def ranks_share_gpus(world: int) -> bool:
-    """Whether this machine has more ranks than GPUs."""
+    """Return whether this machine has more ranks than GPUs."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world)) > torch.cuda.device_count()
 
 
 def on_one_host(world: int) -> bool:
-    """Whether all ranks are on this host; with several launchers they need not be."""
+    """Return whether all ranks are on this host; with several launchers they need not be."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world)) >= world
 
 
 def backend_of(world: int, device: str) -> str:
-    """gloo if ranks share a GPU, which NCCL does not support."""
+    """Choose NCCL for CUDA tensors unless ranks share a GPU, which it does not support."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" and not ranks_share_gpus(world) else "gloo"
 
 
@@ -110,8 +106,8 @@ def backend_of(world: int, device: str) -> str:
 def open_session(
     world: int, *, threads: int, timeout: float, device: str = "cpu"
 ) -> Iterator[Session]:
-    """``world`` ranks of ``threads`` threads each. A `Session.run` that exceeds ``timeout`` seconds
-    fails. No process is left behind after the block, or after a failure."""
+    """Start or join ``world`` ranks of ``threads`` threads each. A `Session.run` that exceeds
+    ``timeout`` seconds fails. No process is left behind after the block, or after a failure."""
     backend = backend_of(world, device)
     if not under_torchrun():
         env = _SHARED_GPU if device == "cuda" and backend == "gloo" else None
@@ -124,39 +120,31 @@ def open_session(
         yield _Joined(leader=dist.get_rank() == 0)
         dist.barrier()
     finally:
-        tpkernels.finalize()
+        groups.finalize()
         dist.destroy_process_group()
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's ``value``, by rank. (torch's all_gather_object needs numpy.)"""
-    data = pickle.dumps(value)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(data)]))
-    longest = max(int(length) for length in lengths)
-    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(everyone, mine)
-    return [
-        pickle.loads(bytes(theirs[: int(length)].tolist()))
-        for theirs, length in zip(everyone, lengths, strict=True)
-    ]
+    """Gather every rank's ``value``, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def tensors_of_all(mine: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's ``mine``, by rank; shapes may differ."""
-    result = []
-    for rank, shape in enumerate(gather_objects(tuple(mine.shape))):
-        own = rank == dist.get_rank()
-        tensor = mine.contiguous() if own else mine.new_empty(shape)
-        if tensor.numel():
-            dist.broadcast(tensor, src=rank)
-        result.append(tensor)
-    return result
+def tensors_of_all(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Gather every rank's ``tensor``, by rank; shapes may differ."""
+    tensors = []
+    for rank, shape in enumerate(gather_objects(tuple(tensor.shape))):
+        local = rank == dist.get_rank()
+        shard = tensor.contiguous() if local else tensor.new_empty(shape)
+        if shard.numel():
+            dist.broadcast(shard, src=rank)
+        tensors.append(shard)
+    return tensors
 
 
 def device_named(name: str | None) -> str:
-    """``name`` if this machine has that device; the default is cuda if there is a GPU."""
+    """Return ``name`` if this machine has that device; the default is cuda if there is a GPU."""
     has_gpu = torch.cuda.is_available()
     if name is None:
         return "cuda" if has_gpu else "cpu"
@@ -166,21 +154,13 @@ def device_named(name: str | None) -> str:
 
 
 def device_known(name: str) -> str:
-    """``name`` if it is a known kind of device, present or not."""
+    """Return ``name`` if it is a known kind of device, present or not."""
     check_known("device", [name], DEVICES)
     return name
 
 
-def unsupported_kernels(device: str) -> dict[str, str]:
-    """The algorithms whose kernels cannot run here, with the reasons."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return {name: NO_GPU for name, each in ALGORITHMS.items() if each.kernels.get(device)}
-    reasons = {name: unsupported(name, device, torch.device(device)) for name in ALGORITHMS}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
-
-
-def own_device(device: str) -> torch.device:
-    """This rank's device, which becomes the current one. Ranks share GPUs if there are fewer."""
+def rank_device(device: str) -> torch.device:
+    """Make this rank's device the current one. Ranks share GPUs if there are fewer."""
     if device == "cpu":
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
@@ -189,5 +169,5 @@ def own_device(device: str) -> torch.device:
 
 
 def synchronizer(device: str) -> Callable[[], object] | None:
-    """Waits for queued work; None for a device without a queue."""
+    """Return what waits for queued work; None for a device without a queue."""
     return torch.cuda.synchronize if device == "cuda" else None

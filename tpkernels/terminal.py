@@ -1,23 +1,31 @@
-"""Values from command lines and files, checked; `UsageError` if one is unusable."""
+"""What commands share: values of options and files, checked, and text for a terminal.
+
+Everything here raises `UsageError` for input that cannot be used.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from tpkernels import dtypes
-from tpkernels.op_spec import OPS
-from tpkernels.planning.algorithms import ALGORITHMS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _BY_NAME = DTYPES | {dtypes.name(dtype): dtype for dtype in DTYPES.values()}
 _MOST = 10**12  # elements, bytes, repetitions, seconds
 _MOST_DIGITS = 20  # including leading zeros
 _MOST_WORKERS = 1024
+_WIDTH = 190  # columns of a log or a pipe
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -26,7 +34,7 @@ class UsageError(ValueError):
 
 
 def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """``names`` without repetitions. ``UsageError`` if one is not in ``known``."""
+    """Return ``names`` without repetitions. ``UsageError`` if one is not in ``known``."""
     for name in names:
         if name not in known:
             raise UsageError(f"unknown {what} '{name}'; choose from {', '.join(known)}")
@@ -34,23 +42,13 @@ def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> list[s
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype called ``bf16`` or ``bfloat16``."""
+    """Return the dtype called ``bf16`` or ``bfloat16``."""
     check_known("dtype", [name], _BY_NAME)
     return _BY_NAME[name]
 
 
-def ops_named(names: list[str]) -> list[str]:
-    """``names`` without repetitions, each an op."""
-    return check_known("op", names, OPS)
-
-
-def algorithms_named(names: list[str]) -> list[str]:
-    """``names`` without repetitions, each an algorithm or auto."""
-    return check_known("algorithm", names, ("auto", *ALGORITHMS))
-
-
 def shape_of(text: str) -> tuple[int, ...]:
-    """(M, N, K) of ``"M,N,K"``."""
+    """Parse ``"M,N,K"``."""
     parts = text.split(",")
     if len(parts) != 3 or not all(map(number_in, parts)):
         raise UsageError(
@@ -60,7 +58,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Bytes of each size in ``"64K,1M,32M"``; the units are powers of 1024."""
+    """Parse sizes such as ``"64K,1M,32M"`` to bytes; the units are powers of 1024."""
     sizes = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", part.strip(), re.IGNORECASE)
@@ -71,14 +69,14 @@ def sizes_of(text: str) -> list[int]:
 
 
 def number_in(text: str) -> int:
-    """The positive number in ``text``; 0 if there is none or it is unreasonably large."""
+    """Parse a positive number; return 0 if there is none or it is unreasonably large."""
     text = text.strip()
     number = int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
     return number if number <= _MOST else 0
 
 
 def at_least(least: int, **values: int) -> None:
-    """``UsageError`` if a value is below ``least`` or unreasonably large."""
+    """Require values of at least ``least`` that are not unreasonably large."""
     for name, value in values.items():
         if value < least:
             raise UsageError(f"--{name} is {value}; it must be at least {least}")
@@ -87,7 +85,7 @@ def at_least(least: int, **values: int) -> None:
 
 
 def check_workers(**values: int) -> None:
-    """``UsageError`` if a number of ranks or threads is below 1 or unreasonably large."""
+    """Require numbers of ranks or threads from 1 to 1024."""
     at_least(1, **values)
     for name, value in values.items():
         if value > _MOST_WORKERS:
@@ -95,8 +93,7 @@ def check_workers(**values: int) -> None:
 
 
 def read_input(path: Path, *, most: int) -> bytes:
-    """The content of a file that the user named. ``UsageError`` if it cannot be read or has more
-    than ``most`` bytes."""
+    """Read a file that the user named, of at most ``most`` bytes."""
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)
@@ -109,7 +106,7 @@ def read_input(path: Path, *, most: int) -> bytes:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an ``OSError`` while writing to a file or folder into a ``UsageError``."""
+    """Turn an ``OSError`` while writing to a file or folder into a ``UsageError``."""
     try:
         yield
     except OSError as error:
@@ -117,7 +114,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def make_output_folder(path: Path) -> None:
-    """Creates a folder if it is missing. ``UsageError`` if that fails."""
+    """Create a folder if it is missing."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -125,10 +122,44 @@ def make_output_folder(path: Path) -> None:
 
 
 def writable(path: Path) -> Path:
-    """``path``. ``UsageError`` if no file can be written there."""
+    """Return ``path`` if a file can be written there."""
     existed = path.exists()
     with writing(path):
         path.open("a").close()
     if not existed:
         path.unlink(missing_ok=True)
     return path
+
+
+def console() -> Console:
+    """Return a console on standard output."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+
+
+def table(first: str, numbers: tuple[str, ...], last: str) -> Table:
+    """Return an empty table: a column of names, columns of numbers, a text column that wraps."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    result.add_column(first, no_wrap=True)
+    for name in numbers:
+        result.add_column(name, justify="right", no_wrap=True)
+    result.add_column(last, min_width=16, overflow="fold")
+    return result
+
+
+def milliseconds(value: float) -> str:
+    """Format milliseconds with three significant digits."""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def byte_size(value: int) -> str:
+    """Format bytes in the largest unit that gives at least 1."""
+    size, unit = float(value), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""Reports of differences: exact by hand, independent of the tiles, and a wrong shard is located."""
+"""Reports of differences: exact by hand, how they read, and a wrong shard is located."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.tiers import sweep
-from tpkernels.numerics import Report, compare, tiles
+from tests.support import ranked
+from tests.support.reference import Expected
+from tpkernels.numerics import Report, compare
 
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -72,13 +72,11 @@ def test_the_worst_is_what_exceeds_its_tolerance_most() -> None:
     assert report.worst.index == (1,)  # the other difference is larger, but allowed
 
 
-@pytest.mark.parametrize("tile", sweep([7, 1, 256, 1 << 20]))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_do_not_show(monkeypatch: pytest.MonkeyPatch, tile: int, dtype: torch.dtype) -> None:
+def test_regions_of_random_tensors(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     ref = torch.randn(3, 11, 13, dtype=torch.float64)
     out = (ref + 0.1 * torch.randn(ref.shape)).to(dtype)
-    monkeypatch.setattr(tiles, "_TILE_ELEMENTS", tile)
     report = compare(ref, out, 0.05, 0.1, ([10, 0, 23], 3))
     difference = (out.double() - ref).abs()
     excess = difference - (0.05 + 0.1 * ref.abs())
@@ -105,37 +103,10 @@ def test_tiles_do_not_show(monkeypatch: pytest.MonkeyPatch, tile: int, dtype: to
             assert region.largest == float(difference.view(33, 13)[part].max())
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_the_median_is_exact_over_all_magnitudes(count: int) -> None:
-    values = [0.0, 5e-324, 1e-300, 1e-3, 1.0, 1 + 2**-52, 1e17, 1e308]
-    out = torch.tensor(values[:count], dtype=torch.float64).flip(0)
-    assert compare(torch.zeros_like(out), out, 0, 0).median == out.median().item()
-
-
-class _Sizes(TorchDispatchMode):
-    """Records the size of the largest float64 tensor that any operator returns."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
-            _Sizes.largest = max(_Sizes.largest, result.numel())
-        return result
-
-
-def test_no_tensor_is_converted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_TILE_ELEMENTS", 256)
-    x = torch.randn(64, 64)
-    with _Sizes() as sizes:
-        assert compare(x, x.bfloat16(), 1e-2, 1e-2).passed
-    assert 0 < sizes.largest <= 256
-
-
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("wrong", [0, 2, 3])
-def test_a_wrong_shard_is_located(dim: int, wrong: int) -> None:
+def test_a_wrong_shard_is_located(dim: int) -> None:
     """Only the region of the wrong rank fails."""
+    wrong = 2
     sizes = [40, 0, 17, 23]
     torch.manual_seed(2)
     whole = torch.randn((80, 48) if dim == 0 else (48, 80))
@@ -272,6 +243,27 @@ def test_what_is_no_real_tensor_is_refused() -> None:
         compare(x, [1.0, 1.0], 0, 0)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="ref has dtype complex64"):
         compare(x.cfloat(), x, 0, 0)
+
+
+def test_percentages_do_not_round_to_all_or_nothing() -> None:
+    x = torch.zeros(100_000)
+    one, all_but_one = x.clone(), torch.ones_like(x)
+    one[7], all_but_one[7] = 1, 0
+    assert "1 of 100000 elements (0.1%)" in str(compare(x, one, 0, 0))
+    assert "99999 of 100000 elements (99.9%)" in str(compare(x, all_but_one, 0, 0))
+
+
+def test_what_is_wrong_with_an_op_is_told_by_region() -> None:
+    exact, bound = torch.zeros(4, 4, dtype=torch.float64), torch.full((4, 4), 0.5)
+    want = Expected(exact, bound, torch.float32)
+    got = torch.full((4, 4), 0.5)
+    assert ranked.difference(got, want) is None
+    for wrong in (0.75, math.nan):
+        got[2, 1] = wrong
+        text = ranked.difference(got, want)
+        assert text is not None
+        assert f"worst: [2, 1] is {wrong}, expected 0" in text
+        assert text.count("!") == 1
 
 
 @pytest.mark.gpu
