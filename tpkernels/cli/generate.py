@@ -18,7 +18,7 @@ from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
 from tpkernels.integrations.transformers.generator import Generator, Sampling
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
-from tpkernels.launch.drivers import driving
+from tpkernels.launch.group import driving
 
 
 def generate(
