@@ -20,7 +20,7 @@ from typing import Any
 from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
 from tpkernels.integrations.transformers.generator import Generator, Sampling
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
-from tpkernels.launch import Executor
+from tpkernels.launch import Ranks
 
 QUESTION = "Explain in three sentences why the sky is blue."
 
@@ -36,7 +36,7 @@ def smollm2() -> Path:
 def answer(world: int, path: Path, tokenizer: Any, prompt: list[int], tokens: int) -> list[int]:
     """Prints the answer of ``world`` ranks as it is generated, and returns its tokens."""
     begin = time.perf_counter()
-    with Executor(world, Generator, str(path)) as ranks:
+    with Ranks(world, Generator, str(path)) as ranks:
         print(f"\n{world} rank{'s'[: world > 1]}, loaded in {time.perf_counter() - begin:.1f} s:")
         done = Completions(
             tokenizer, [prompt], ranks.call("describe", rank=0), Sampling(max_new_tokens=tokens)

@@ -55,7 +55,7 @@ class RankPools:
         for size in [size for size, pool in self._pools.items() if not pool.healthy]:
             self._pools.pop(size).close()
         if world not in self._pools:
-            self._pools[world] = Ranks(world, env=self._env)
+            self._pools[world] = Ranks(world, env=self._env, timeout=60.0)
         self._used.add(world)
         return self._pools[world]
 

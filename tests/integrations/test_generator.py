@@ -13,7 +13,7 @@ import torch
 from tests.support import hf_models, hf_text
 from tests.support.cases import RanksFixture
 from tpkernels.integrations.transformers.generator import Generator, Sampling
-from tpkernels.launch import Executor
+from tpkernels.launch import Ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,7 +79,7 @@ def test_a_long_prompt(ranks: RanksFixture, folder: Path) -> None:
 @pytest.mark.thorough
 def test_an_executor_ends_generation_at_any_step(folder: Path) -> None:
     want = of_one_process(folder, GREEDY)
-    with Executor(2, Generator, str(folder), timeout=60) as executor:
+    with Ranks(2, Generator, str(folder), timeout=60) as executor:
         for steps in (1, 3):
             stream: Any = executor.stream("generate", PROMPTS, GREEDY.to_message())
             got = list(islice(stream, steps))

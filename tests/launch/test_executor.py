@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.support.held import Held, make
-from tpkernels.launch import Executor, RankError, mailbox
+from tpkernels.launch import RankError, Ranks, worker
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Executor]:
-    with Executor(2, Held, 10) as executor:
+def two() -> Iterator[Ranks]:
+    with Ranks(2, Held, 10) as executor:
         yield executor
         assert executor.healthy, "a test has broken the executor"
 
@@ -28,7 +28,7 @@ def two() -> Iterator[Executor]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_results_come_by_rank(world: int) -> None:
-    with Executor(world, "tests.support.held:Held", start=1, timeout=60) as executor:
+    with Ranks(world, "tests.support.held:Held", start=1, timeout=60) as executor:
         total = sum(rank + 1.0 for rank in range(world))
         for added in executor.call("add", torch.zeros(2, 3)):
             assert torch.equal(added, torch.full((2, 3), total))
@@ -38,21 +38,21 @@ def test_results_come_by_rank(world: int) -> None:
     assert executor.exitcodes == [0] * world and not executor.healthy
 
 
-def test_arguments_and_results_of_every_kind(two: Executor) -> None:
+def test_arguments_and_results_of_every_kind(two: Ranks) -> None:
     x = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     for args, kwargs in two.call("echo", 1, (2.5, [None, "ü"]), x.t(), key={"b": b"\0", 3: True}):
         assert args[:2] == (1, (2.5, [None, "ü"])) and kwargs == {"key": {"b": b"\0", 3: True}}
         assert torch.equal(args[2], x.t()) and args[2].dtype == x.dtype
 
 
-def test_ranks_change_copies_of_the_arguments(two: Executor) -> None:
+def test_ranks_change_copies_of_the_arguments(two: Ranks) -> None:
     x = torch.zeros(3)
     assert two.call("add", x, rank=0).tolist() == [21.0] * 3
     assert x.tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("nbytes", [mailbox.RING_BYTES - 8, mailbox.RING_BYTES * 5 + 12345])
-def test_messages_larger_than_the_ring_go_in_parts(two: Executor, nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [worker.RING_BYTES - 8, worker.RING_BYTES * 5 + 12345])
+def test_messages_larger_than_the_ring_go_in_parts(two: Ranks, nbytes: int) -> None:
     x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     text = "ü" * (nbytes // 2)
     for (got, got_text), kwargs in two.call("echo", x, text, more=[x[:7], x]):
@@ -60,19 +60,19 @@ def test_messages_larger_than_the_ring_go_in_parts(two: Executor, nbytes: int) -
         assert torch.equal(kwargs["more"][0], x[:7]) and torch.equal(kwargs["more"][1], x)
 
 
-def test_ranks_may_answer_with_different_sizes(two: Executor) -> None:
+def test_ranks_may_answer_with_different_sizes(two: Ranks) -> None:
     for sizes in ([0, 3_000_000], [3_000_000, 1]):
         got = two.call("mine", sizes)
         assert [len(one) for one in got] == sizes
         assert all((one == rank).all() for rank, one in enumerate(got))
 
 
-def test_many_calls_in_a_row(two: Executor) -> None:
+def test_many_calls_in_a_row(two: Ranks) -> None:
     for i in range(300):
         assert two.call("echo", i, rank=i % 2) == ((i,), {})
 
 
-def test_a_wake_up_is_not_lost(two: Executor) -> None:
+def test_a_wake_up_is_not_lost(two: Ranks) -> None:
     """A message that nobody is woken for would be seen when a slice ends: after 10 s by ranks."""
     begin = time.monotonic()
     for i in range(200):
@@ -82,7 +82,7 @@ def test_a_wake_up_is_not_lost(two: Executor) -> None:
     assert time.monotonic() - begin < 8
 
 
-def test_waiting_costs_nothing(two: Executor) -> None:
+def test_waiting_costs_nothing(two: Ranks) -> None:
     def cpu_seconds() -> float:
         ticks = 0
         for pid in two.pids:
@@ -100,12 +100,12 @@ def test_waiting_costs_nothing(two: Executor) -> None:
 
 def test_threads_environment_and_a_function_as_factory() -> None:
     given = {"TPKERNELS_TEST_GIVEN": "given"}
-    with Executor(1, make, 5, threads=2, env=given) as executor:
+    with Ranks(1, make, 5, threads=2, env=given) as executor:
         assert executor.call("surroundings") == [(2, "given")]
         assert executor.call("add", torch.zeros(1))[0].item() == 5
 
 
-def test_calls_of_several_threads_take_turns(two: Executor) -> None:
+def test_calls_of_several_threads_take_turns(two: Ranks) -> None:
     spans: list[tuple[float, float]] = []
 
     def work() -> None:
@@ -123,7 +123,7 @@ def test_calls_of_several_threads_take_turns(two: Executor) -> None:
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
-def test_a_call_waits_for_its_turn_for_as_long_as_it_may(two: Executor) -> None:
+def test_a_call_waits_for_its_turn_for_as_long_as_it_may(two: Ranks) -> None:
     thread = threading.Thread(target=two.call, args=("sleep", 1.0))
     thread.start()
     time.sleep(0.1)
@@ -137,7 +137,7 @@ def test_a_call_waits_for_its_turn_for_as_long_as_it_may(two: Executor) -> None:
 # Refusals and exceptions: the executor stays usable.
 
 
-def test_an_exception_comes_back_with_its_traceback(two: Executor) -> None:
+def test_an_exception_comes_back_with_its_traceback(two: Ranks) -> None:
     with pytest.raises(RankError, match=r"^fail failed on 1 of 2 ranks\n\nrank 1 \(pid ") as caught:
         two.call("fail", [1])
     good, bad = caught.value.outcomes
@@ -150,7 +150,7 @@ def test_an_exception_comes_back_with_its_traceback(two: Executor) -> None:
     assert two.call("rank") == [0, 1]
 
 
-def test_a_result_that_cannot_be_sent(two: Executor) -> None:
+def test_a_result_that_cannot_be_sent(two: Ranks) -> None:
     text = r"the result of unsendable\[1\]\['a'\] is a builtins\.set, which cannot be sent"
     with pytest.raises(RankError, match=text) as caught:
         two.call("unsendable", [0, 1])
@@ -158,7 +158,7 @@ def test_a_result_that_cannot_be_sent(two: Executor) -> None:
     assert two.call("unsendable", [1], rank=0) == 1  # rank 1's is not wanted
 
 
-def test_refusals_send_nothing(two: Executor) -> None:
+def test_refusals_send_nothing(two: Ranks) -> None:
     with pytest.raises(AttributeError, match=r"no public method 'ech' \(did you mean 'echo'\?\); "):
         two.call("ech")
     for name in ("_secret", "__init__", "limit", "costly", "start"):
@@ -188,27 +188,27 @@ def test_refusals_send_nothing(two: Executor) -> None:
 )
 def test_factories_that_ranks_cannot_find(factory: object, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Executor(1, factory)  # type: ignore[arg-type]
+        Ranks(1, factory)  # type: ignore[arg-type]
 
 
 def test_bad_arguments_of_the_executor() -> None:
     with pytest.raises(ValueError, match="world=0"):
-        Executor(0, Held)
+        Ranks(0, Held)
     with pytest.raises(TypeError, match=r"Held: args\[0\] is a builtins\.set"):
-        Executor(1, Held, {1})
+        Ranks(1, Held, {1})
     with pytest.raises(ValueError, match="timeout"):
-        Executor(1, Held, timeout=0)
+        Ranks(1, Held, timeout=0)
 
 
 def test_a_factory_that_fails_ends_the_ranks() -> None:
     with pytest.raises(RankError, match=r"held:Held failed on 1 of 2(?s:.*)rank 1 was told to"):
-        Executor(2, Held, fail_on=1)
+        Ranks(2, Held, fail_on=1)
     with pytest.raises(RankError, match=r"No module named 'tests\.nowhere'"):
-        Executor(1, "tests.nowhere:Held")
+        Ranks(1, "tests.nowhere:Held")
 
 
 def test_a_closed_executor_says_so() -> None:
-    executor = Executor(1, Held)
+    executor = Ranks(1, Held)
     items = executor.stream("count", 100)
     next(items)
     executor.close()

@@ -16,12 +16,12 @@ import torch
 
 from tests.launch.test_launch import gone
 from tests.support.held import Held
-from tpkernels.launch import Executor
+from tpkernels.launch import Ranks
 
 
 @pytest.mark.parametrize("how", ["call", "stream"])
 def test_an_interrupt_ends_a_call(how: str) -> None:
-    with Executor(2, Held) as executor:
+    with Ranks(2, Held) as executor:
         pids = executor.pids
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
@@ -40,9 +40,9 @@ def test_an_interrupt_ends_a_call(how: str) -> None:
 PARENT = """
 import os, signal, sys, threading
 import torch
-from tpkernels.launch import Executor
+from tpkernels.launch import Ranks
 if __name__ == "__main__":
-    executor = Executor(2, "tests.support.held:Held")
+    executor = Ranks(2, "tests.support.held:Held")
     print(*executor.pids, flush=True)
     how = sys.argv[1]
     end = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -105,7 +105,7 @@ def test_a_killed_driver_leaves_nothing_behind(how: str, tmp_path: Path) -> None
 
 
 def test_a_fork_is_not_the_driver() -> None:
-    with Executor(1, Held) as executor:
+    with Ranks(1, Held) as executor:
         child = os.fork()
         if child == 0:
             code = 1
@@ -120,7 +120,7 @@ def test_a_fork_is_not_the_driver() -> None:
 
 
 def test_closing_ends_the_call_of_another_thread() -> None:
-    executor = Executor(2, Held)
+    executor = Ranks(2, Held)
     pids, errors = executor.pids, list[BaseException]()
 
     def call() -> None:
@@ -145,7 +145,7 @@ def test_executors_leave_no_descriptors_and_no_mappings() -> None:
         return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels")
 
     def use() -> None:
-        with Executor(2, Held) as executor:
+        with Ranks(2, Held) as executor:
             executor.call("echo", torch.zeros(10))
             next(executor.stream("count", 100))
 
@@ -157,7 +157,7 @@ def test_executors_leave_no_descriptors_and_no_mappings() -> None:
 
 
 def test_ranks_hold_the_memory_without_a_descriptor() -> None:
-    with Executor(2, Held) as executor:
+    with Ranks(2, Held) as executor:
         for pid in [os.getpid(), *executor.pids]:
             links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
             assert not [link for link in links if "memfd:tpkernels (" in os.path.realpath(link)]

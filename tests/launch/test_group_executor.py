@@ -14,7 +14,8 @@ import torch.distributed as dist
 from tests.support.cases import RanksFixture
 from tests.support.held import Held
 from tests.support.tiers import sweep, thorough
-from tpkernels.launch import GroupExecutor, RankError, Ranks, group_wire, serve_group
+from tpkernels.launch import GroupExecutor, RankError, Ranks, serve_group
+from tpkernels.launch import group as group_module
 
 TIMEOUT = 20.0
 
@@ -34,12 +35,12 @@ def calls_job() -> None:
         total = sum(rank + 10.0 for rank in range(world))
         assert executor.call("add", x, rank=world - 1).tolist() == [total] * 3
         assert x.sum() == 0 and executor.call("rank") == list(range(world))
-        for size in (0, 1, group_wire._FIRST_BYTES * 3, 3_000_000):
+        for size in (0, 1, group_module._FIRST_BYTES * 3, 3_000_000):
             big, text = torch.randint(0, 256, (size,), dtype=torch.uint8), "x" * (size // 9)
             for (got, got_text), kwargs in executor.call("echo", big, text, key=(big[:5], None)):
                 assert torch.equal(got, big) and got_text == text
                 assert torch.equal(kwargs["key"][0], big[:5]) and kwargs["key"][1] is None
-        for edge in range(group_wire._FIRST_BYTES - 90, group_wire._FIRST_BYTES + 10):
+        for edge in range(group_module._FIRST_BYTES - 90, group_module._FIRST_BYTES + 10):
             assert executor.call("echo", "y" * edge, rank=1) == (("y" * edge,), {})
 
     driving(body)
@@ -202,7 +203,7 @@ def test_a_rank_that_is_lost_in_a_call_is_reported(how: str) -> None:
 def test_a_rank_that_dies_while_idle_is_reported() -> None:
     with Ranks(2) as ranks:
         ranks.submit(lost_job, "idle", 2.0)
-        first = ranks.collect(60, grace=10)[0]
+        first = ranks.collect(60)[0]
     assert first.ok, first
     assert first.value[0] == "RuntimeError" and "(a rank was lost: " in first.value[1]
 
@@ -210,7 +211,7 @@ def test_a_rank_that_dies_while_idle_is_reported() -> None:
 def test_ranks_notice_that_rank_0_died() -> None:
     with Ranks(2) as ranks:
         ranks.submit(orphan_job)
-        dead, other = ranks.collect(60, grace=10)
+        dead, other = ranks.collect(60)
     assert dead.exitcode == -signal.SIGKILL
     assert other.ok and "rank 1 lost rank 0" in other.value
 

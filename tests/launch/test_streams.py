@@ -9,17 +9,17 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.held import Held
-from tpkernels.launch import Executor, RankError, driver, mailbox
+from tpkernels.launch import RankError, Ranks, executor, worker
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Executor]:
-    with Executor(2, Held, 10) as executor:
-        yield executor
-        assert executor.healthy, "a test has broken the executor"
+def two() -> Iterator[Ranks]:
+    with Ranks(2, Held, 10) as ranks:
+        yield ranks
+        assert ranks.healthy, "a test has broken the executor"
 
 
-def test_a_stream_yields_what_a_rank_yields(two: Executor) -> None:
+def test_a_stream_yields_what_a_rank_yields(two: Ranks) -> None:
     assert list(two.stream("count", 20)) == [2.0 * step for step in range(20)]
     assert two.call("progress") == [(20, "exhausted")] * 2
     assert list(two.stream("uneven", [3, 5], rank=1)) == [0, 1, 2, 3, 4]
@@ -29,7 +29,7 @@ def test_a_stream_yields_what_a_rank_yields(two: Executor) -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 4, 5, 30])
-def test_closing_a_stream_ends_all_ranks_after_the_same_step(two: Executor, taken: int) -> None:
+def test_closing_a_stream_ends_all_ranks_after_the_same_step(two: Ranks, taken: int) -> None:
     two.call("progress")
     items = two.stream("count", 10_000)
     for step in range(taken):
@@ -38,25 +38,25 @@ def test_closing_a_stream_ends_all_ranks_after_the_same_step(two: Executor, take
     (steps, ended), other = two.call("progress")
     assert other == (steps, ended)
     if taken:
-        assert ended == "closed" and taken <= steps <= taken + driver.STREAM_AHEAD
+        assert ended == "closed" and taken <= steps <= taken + executor.STREAM_AHEAD
 
 
-def test_an_abandoned_stream_is_closed(two: Executor) -> None:
+def test_an_abandoned_stream_is_closed(two: Ranks) -> None:
     for _ in two.stream("count", 10_000):
         break
     assert two.call("progress", rank=0)[1] == "closed"
 
 
-def test_ranks_do_not_run_away_from_a_slow_consumer(two: Executor) -> None:
+def test_ranks_do_not_run_away_from_a_slow_consumer(two: Ranks) -> None:
     items = two.stream("count", 10_000)
     next(items)
     time.sleep(0.3)
     items.close()
-    assert two.call("progress", rank=0)[0] <= driver.STREAM_AHEAD + 1
+    assert two.call("progress", rank=0)[0] <= executor.STREAM_AHEAD + 1
 
 
-def test_items_larger_than_the_ring(two: Executor) -> None:
-    pad = mailbox.RING_BYTES // 2
+def test_items_larger_than_the_ring(two: Ranks) -> None:
+    pad = worker.RING_BYTES // 2
     got = [(value, len(rest)) for value, rest in two.stream("count", 5, pad)]
     assert got == [(2.0 * step, pad) for step in range(5)]
     items = two.stream("count", 10_000, pad)  # rank 0 is in the middle of an item
@@ -65,7 +65,7 @@ def test_items_larger_than_the_ring(two: Executor) -> None:
     assert two.call("progress")[1][1] == "closed"
 
 
-def test_a_stream_keeps_other_calls_waiting(two: Executor) -> None:
+def test_a_stream_keeps_other_calls_waiting(two: Ranks) -> None:
     items = two.stream("count", 3)
     next(items)
     with pytest.raises(RuntimeError, match="a stream is open; exhaust or close its iterator"):
@@ -82,7 +82,7 @@ def test_a_stream_keeps_other_calls_waiting(two: Executor) -> None:
     assert done == [0, 1]
 
 
-def test_failures_in_a_stream(two: Executor) -> None:
+def test_failures_in_a_stream(two: Ranks) -> None:
     seen = []
     with pytest.raises(RankError, match=r"failed on 2 of 2 ranks(?s:.*)rank 1 was told to"):
         seen.extend(two.stream("fail_in_step", 2, [0, 1]))

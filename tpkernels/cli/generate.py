@@ -16,7 +16,7 @@ from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
 from tpkernels.integrations.transformers.generator import Generator, Sampling
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
-from tpkernels.launch.drivers import driving
+from tpkernels.launch.group import driving
 from tpkernels.launch.session import backend_of, device_named, under_torchrun, world_size
 from tpkernels.terminal import UsageError, check_workers, dtype_named
 

@@ -1,11 +1,9 @@
 """Starting ranks on this machine, and calling what they hold: ``Ranks(4).run(function, ...)``,
-``Executor(4, "module:Class").call("method", ...)``."""
+``Ranks(4, "module:Class").call("method", ...)``."""
 
-from tpkernels.launch.executor import Executor
-from tpkernels.launch.group_executor import GroupExecutor, serve_group
-from tpkernels.launch.rank_process import fork_server
-from tpkernels.launch.ranks import RankError, Ranks
-from tpkernels.launch.worker import Outcome
+from tpkernels.launch.executor import Executor, Outcome, RankError
+from tpkernels.launch.group import GroupExecutor, serve_group
+from tpkernels.launch.ranks import Ranks, fork_server
 
 __all__ = [
     "Executor",

@@ -1,153 +1,373 @@
-"""Rank 0 drives: one process calls methods of an object that every rank holds.
+"""Calls and streams of the object that every rank holds, whatever carries the messages.
 
 Problem: a sharded model lives in several processes, and its user wants to call it like an object in
 one. Calls must be quick, cost nothing while idle, carry tensors, and end with an error that names
 the rank, whatever happens to it.
 
-Algorithm: `Ranks` starts the processes, forms the default group and ends them. Each runs one job,
-`serve`, which makes the object and handles messages (`tpkernels.launch.servant`) from a mailbox in
-shared memory (`tpkernels.launch.mailbox`) until it is asked to leave. The driver has no rank: it
-waits for replies in slices, and looks for dead ranks in between.
-
-Lifetime: that of `Ranks`. The mailbox has no name and needs no clean-up.
+Algorithm: a `Job` is a message to all ranks and one last reply of each (`tpkernels.launch.worker`).
+The executor sends the message, then receives replies until none is pending, a rank is lost, or time
+is up. `Ranks` and `GroupExecutor` add the transport.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import math
+import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch.distributed as dist
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from tpkernels.launch import messages
-from tpkernels.launch.driver import Driver, request
-from tpkernels.launch.job import GiveUp, Job
-from tpkernels.launch.mailbox import DriverBox, RankBox, SharedRings
 from tpkernels.launch.messages import Message
-from tpkernels.launch.ranks import Ranks
-from tpkernels.launch.servant import Servant, name_of
-from tpkernels.launch.worker import LEAVE_SECONDS, Outcome
 
 TIMEOUT = 300.0  # s, for a call
-_SLICE_S = 0.1  # between two looks at the ranks
+STREAM_AHEAD = 8  # steps that ranks may be ahead of the consumer of a stream
+GRACE_SECONDS = 5.0  # for the other ranks to report after the first error
+LOST_GRACE_SECONDS = 0.2  # for the other ranks to report after one was lost
+_E = TypeVar("_E", bound="Executor")
 
 
-class Executor(Driver):
-    """``nprocs`` rank processes on this machine, each with an object whose methods are called.
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one job on one rank."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None  #: the traceback, as text
+    error_type: str | None = None  #: the exception's class name
+    exitcode: int | None = None  #: of a rank that died; negative: the signal
+    timed_out: bool = False  #: no answer by the deadline
+    seconds: float = 0.0  #: run time; after a death or timeout, since the job was sent
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the function returned `value`."""
+        return self.error is None and self.exitcode is None and not self.timed_out
+
+
+class RankError(RuntimeError):
+    """A job failed on some ranks; the message contains the traceback of each."""
+
+    def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
+        super().__init__(message)
+        self.outcomes = list(outcomes)
+
+
+class GiveUp(Exception):
+    """A transfer ended early: time is up, or a rank was lost. The job has recorded which."""
+
+
+@dataclass
+class Job:
+    """A call, a stream or a function under way.
 
     Args:
-        nprocs: number of ranks, at least 1.
-        factory: makes the object on each rank, where the default process group is initialised: a
-            class or function at the top of a module, or its name as "module:Class". With a name,
-            only the ranks import the module.
-        args, kwargs: of the factory; what `tpkernels.launch.messages` can send.
-        threads, backend, env, start_timeout: as for `Ranks`.
-        timeout: seconds for a call, and for the factory.
-
-    Raises:
-        RankError: a rank did not start, or the factory failed.
-        TypeError, ValueError: the factory or an argument cannot be sent.
+        after_error, after_death: seconds for the other ranks to report after the first error, and
+            after a rank was lost.
+        pickled: a function, which `Ranks` sends after the message.
     """
 
-    def __init__(
+    what: str
+    world: int
+    timeout: float
+    after_error: float = field(default_factory=lambda: GRACE_SECONDS)
+    after_death: float = field(default_factory=lambda: LOST_GRACE_SECONDS)
+    pickled: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.outcomes: dict[int, Outcome] = {}
+        self.pending = set(range(self.world))  # ranks that have not given their last reply
+        self.lost = False  # a rank ended without it
+        self.begun = time.monotonic()
+        self.deadline = self.begun + self.timeout
+
+    @property
+    def failed(self) -> bool:
+        return any(not outcome.ok for outcome in self.outcomes.values())
+
+    def left(self) -> float:
+        """Return the seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def note(self, rank: int, reply: tuple[Any, ...]) -> None:
+        """Record the last reply of a rank."""
+        kind, *fields = reply
+        if kind == "error":
+            text, name, seconds = fields
+            self._record(Outcome(rank, error=text, error_type=name, seconds=seconds))
+            self._shorten(self.after_error)
+        else:
+            value = fields[0] if kind == "result" else None
+            self._record(Outcome(rank, value=value, seconds=fields[-1]))
+
+    def lose(self, outcome: Outcome) -> None:
+        """Record the end of a rank that has given no last reply."""
+        self._record(replace(outcome, seconds=time.monotonic() - self.begun))
+        self.lost = True
+        self._shorten(self.after_death)
+
+    def by_rank(self) -> list[Outcome]:
+        """Return all outcomes; ranks that have not answered have timed out."""
+        seconds = time.monotonic() - self.begun
+        late = {rank: Outcome(rank, timed_out=True, seconds=seconds) for rank in self.pending}
+        return [(self.outcomes | late)[rank] for rank in range(self.world)]
+
+    def _record(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.rank] = outcome
+        self.pending.discard(outcome.rank)
+
+    def _shorten(self, seconds: float) -> None:
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
+
+
+class Executor(ABC):
+    """Calls methods of an object that every rank holds."""
+
+    _ahead = STREAM_AHEAD
+
+    def __init__(self, world: int, timeout: float) -> None:
+        self.world = world
+        self._timeout = checked(timeout)
+        self._methods: frozenset[str] = frozenset()
+        self._why_closed: str | None = None
+        self._pid = os.getpid()
+        self._turn = threading.Lock()  # held during a call, and while a stream is open
+        self._streaming: int | None = None  # the thread that opened the stream
+
+    def call(
         self,
-        nprocs: int,
-        factory: str | Callable[..., Any],
+        method: str,
         *args: Any,
-        threads: int = 1,
-        timeout: float = TIMEOUT,
-        start_timeout: float = 60.0,
-        backend: str = "gloo",
-        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        rank: int | None = None,
         **kwargs: Any,
-    ) -> None:
-        super().__init__(nprocs, timeout)
-        name = name_of(factory)
-        message = request("make", name, args, kwargs)
-        rings = SharedRings.create(max(nprocs, 1))
-        try:
-            self._box = DriverBox(rings)
-            self._ranks = Ranks(
-                nprocs,
-                backend=backend,
-                threads=threads,
-                env=env,
-                start_timeout=start_timeout,
-                shared=rings,
-            )
-        finally:
-            rings.close()
-        self._looking = threading.Lock()  # around Ranks, which threads must not share
-        self._ranks.submit(serve)
-        self._make(name, message)
+    ) -> Any:
+        """Call a method on every rank, and return the results by rank.
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return self._ranks.pids
+        Arguments and results are None, numbers, strings, bytes, CPU tensors, and lists, tuples and
+        dicts of them. A call of another thread waits for its turn.
 
-    @property
-    def exitcodes(self) -> list[int | None]:
-        """Of the ranks, once the executor is closed."""
-        return self._ranks.exitcodes
+        Args:
+            timeout: seconds for the call on all ranks; by default the executor's.
+            rank: returns the result of this rank alone; those of others are not sent.
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the executor is open and every rank is alive. Any thread may ask, at any time."""
-        return self._why_closed is None and all(one.timed_out for one in self._serving())
+        Raises:
+            AttributeError: there is no such public method. Nothing was sent.
+            TypeError, ValueError: an argument cannot be sent. Nothing was sent.
+            TimeoutError: calls of other threads took all the time. Nothing was sent.
+            RankError: the method raised, a rank died, or it took too long. The executor stays open
+                if every rank has answered, and is closed otherwise. Groups whose collectives the
+                method left on some ranks only may be broken even if it stays open.
+        """
+        timeout = self._timeout if timeout is None else checked(timeout)
+        self._check(method, rank)
+        message = request("call", method, args, kwargs, rank)
+        with self._my_turn(timeout):
+            outcomes = self._run(Job(method, self.world, timeout), message)
+        return outcomes[rank].value if rank is not None else [one.value for one in outcomes]
 
-    def _serving(self) -> list[Outcome]:
-        """The outcomes of `serve`: a rank that still serves has timed out."""
-        with self._looking:
-            if self._why_closed is not None:
-                raise RuntimeError("the executor was closed during a call")
-            return self._ranks.collect(0)
+    def stream(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        rank: int = 0,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Run a generator method on every rank, and yield what it yields on ``rank``.
 
-    def _look(self, job: Job) -> None:
-        for outcome in self._serving():
-            if not outcome.timed_out and outcome.rank in job.pending:
-                job.lose(outcome)
+        It starts when the first item is asked for, and must yield equally often on every rank. The
+        ranks run at most `STREAM_AHEAD` steps ahead of the consumer. Closing the iterator ends the
+        generators on all ranks after the same step, at most as many steps later. Until it is
+        exhausted or closed, other calls wait, and those of the same thread are refused.
 
-    def _check(self, job: Job) -> None:
-        """Between the slices of a transfer."""
-        self._look(job)
-        if job.lost or job.left() <= 0:
-            raise GiveUp
+        Args:
+            timeout: seconds for each item; by default the executor's.
 
+        Raises:
+            AttributeError, TypeError, ValueError, TimeoutError, RankError: as `call` does.
+        """
+        timeout = self._timeout if timeout is None else checked(timeout)
+        self._check(method, rank)
+        message = request("stream", method, args, kwargs, rank, self._ahead)
+        return self._items(method, message, rank, timeout)
+
+    def close(self) -> None:
+        """End the ranks' part in this executor. Idempotent; without effect in a forked child."""
+        self._close("it was closed")
+
+    def _close(self, why: str) -> None:
+        if self._why_closed is None and self._pid == os.getpid():
+            self._why_closed = why
+            idle = self._turn.acquire(blocking=False)
+            try:
+                self._end(idle)
+            finally:
+                if idle:
+                    self._turn.release()
+
+    def __enter__(self: _E) -> _E:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What transports implement.
+
+    @abstractmethod
     def _send(self, message: Message, job: Job) -> None:
-        self._box.send(message, lambda: self._check(job), _SLICE_S)
+        """Send to all ranks. Raises GiveUp."""
 
+    @abstractmethod
     def _receive(self, job: Job) -> tuple[int, tuple[Any, ...]] | None:
-        while job.pending:
-            left = job.left()
-            rank = self._box.wait(sorted(job.pending), max(0.0, min(_SLICE_S, left)))
-            if rank is not None:
-                return rank, self._box.receive(rank, lambda: self._check(job), _SLICE_S)
-            self._look(job)
-            if left <= 0:
-                break
-        return None
+        """Return the next reply of a pending rank; None or GiveUp if none comes in time."""
 
-    def _describe(self, outcome: Outcome) -> str:
-        return self._ranks.describe(outcome)
+    @abstractmethod
+    def describe(self, outcome: Outcome) -> str:
+        """Return what went wrong on a rank, for an error's message."""
 
+    def _check_idle(self) -> None:  # noqa: B027
+        """Refuse while ranks are at work on a function; not every transport runs them."""
+
+    @abstractmethod
     def _end(self, idle: bool) -> None:
-        with self._looking:
-            if idle:
-                job = Job("close", self.world, LEAVE_SECONDS)
-                with contextlib.suppress(GiveUp):
-                    self._box.send(messages.encode(("close",)), job.check_time, _SLICE_S)
-                    self._ranks.collect(job.left())
-            self._ranks.close()
+        """End the ranks; those of an idle executor read messages."""
+
+    # Jobs.
+
+    def _make(self, name: str, message: Message) -> None:
+        """Make the object on every rank."""
+        with self._my_turn(self._timeout):
+            outcomes = self._run(Job(name, self.world, self._timeout), message, close_on_error=True)
+        self._methods = frozenset.intersection(*(frozenset(one.value) for one in outcomes))
+
+    def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
+        with self._closing_on_interrupt():
+            with contextlib.suppress(GiveUp):
+                self._send(message, job)
+                self._drain(job)
+            return self._finish(job, close_on_error)
+
+    def _items(self, what: str, message: Message, rank: int, timeout: float) -> Iterator[Any]:
+        half = max(1, self._ahead // 2)
+        with self._my_turn(timeout):
+            self._streaming = threading.get_ident()
+            job, taken = Job(what, self.world, timeout), 0
+            try:
+                with self._closing_on_interrupt(), contextlib.suppress(GiveUp):
+                    self._send(message, job)
+                    while (arrived := self._receive(job)) is not None:
+                        source, reply = arrived
+                        if reply[0] != "item":
+                            job.note(source, reply)
+                            if source != rank and not job.failed:
+                                continue  # items may be on their way
+                            self._stop(job)
+                            break
+                        yield reply[1]
+                        self._check_open()
+                        job.deadline = time.monotonic() + timeout
+                        taken += 1
+                        if taken % half == 0:
+                            self._send(messages.encode(("more", half)), job)
+                self._finish(job)
+            except GeneratorExit:
+                if self._why_closed is None:
+                    job.deadline = time.monotonic() + timeout
+                    with self._closing_on_interrupt(), contextlib.suppress(GiveUp):
+                        self._stop(job)
+                    self._finish(job)
+                raise
+            finally:
+                self._streaming = None
+
+    def _stop(self, job: Job) -> None:
+        if job.pending:
+            self._send(messages.encode(("stop",)), job)
+            self._drain(job)
+
+    def _drain(self, job: Job) -> None:
+        """Wait for the last replies."""
+        while job.pending and (arrived := self._receive(job)) is not None:
+            source, reply = arrived
+            if reply[0] != "item":
+                job.note(source, reply)
+
+    def _finish(self, job: Job, close_on_error: bool = False) -> list[Outcome]:
+        """Return the outcomes by rank. Raise if a rank failed, and close if one did not answer."""
+        outcomes = job.by_rank()
+        failed = [outcome for outcome in outcomes if not outcome.ok]
+        if not failed:
+            return outcomes
+        parts = [f"{job.what} failed on {len(failed)} of {self.world} ranks"]
+        for outcome in failed:
+            quiet = outcome.timed_out and job.lost  # the cause is known: skip the stacks
+            parts.append(f"rank {outcome.rank}: no answer" if quiet else self.describe(outcome))
+        if job.pending or job.lost or close_on_error:
+            parts.append("The executor is closed: start a new one.")
+            self._close(f"{job.what} failed")
+        raise RankError("\n\n".join(parts), outcomes)
+
+    @contextlib.contextmanager
+    def _closing_on_interrupt(self) -> Iterator[None]:
+        """Close after Ctrl-C, or any error that leaves the ranks at work."""
+        try:
+            yield
+        except (GeneratorExit, RankError):
+            raise
+        except BaseException as error:
+            self._close(f"a call was left with {type(error).__name__}")
+            raise
+
+    # Checks.
+
+    @contextlib.contextmanager
+    def _my_turn(self, timeout: float) -> Iterator[None]:
+        self._check_open()
+        if self._streaming == threading.get_ident():
+            raise RuntimeError("a stream is open; exhaust or close its iterator first")
+        if not self._turn.acquire(timeout=timeout):
+            raise TimeoutError(f"calls of other threads took longer than {timeout:g} s")
+        try:
+            self._check_open()
+            self._check_idle()
+            yield
+        finally:
+            self._turn.release()
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError("this process is a fork and cannot use its parent's executor")
+        if self._why_closed is not None:
+            raise RuntimeError(f"this executor is closed ({self._why_closed}); start a new one")
+
+    def _check(self, method: str, rank: int | None) -> None:
+        self._check_open()
+        if rank is not None and not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not one of {self.world} ranks")
+        if method in self._methods:
+            return
+        close = difflib.get_close_matches(method, self._methods, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise AttributeError(
+            f"the ranks' object has no public method {method!r}{hint}; it has "
+            f"{', '.join(sorted(self._methods)) or 'none'}"
+        )
 
 
-def serve(*, shared: SharedRings) -> None:
-    """The job of a rank."""
-    rank = dist.get_rank()
-    box, servant = RankBox(shared, rank), Servant(rank)
-    shared.close()
-    while (message := box.receive()) != ("close",):
-        for reply in servant.handle(message):
-            box.send(reply)
+def request(kind: str, name: str, args: Sequence[Any], kwargs: Any, *rest: Any) -> Message:
+    """Return a message of `tpkernels.launch.worker`."""
+    what = ["", "", f"{name}: args", f"{name}: kwargs", *[""] * len(rest)]
+    return messages.encode((kind, name, args, kwargs, *rest), what)
+
+
+def checked(timeout: float) -> float:
+    """Return a timeout that threads and locks take."""
+    if not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout must be a number of seconds above 0, got {timeout}")
+    return float(min(timeout, threading.TIMEOUT_MAX))

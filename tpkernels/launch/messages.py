@@ -21,7 +21,6 @@ import msgpack
 import torch
 
 _LENGTHS = struct.Struct("<QQ")  # bytes of msgpack, bytes of tensors
-FRAME_PARTS = 2  # `receive` fills the lengths, then the msgpack, then each tensor
 _TENSOR = 2  # the code of an extension of msgpack: the dtype and shape of a tensor
 _TUPLE = msgpack.ExtType(1, b"")  # the first item of a list that stands for a tuple
 _PLAIN = (type(None), bool, int, float, str, bytes)

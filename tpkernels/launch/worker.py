@@ -1,65 +1,74 @@
-"""The main function of a rank process started by `tpkernels.launch`.
+"""The rank's side: one loop that does what messages ask for, however they travel.
 
-A rank joins the group, then runs jobs from its pipe one by one and answers each with an `Outcome`.
-Errors are returned as text; nothing is printed. It leaves on request, and dies with its parent: see
-`die_with_parent`.
+Messages, in one order on all ranks:
+
+- ``("join",)`` forms the default process group;
+- ``("run",)`` calls a function that the driver sends, pickled, through the pipe of each rank;
+- ``("make", factory, args, kwargs)`` makes the object;
+- ``("call", method, args, kwargs, rank)`` calls a method, whose result is wanted of ``rank``, or of
+  all ranks if that is None;
+- ``("stream", method, args, kwargs, rank, steps)`` calls a generator method and makes ``steps``
+  steps; ``("more", steps)`` allows further steps, ``("stop",)`` ends it;
+- ``("idle",)`` asks for nothing, and ``("close",)`` ends the loop.
+
+Replies: a rank answers all but the last four with exactly one of ``("result", value, seconds)``,
+``("pickled", seconds)``, which the value follows through the pipe, ``("error", traceback, type,
+seconds)`` and, for a stream, ``("end", seconds)``. Before the last, the rank whose items are wanted
+sends ``("item", value)`` for each. Errors are returned as text; nothing is printed.
+
+Invariant (all ranks stop after the same step): a rank makes a step only if it was allowed, and all
+ranks read the permissions and the stop in the same order. So when they read the stop, all have made
+all the steps that were allowed before, and no rank is in a collective that another will not enter.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import fcntl
+import importlib
+import inspect
 import io
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from multiprocessing.process import parent_process
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tpkernels import _C
+from tpkernels._C.host import Arena, Mailbox
 from tpkernels.defaults import result_pool_bytes
+from tpkernels.launch import messages
+from tpkernels.launch.messages import Bytes, Message
 
-LEAVE = b""  # the message that ends a rank
+CLOSE, IDLE = ("close",), ("idle",)
 LEAVE_SECONDS = 3.0  # destroy_process_group may wait for peers that are gone
 STACK_FILE = "tpkernels-stack"  # the memory file that SIGUSR1 dumps the Python stacks into
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of one job on one rank."""
-
-    rank: int
-    value: Any = None
-    error: str | None = None  #: the traceback, as text
-    error_type: str | None = None  #: the exception's class name
-    exitcode: int | None = None  #: of a rank that died; negative: the signal
-    timed_out: bool = False  #: no answer by the deadline
-    seconds: float = 0.0  #: run time of the function; after a death or timeout, since `submit`
-    ended: float = 0.0  #: time.monotonic() at the end, one clock for all processes
-
-    @property
-    def ok(self) -> bool:
-        """The function returned `value`."""
-        return self.error is None and self.exitcode is None and not self.timed_out
+RING_BYTES = 1 << 20
+# Waking from sleep takes some 50 us, and a wait polls before it sleeps, but not where the polling
+# would keep a core from the process that is waited for.
+_SPIN_US, _CROWDED_SPIN_US = 50.0, 0.0
+_SLICE_S = 10.0  # of a rank's waits, which last for as long as the driver lives
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything a rank needs to join the group."""
+    """Everything a rank process needs to join the group."""
 
     world: int
     backend: str
@@ -67,22 +76,218 @@ class Setup:
     environ: dict[str, str]
     port: int
     timeout: float
-    shared: Any = None  #: handed over by multiprocessing; jobs get it as the keyword ``shared``
+    memory: connection.Connection  #: the mailboxes' memfd: multiprocessing hands its copies over
+    shared: Any  #: functions get it as the keyword ``shared``, unless it is None
+
+
+class Worker:
+    """One rank's object, and the stream that is open. Without a setup it runs no functions."""
+
+    def __init__(
+        self, rank: int, setup: Setup | None = None, pipe: connection.Connection | None = None
+    ) -> None:
+        self._rank, self._setup, self._pipe = rank, setup, pipe
+        self._object: Any = None
+        self._items: Iterator[Any] | None = None
+        self._wanted = False  # the items of this rank
+        self._begin = 0.0
+
+    def serve(self, receive: Callable[[], Any], send: Callable[[Message], None]) -> None:
+        """Handle messages until `CLOSE`."""
+        while (message := receive()) != CLOSE:
+            for reply in self.handle(message):
+                send(reply)
+
+    def handle(self, message: tuple[Any, ...]) -> Iterator[Message]:
+        """Do what a message asks for, and yield the replies."""
+        kind, *fields = message
+        if kind not in ("more", "stop"):
+            self._begin = time.monotonic()
+        try:
+            act: Callable[..., Iterator[Message]] = getattr(self, f"_{kind}")
+            yield from act(*fields)
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # even SystemExit: a method must not end the rank
+            self._items = None
+            seconds = self._seconds()
+            yield messages.encode(("error", describe(error), type(error).__name__, seconds))
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begin
+
+    def _idle(self) -> Iterator[Message]:
+        yield from ()
+
+    def _join(self) -> Iterator[Message]:
+        assert self._setup is not None
+        join_group(self._rank, self._setup)
+        yield messages.encode(("result", None, self._seconds()))
+
+    def _run(self) -> Iterator[Message]:
+        assert self._setup is not None and self._pipe is not None
+        job = io.BytesIO(self._pipe.recv_bytes())
+        sys.path[:] = pickle.load(job)  # first: importing the function may need it
+        function, args, kwargs = pickle.load(job)
+        if self._setup.shared is not None:
+            kwargs["shared"] = self._setup.shared
+        try:
+            value = pickle.dumps(function(*args, **kwargs))
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()  # the rank may be killed after a failure elsewhere
+        yield messages.encode(("pickled", self._seconds()))
+        self._pipe.send_bytes(value)  # after the reply: the driver reads the pipe only then
+
+    def _make(
+        self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[Message]:
+        self._object = resolve(factory)(*args, **kwargs)
+        yield messages.encode(("result", methods_of(self._object), self._seconds()))
+
+    def _call(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int | None
+    ) -> Iterator[Message]:
+        value = getattr(self._object, method)(*args, **kwargs)
+        wanted = value if rank in (None, self._rank) else None
+        reply = ("result", wanted, self._seconds())
+        yield messages.encode(reply, ["", f"the result of {method}", ""])
+
+    def _stream(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, steps: int
+    ) -> Iterator[Message]:
+        items = getattr(self._object, method)(*args, **kwargs)
+        if not isinstance(items, Iterator):
+            raise TypeError(
+                f"{method} returned a {type(items).__name__}; stream() needs a generator"
+            )
+        self._items, self._wanted = items, rank == self._rank
+        yield from self._more(steps)
+
+    def _more(self, steps: int) -> Iterator[Message]:
+        for _ in range(steps if self._items is not None else 0):
+            assert self._items is not None
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._items = None
+                yield messages.encode(("end", self._seconds()))
+                return
+            if self._wanted:
+                yield messages.encode(("item", item), ["", "an item"])
+
+    def _stop(self) -> Iterator[Message]:
+        items, self._items = self._items, None
+        if items is None:  # it has ended before
+            return
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()
+        yield messages.encode(("end", self._seconds()))
+
+
+def describe(error: BaseException) -> str:
+    """Return the traceback without the frames of this folder that lead to the user's."""
+    frames, here = error.__traceback__, os.path.dirname(__file__)
+    while frames and frames.tb_next and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def resolve(factory: str) -> Callable[..., Any]:
+    """Return the callable named "module:qualified.name"."""
+    module, _, name = factory.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{factory} is a {type(found).__name__}, not a class or function")
+    return found
+
+
+def name_of(factory: str | Callable[..., Any]) -> str:
+    """Return the name by which ranks find a factory.
+
+    Raises:
+        ValueError: they could not.
+    """
+    if isinstance(factory, str):
+        if not all(factory.partition(":")):
+            raise ValueError(f"factory {factory!r} must be of the form 'module:Class'")
+        return factory
+    name = f"{getattr(factory, '__module__', None)}:{getattr(factory, '__qualname__', None)}"
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        if resolve(name) is factory:
+            return name
+    raise ValueError(
+        f"factory {factory!r} must be a class or function that ranks can import: define it at the "
+        "top of a module, or name it as 'module:Class'"
+    )
+
+
+def methods_of(held: Any) -> list[str]:
+    """Return the names of the public methods, without reading properties."""
+    members = {name: inspect.getattr_static(held, name, None) for name in dir(held)}
+    kinds = (classmethod, staticmethod)
+    return [
+        name
+        for name, member in members.items()
+        if not name.startswith("_") and (callable(member) or isinstance(member, kinds))
+    ]
+
+
+# Messages through shared memory.
+
+
+def mailboxes(fd: int, world: int, commit: bool = False) -> tuple[Mailbox, list[Mailbox]]:
+    """Map the ring of messages to all ranks, and the ring of each rank's replies.
+
+    All ranks ring one bell for replies. A message larger than a ring goes through it in parts:
+    `csrc/host/mailbox.h`.
+    """
+    region_bytes = Mailbox.region_bytes(RING_BYTES, world)
+    arena = Arena(fd, region_bytes, world + 1)
+    for region in range(world + 1 if commit else 0):
+        arena.commit(region, 0, region_bytes)
+    spin_us = _CROWDED_SPIN_US if world >= len(os.sched_getaffinity(0)) else _SPIN_US
+    replies = [Mailbox(arena, rank + 1, 1, 1, spin_us) for rank in range(world)]
+    return Mailbox(arena, 0, world, 0, spin_us), replies
+
+
+def transfer(
+    move: Callable[[Bytes, float], int],
+    data: Bytes,
+    slice_s: float = _SLICE_S,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Move all of ``data``, and call ``check`` between slices of the wait; it raises to end it."""
+    done = move(data, slice_s)
+    while done < len(data):
+        check()
+        done += move(memoryview(data)[done:], slice_s)
+
+
+# Rank processes.
 
 
 def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
-    """Runs a rank process; does not return."""
+    """Run a rank process; does not return. It dies with its parent."""
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=_C.host.open_memfd(STACK_FILE))
-    if answer(pipe, rank, partial(join_group, rank, setup)):
-        with contextlib.suppress(EOFError, OSError):
-            while job := pipe.recv_bytes():  # LEAVE is empty
-                answer(pipe, rank, partial(run_job, job, setup.shared))
+    requests, replies = mailboxes(setup.memory.fileno(), setup.world)
+    setup.memory.close()
+
+    def send(message: Message) -> None:
+        for part in message.parts:
+            transfer(replies[rank].write, part)
+
+    read = partial(transfer, partial(requests.read, rank))
+    Worker(rank, setup, pipe).serve(partial(messages.receive, read), send)
     shut_down()
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process and its children when the parent dies.
+    """Make the kernel kill this process and its children when the parent dies.
 
     The pipe by which multiprocessing detects the parent's death is set to send a signal when its
     last writer exits: SIGKILL, to the process group of this rank. This also reaches a rank that is
@@ -115,56 +320,34 @@ def join_group(rank: int, setup: Setup) -> None:
     )
 
 
-def run_job(job: bytes, shared: Any) -> Any:
-    stream = io.BytesIO(job)
-    sys.path[:] = pickle.load(stream)  # first: importing the function may need it
-    fn, args, kwargs = pickle.load(stream)
-    if shared is not None:
-        kwargs["shared"] = shared
-    return fn(*args, **kwargs)
-
-
-def answer(pipe: connection.Connection, rank: int, work: Callable[[], Any]) -> bool:
-    """Runs ``work``, sends the outcome, and returns whether it succeeded."""
-    begin = time.monotonic()
-    try:
-        outcome = Outcome(rank, value=work())
-    except BaseException as error:  # even SystemExit: a job must not end the rank
-        outcome = failure(rank, error)
-    end = time.monotonic()
-    outcome = replace(outcome, seconds=end - begin, ended=end)
-    try:
-        message = pickle.dumps(outcome)
-    except Exception as error:
-        outcome = replace(failure(rank, error), seconds=end - begin, ended=end)
-        message = pickle.dumps(outcome)
-    pipe.send_bytes(message)
-    return outcome.ok
-
-
-def failure(rank: int, error: BaseException) -> Outcome:
-    frames, ours = error.__traceback__, os.path.dirname(__file__)
-    while frames and frames.tb_next and _folder_of(frames) == ours:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return Outcome(rank, error=text, error_type=type(error).__name__)
-
-
-def _folder_of(frames: TracebackType) -> str:
-    return os.path.dirname(frames.tb_frame.f_code.co_filename)
-
-
 def shut_down() -> None:
-    """Leaves the group, within a time limit, and exits without running exit handlers."""
+    """Leave the group, within a time limit, and exit without running exit handlers."""
 
     def leave_group() -> None:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
-    worker = threading.Thread(target=leave_group, daemon=True)
-    worker.start()
-    worker.join(LEAVE_SECONDS)
+    leaving = threading.Thread(target=leave_group, daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_SECONDS)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(0)
+
+
+# The fork server, which imports this module once for all ranks, listens on a socket in a temporary
+# folder that the parent removes on exit. A killed parent cannot, but the server outlives it until
+# all ranks are gone, and removes the folder then.
+_IMPORTER, _PARENT = os.getpid(), os.getppid()
+
+
+@atexit.register
+def _remove_socket_folder() -> None:
+    server = getattr(forkserver, "_forkserver", None)
+    address = getattr(server, "_forkserver_address", None)
+    serves = os.getpid() == _IMPORTER and getattr(server, "_forkserver_pid", 0) is None
+    if serves and os.getppid() != _PARENT and isinstance(address, str) and address[:1] != "\0":
+        folder = Path(address).parent
+        if folder.name.startswith("pymp-"):  # multiprocessing's own
+            shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tpkernels.integrations.transformers.generator import Sampling
 from tpkernels.integrations.transformers.text import TextStream
-from tpkernels.launch.driver import Driver
+from tpkernels.launch import Executor
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Completions:
                 f"{self.facts['vocabulary']}: the tokenizer is of another model"
             )
 
-    def run(self, driver: Driver) -> Generator[list[str], None, None]:
+    def run(self, driver: Executor) -> Generator[list[str], None, None]:
         """Generates, and yields the new text of each prompt, token by token. Closing the iterator
         ends generation.
 

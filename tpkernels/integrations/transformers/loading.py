@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
-from tpkernels.launch.rank_process import fork_server
+from tpkernels.launch import fork_server
 from tpkernels.local.packed import better_packed
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
