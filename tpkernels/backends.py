@@ -17,7 +17,7 @@ from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.unfused import cpu as unfused
 from tpkernels.algorithms.unfused import cuda as unfused_cuda
 from tpkernels.call import Call
-from tpkernels.errors import CaptureError
+from tpkernels.errors import CaptureError, TpkernelsError
 from tpkernels.local.ranges import profiling, recorded_waits
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -109,26 +109,32 @@ def run(
     breaks the group and is reported to the peers that wait for this rank.
     """
     group = call.group
-    with group.lock:
-        group.check_usable()
-        if call.problem.device == "cuda":
-            group.forget_stale_calls(call.problem, given.x.device)
-        if call.generation != group.generation:
-            call = plan()
-        try:
-            group.in_call = True
+    try:
+        with group.lock:
+            group.check_usable()
             if call.problem.device == "cuda":
-                group.check_kernels(call.plan.text)
-            if profiling():
-                with recorded_waits(group.nearby):
+                group.forget_stale_calls(call.problem, given.x.device)
+            if call.generation != group.generation:
+                call = plan()
+            try:
+                group.in_call = True
+                if call.problem.device == "cuda":
+                    group.check_kernels(call.plan.text)
+                if profiling():
+                    with recorded_waits(group.nearby):
+                        result = execute(call, given)
+                else:
                     result = execute(call, given)
-            else:
-                result = execute(call, given)
-        except BaseException as error:
-            failed(call, error)
-            raise
-        finally:
-            group.in_call = False
+            except BaseException as error:
+                failed(call, error)
+                raise
+            finally:
+                group.in_call = False
+    except (TpkernelsError, CaptureError):
+        raise
+    except BaseException as error:  # also of a signal handler, in the wait for the turn
+        group.break_between_calls(error)
+        raise
     if group.notices:
         group.warn()
     return result

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -78,8 +79,14 @@ class Turn {
 // the group cannot be used, and Python says why, or the call is to be planned anew.
 py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& planned,
                      const Slots& slots, const Tensor& x) {
-  const Turn turn(turns);
-  if (!turn.taken || turns.untuned_in_capture || planned.generation != turns.generation()) {
+  std::optional<Turn> turn;
+  try {
+    turn.emplace(turns);
+  } catch (const py::error_already_set& error) {  // of a signal handler: the call is not made
+    planned.call.attr("group").attr("break_between_calls")(error.value());
+    throw;
+  }
+  if (!turn->taken || turns.untuned_in_capture || planned.generation != turns.generation()) {
     return {};
   }
   try {
@@ -108,6 +115,24 @@ struct Found {
   }
 };
 
+// The key of a call. Its memory is the thread's, for the next call; a call that Python code makes
+// meanwhile, such as a finalizer, has some of its own.
+class Key {
+ public:
+  Key() { text.swap(spare()); }
+  ~Key() { text.swap(spare()); }
+  Key(const Key&) = delete;
+  Key& operator=(const Key&) = delete;
+
+  std::string text;
+
+ private:
+  static std::string& spare() {
+    thread_local std::string text;
+    return text;
+  }
+};
+
 Found find(const KernelState& kernel, const Slots& slots, std::string* key) {
   Found found{};
   found.has_key = kernel.arguments->key(slots, key, &found.x);
@@ -118,10 +143,9 @@ Found find(const KernelState& kernel, const Slots& slots, std::string* key) {
 
 py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   const Slots slots = kernel.arguments->parse(args, kwargs);
-  thread_local std::string key;  // only until Python code runs, which may call another op
-  const Found found = find(kernel, slots, &key);
+  Key key;
+  const Found found = find(kernel, slots, &key.text);
   std::shared_ptr<Planned> planned = found.planned;
-  const std::string new_key = planned || !found.has_key ? std::string() : key;
   if (!kernel.functions.check.is_none() && !(found.has_key && is_contiguous(found.x))) {
     kernel.functions.check(py::handle(slots[0]));
   }
@@ -137,7 +161,7 @@ py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
     planned = std::make_shared<Planned>(Planned{made.first, nullptr, generation});
     if (!made.second.is_none()) planned->bound = made.second.cast<std::shared_ptr<Bound>>();
     Turns* const turns = found.has_key ? Turns::of(group_of(kernel, slots)) : nullptr;
-    if (turns) turns->remember(new_key, planned);
+    if (turns) turns->remember(key.text, planned);
   }
   return kernel.functions.run(planned->call, given);
 }
@@ -187,8 +211,8 @@ void increment_version(PyObject* x) {
 
 py::object run_warm(const py::object& kernel, const Slots& slots) {
   const auto& state = state_of<KernelState>(kernel.ptr());
-  thread_local std::string key;
-  const Found found = find(state, slots, &key);
+  Key key;
+  const Found found = find(state, slots, &key.text);
   if (!found.runs_in_extension(slots)) return {};
   if (!state.functions.check.is_none() && !is_contiguous(found.x)) return {};
   if (py::object result = run_bound(state, *found.turns, *found.planned, slots, found.x)) {

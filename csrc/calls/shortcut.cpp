@@ -78,11 +78,25 @@ py::object run(const ShortcutState& shortcut, PyObject* args, PyObject* kwargs) 
   return run_warm(shortcut.kernel, slots);
 }
 
+// The call may not have been made, where an interrupt comes: all of the op's Python code is below.
+void leave(const ShortcutState& shortcut, PyObject* args, PyObject* kwargs,
+           const py::error_already_set& error) {
+  static PyObject* const breaks = lasting("tpkernels.groups", "break_if_left");
+  const Slots slots = shortcut.arguments->parse(args, kwargs);
+  const auto group = static_cast<std::size_t>(shortcut.arguments->group());
+  checked(PyObject_CallFunctionObjArgs(breaks, slots[group], error.value().ptr(), nullptr));
+}
+
 PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   const auto& shortcut = state_of<ShortcutState>(self);
   return raising([&] {
-    if (py::object result = run(shortcut, args, kwargs)) return result;
-    return checked(PyObject_Call(shortcut.op.ptr(), args, kwargs));
+    try {
+      if (py::object result = run(shortcut, args, kwargs)) return result;
+      return checked(PyObject_Call(shortcut.op.ptr(), args, kwargs));
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_TypeError)) leave(shortcut, args, kwargs, error);
+      throw;
+    }
   });
 }
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +27,8 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
 from tests.support.ranked import report
 from tests.support.tiers import covering, sweep
+from tpkernels import backends, groups
+from tpkernels.launch import Ranks
 from tpkernels.nccl import Communicator
 
 WORLD = 2
@@ -122,3 +129,158 @@ def save_job(folder: str) -> list[str]:
 def test_a_refused_save_breaks_nothing(ranks: RanksFixture, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     report(failure for rank in ranks(WORLD).run(save_job, str(tmp_path)) for failure in rank)
+
+
+def turn_job(algorithm: str) -> tuple[Ending, Ending, Ending | None]:
+    """A handler of rank 0 raises while the thread waits for another thread's call."""
+    group, x = faults.new_group(), torch.ones(4, 3)
+
+    def call() -> Ending:
+        return faults.ending_of(lambda: tpkernels.all_reduce(x, group, algorithm=algorithm))
+
+    assert not call().error
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.6)
+        return call(), call(), None
+    others: list[Ending] = []
+    thread = threading.Thread(target=lambda: others.append(call()))
+    thread.start()
+    time.sleep(0.2)
+    with interrupted_later(0.1):
+        first = call()
+    thread.join()
+    return others[0], first, call()
+
+
+@contextlib.contextmanager
+def interrupted_later(seconds: float) -> Iterator[None]:
+    """A signal handler raises, with an exception that wrong arguments may have, too."""
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("the handler's")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "unfused"])
+def test_an_error_while_waiting_for_the_turn_breaks_the_group(
+    ranks: RanksFixture, algorithm: str
+) -> None:
+    (before, first, then), (peers, lost, _) = ranks(WORLD).run(turn_job, algorithm)
+    assert not before.error and not peers.error, "the other thread's call is not disturbed"
+    assert first.text == "the handler's"
+    assert then is not None and then.error == "GroupBrokenError", then
+    assert lost.error == "PeerLostError" and "the handler's" in lost.text, lost
+
+
+_OURS = str(Path(tpkernels.__file__).parent)
+
+
+class _InterruptAt:
+    """Raises KeyboardInterrupt at one event of our Python code: a line, or a function's start. The
+    first line is the ``try`` of the outermost function, where no interrupt can come."""
+
+    def __init__(self, event: int) -> None:
+        self.left, self.depth, self.at = event, 0, ""
+
+    def __call__(self, frame: Any, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        self.depth += (event == "call") - (event == "return")
+        if event in ("call", "line") and (event == "line" or self.depth > 1):
+            self.left -= 1
+            if self.left == 0:
+                self.at = f"{frame.f_code.co_name}:{frame.f_lineno} {event}"
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted_everywhere_job(kind: str, step: int) -> list[str]:
+    """Interrupts an op at every ``step``-th event, each on a group of its own."""
+    x = torch.ones(4, 3, requires_grad=kind == "backward")
+    w, failures, event, calls = torch.ones(3, 2), [], 2, 0
+    made, run = list[Any](), backends.run
+
+    def running(*args: Any) -> Any:
+        result = run(*args)
+        made.append(result)
+        return result
+
+    while True:
+        group = faults.group_of(dist.new_group())
+        with mock.patch.object(backends, "run", running):
+            tpkernels.matmul_all_reduce(x, w, group)
+            out = tpkernels.all_gather_matmul(x, [w], group)[0].sum()
+            made.clear()
+            interrupt = _InterruptAt(event)
+            sys.settrace(interrupt)
+            try:
+                if kind == "backward":
+                    out.backward()
+                else:
+                    tpkernels.matmul_all_reduce(x, w, group)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+        calls = max(calls, len(made))
+        state = groups.get(group.group_name)  # in the `finally` that resets `in_call` none can come
+        if interrupt.left == 0 and not made and state.open and not state.in_call:
+            failures.append(f"event {event} at {interrupt.at}: no call, and the group is open")
+        dist.destroy_process_group(group)
+        if interrupt.left > 0:
+            return failures if event > 10 and calls else ["the test shows nothing"]
+        event += step
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_an_interrupt_anywhere_in_an_op_breaks_the_group(
+    ranks: RanksFixture, kind: str, step: int
+) -> None:
+    report(ranks(1).run(interrupted_everywhere_job, kind, step)[0])
+
+
+def interrupts_job(count: int) -> list[int]:
+    """Interrupts warm calls, each on a group of its own, at random. How many landed in an op, how
+    many of those left the group open without the call, and how many landed outside."""
+    draw, tally = random.Random(dist.get_rank()), [0, 0, 0]
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for trial in range(count):
+        group, x = faults.new_group(), torch.ones(4, 3, requires_grad=trial % 2 == 1)
+        channel = faults.workspace_of(group).channel
+        before = 0
+        try:
+            if dist.get_rank() == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.01 * draw.random())
+            for _ in range(100_000):
+                before = channel.epoch
+                tpkernels.all_reduce(x, group, algorithm="direct").sum()
+        except KeyboardInterrupt as error:
+            frames = list(traceback.walk_tb(error.__traceback__))
+            inside = any(f.f_code.co_filename.startswith(_OURS) for f, _ in frames)
+            started = frames[-1][0].f_code is not tpkernels.all_reduce.__code__ or (
+                frames[-1][1] > tpkernels.all_reduce.__code__.co_firstlineno
+            )
+            state = groups.get(group.group_name)
+            missed = inside and started and channel.epoch == before and state.open
+            tally = [tally[0] + inside, tally[1] + missed, tally[2] + (not inside)]
+            state.break_between_calls(error)  # where it landed outside: ends the peer's loop
+        except tpkernels.TpkernelsError:
+            pass
+        dist.destroy_process_group(group)
+    return tally
+
+
+@pytest.mark.slow
+def test_random_interrupts_leave_no_group_open_without_the_call() -> None:
+    with Ranks(WORLD) as ranks:
+        inside, missed, _ = ranks.run(interrupts_job, 100, timeout=120)[0]
+    assert inside > 10 and missed == 0, (inside, missed)

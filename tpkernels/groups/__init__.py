@@ -3,6 +3,7 @@
 from tpkernels.groups.autotune import autotune
 from tpkernels.groups.registry import (
     GroupLike,
+    break_if_left,
     check,
     empty,
     finalize,
@@ -18,6 +19,7 @@ from tpkernels.groups.registry import (
 __all__ = [
     "GroupLike",
     "autotune",
+    "break_if_left",
     "check",
     "empty",
     "finalize",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tpkernels.errors import TpkernelsError
 from tpkernels.groups.endings import Endings
 from tpkernels.groups.numerics import CudaNumerics
 from tpkernels.groups.tuning import Tuning
@@ -175,13 +176,18 @@ class Agreements(Endings):
     def together(self, *alike: type[Exception]) -> Iterator[None]:
         """What all ranks do together beside the calls of `backends.run`, in turn with them: an
         error breaks the group, unless it is one of ``alike``, which all ranks raise."""
-        with self.turn():
-            try:
-                self.check_kernels("a step that all ranks take together")
-                yield
-            except alike:
-                raise
-            except BaseException as error:
-                self.mark_broken(error)
-                self.tell_outside_calls(error)
-                raise
+        try:
+            with self.turn():
+                try:
+                    self.check_kernels("a step that all ranks take together")
+                    yield
+                except alike:
+                    raise
+                except BaseException as error:
+                    self.mark_broken(error)
+                    self.tell_outside_calls(error)
+                    raise
+        except BaseException as error:  # also of a signal handler, in the wait for the turn
+            if not isinstance(error, (TpkernelsError, *alike)):
+                self.break_between_calls(error)
+            raise

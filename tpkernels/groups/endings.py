@@ -37,11 +37,13 @@ class Endings(Turns):
         raise NotImplementedError
 
     def break_between_calls(self, error: BaseException) -> None:
-        """This rank left with ``error`` on the way to a call, or between two."""
+        """This rank left with ``error`` on the way to a call, or between two. A call of another
+        thread ends first, but none begins."""
         # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
-        if not self.within_call():
+        if self._broken is None and not self.within_call():
+            self._broken, self.open = of_error(error), False
             with self.lock:
-                self.mark_broken(error)
+                self._tell_peers(error)
 
     def mark_broken(self, error: BaseException) -> None:
         """This rank left a call with ``error``: peers that wait for it are told, and no further
@@ -49,6 +51,9 @@ class Endings(Turns):
         if self._broken is not None:
             return
         self._broken, self.open = of_error(error), False
+        self._tell_peers(error)
+
+    def _tell_peers(self, error: BaseException) -> None:
         if self.nearby is None:
             if not self._ready:
                 self._tell_in_store(error)
@@ -56,7 +61,7 @@ class Endings(Turns):
             # Across hosts each rank detects a mismatch by itself, from the greetings.
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)
-            self.nearby.abandon(self._broken, late, -1 if peer is None else peer)
+            self.nearby.abandon(of_error(error), late, -1 if peer is None else peer)
 
     def tell_outside_calls(self, error: BaseException) -> None:
         """Tells the ranks that may wait in the store for what this one was to say there. Those that

@@ -169,6 +169,19 @@ def tuned_on_the_spot() -> list[str]:
     return sorted(name for name, group in list(_groups.items()) if group.tuning is not None)
 
 
+# What an op raises before anything is sent: its own checks, and torch's. A signal handler may raise
+# these as well; where ranks wait, and in a call, any error counts.
+_IN_STEP = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, MemoryError, Warning)
+
+
+def break_if_left(group: GroupLike | None, error: BaseException) -> None:
+    """Breaks the group of an op that ended in an error which can come at any time, such as Ctrl-C:
+    this rank may not have made the call. If it has, it lacks the result all the same."""
+    if group is not None and not isinstance(error, _IN_STEP):
+        with contextlib.suppress(Exception):
+            get(name_of(group)).break_between_calls(error)
+
+
 @contextlib.contextmanager
 def told_of_errors(name: str | None) -> Iterator[None]:
     """An error on the way to a call of the group of that name, or between two, leaves this rank out

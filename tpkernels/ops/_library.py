@@ -143,14 +143,19 @@ def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..
         save(ctx, arguments.named(inputs, keyword_only_inputs or {}), output)
 
     def first_order(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"tpkernels.{op} has no second derivative; call backward without create_graph=True"
-            )
-        needs = needs_of(*ctx.needs_input_grad)  # without the defaults at the end
-        with torch._C._DisableAutocast(), groups.told_of_errors(getattr(ctx, "group", None)):
-            found = backward(ctx, needs, *grads)
-        return tuple(found.get(name) for name in names[: len(ctx.needs_input_grad)])
+        try:
+            if torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"tpkernels.{op} has no second derivative; call backward without "
+                    "create_graph=True"
+                )
+            needs = needs_of(*ctx.needs_input_grad)  # without the defaults at the end
+            with torch._C._DisableAutocast(), groups.told_of_errors(getattr(ctx, "group", None)):
+                found = backward(ctx, needs, *grads)
+            return tuple(found.get(name) for name in names[: len(ctx.needs_input_grad)])
+        except BaseException as error:
+            groups.break_if_left(getattr(ctx, "group", None), error)
+            raise
 
     # What torch.library.register_autograd registers. By itself it would go through the dispatcher
     # once more in a call without a gradient: 13 us, AMD EPYC Zen 3, torch 2.13, 2026-11-21.

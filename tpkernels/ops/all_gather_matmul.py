@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, fake_columns_of
@@ -150,21 +150,25 @@ def all_gather_matmul(  # type: ignore[misc]
     first result is ``gathered``, empty unless requested. The arguments mean what they mean in
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
-    single = isinstance(weights, (torch.Tensor, LocalProduct))
-    each = [weights] if isinstance(weights, (torch.Tensor, LocalProduct)) else list(weights)
-    each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
-    keep = save_gathered and torch.is_grad_enabled()
-    keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
-    gathered, outs = callable_for("all_gather_matmul", each, run_all_gather_matmul)(
-        x,
-        each,
-        name_of(group),
-        gather_dim,
-        biases=bias_list(x, each_bias),
-        out_dtype=out_dtype,
-        return_gathered=return_gathered or keep,
-        shard_sizes=shard_sizes,
-        algorithm=algorithm,
-    )
-    result = outs[0] if single else outs
-    return (gathered, result) if return_gathered else result
+    try:
+        single = isinstance(weights, (torch.Tensor, LocalProduct))
+        each = [weights] if isinstance(weights, (torch.Tensor, LocalProduct)) else list(weights)
+        each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
+        keep = save_gathered and torch.is_grad_enabled()
+        keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
+        gathered, outs = callable_for("all_gather_matmul", each, run_all_gather_matmul)(
+            x,
+            each,
+            name_of(group),
+            gather_dim,
+            biases=bias_list(x, each_bias),
+            out_dtype=out_dtype,
+            return_gathered=return_gathered or keep,
+            shard_sizes=shard_sizes,
+            algorithm=algorithm,
+        )
+        result = outs[0] if single else outs
+        return (gathered, result) if return_gathered else result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.local.scales import Packing
@@ -147,21 +147,25 @@ def all_gather_scaled_matmul(
     The arguments mean what they mean in ``torch.ops.symm_mem.fused_all_gather_scaled_matmul`` and
     ``torch._scaled_mm``.
     """
-    single = isinstance(weights, torch.Tensor)
-    each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
-    gathered, outs = _run(
-        x,
-        [weights] if isinstance(weights, torch.Tensor) else list(weights),
-        scale_x,
-        [scales_w] if isinstance(scales_w, torch.Tensor) else list(scales_w),
-        name_of(group),
-        gather_dim,
-        biases=bias_list(x, each_bias),
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-        return_gathered=return_gathered,
-        shard_sizes=shard_sizes,
-        algorithm=algorithm,
-    )
-    result = outs[0] if single else outs
-    return (gathered, result) if return_gathered else result
+    try:
+        single = isinstance(weights, torch.Tensor)
+        each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
+        gathered, outs = _run(
+            x,
+            [weights] if isinstance(weights, torch.Tensor) else list(weights),
+            scale_x,
+            [scales_w] if isinstance(scales_w, torch.Tensor) else list(scales_w),
+            name_of(group),
+            gather_dim,
+            biases=bias_list(x, each_bias),
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+            return_gathered=return_gathered,
+            shard_sizes=shard_sizes,
+            algorithm=algorithm,
+        )
+        result = outs[0] if single else outs
+        return (gathered, result) if return_gathered else result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

@@ -8,7 +8,7 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.ops import _check
@@ -118,13 +118,21 @@ def all_reduce(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = _run(x, name_of(group), out_dtype=out_dtype, algorithm=algorithm)
-    return result
+    try:
+        result: Any = _run(x, name_of(group), out_dtype=out_dtype, algorithm=algorithm)
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:
     """``all_reduce`` in place; returns ``x``. Raises what ``all_reduce`` raises, and also
     ``NotImplementedError`` if ``x`` requires a gradient and ``ValueError`` if elements of ``x``
     share memory, as in an expanded tensor."""
-    _run_in_place(x, name_of(group), algorithm=algorithm)
-    return x
+    try:
+        _run_in_place(x, name_of(group), algorithm=algorithm)
+        return x
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

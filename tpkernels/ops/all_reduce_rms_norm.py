@@ -9,7 +9,7 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
@@ -116,5 +116,11 @@ def all_reduce_rms_norm(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = _run(x, weight, name_of(group), residual=residual, eps=eps, algorithm=algorithm)
-    return result
+    try:
+        result: Any = _run(
+            x, weight, name_of(group), residual=residual, eps=eps, algorithm=algorithm
+        )
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

@@ -10,7 +10,7 @@ import torch
 from tpkernels import dtypes
 from tpkernels.algorithms.exchange import Exchange
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import Options
 from tpkernels.ops import _check
@@ -111,13 +111,17 @@ def all_to_all(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = _run(
-        x,
-        name_of(group),
-        gather_dim,
-        scatter_dim,
-        gather_sizes=gather_sizes,
-        scatter_sizes=scatter_sizes,
-        algorithm=algorithm,
-    )
-    return result
+    try:
+        result: Any = _run(
+            x,
+            name_of(group),
+            gather_dim,
+            scatter_dim,
+            gather_sizes=gather_sizes,
+            scatter_sizes=scatter_sizes,
+            algorithm=algorithm,
+        )
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

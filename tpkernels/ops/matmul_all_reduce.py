@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
@@ -96,14 +96,18 @@ def matmul_all_reduce(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = callable_for("matmul_all_reduce", [w], run_matmul_all_reduce)(
-        x,
-        w,
-        name_of(group),
-        bias=bias,
-        residual=residual,
-        out_dtype=out_dtype,
-        wire_dtype=wire_dtype,
-        algorithm=algorithm,
-    )
-    return result
+    try:
+        result: Any = callable_for("matmul_all_reduce", [w], run_matmul_all_reduce)(
+            x,
+            w,
+            name_of(group),
+            bias=bias,
+            residual=residual,
+            out_dtype=out_dtype,
+            wire_dtype=wire_dtype,
+            algorithm=algorithm,
+        )
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

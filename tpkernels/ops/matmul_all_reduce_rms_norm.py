@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.local.product import Weight
@@ -105,14 +105,18 @@ def matmul_all_reduce_rms_norm(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = callable_for("matmul_all_reduce_rms_norm", [w], _run)(
-        x,
-        w,
-        norm_weight,
-        name_of(group),
-        bias=bias,
-        residual=residual,
-        eps=eps,
-        algorithm=algorithm,
-    )
-    return result
+    try:
+        result: Any = callable_for("matmul_all_reduce_rms_norm", [w], _run)(
+            x,
+            w,
+            norm_weight,
+            name_of(group),
+            bias=bias,
+            residual=residual,
+            eps=eps,
+            algorithm=algorithm,
+        )
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
@@ -143,16 +143,20 @@ def matmul_reduce_scatter(
 
     The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
     """
-    result: Any = callable_for("matmul_reduce_scatter", [w], run_matmul_reduce_scatter)(
-        x,
-        w,
-        name_of(group),
-        scatter_dim,
-        bias=bias,
-        residual=residual,
-        out_dtype=out_dtype,
-        wire_dtype=wire_dtype,
-        shard_sizes=shard_sizes,
-        algorithm=algorithm,
-    )
-    return result
+    try:
+        result: Any = callable_for("matmul_reduce_scatter", [w], run_matmul_reduce_scatter)(
+            x,
+            w,
+            name_of(group),
+            scatter_dim,
+            bias=bias,
+            residual=residual,
+            out_dtype=out_dtype,
+            wire_dtype=wire_dtype,
+            shard_sizes=shard_sizes,
+            algorithm=algorithm,
+        )
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

@@ -9,7 +9,7 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels.call import Call
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
@@ -98,12 +98,16 @@ def reduce_scatter(
         NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: Any = _run(
-        x,
-        name_of(group),
-        scatter_dim,
-        out_dtype=out_dtype,
-        shard_sizes=shard_sizes,
-        algorithm=algorithm,
-    )
-    return result
+    try:
+        result: Any = _run(
+            x,
+            name_of(group),
+            scatter_dim,
+            out_dtype=out_dtype,
+            shard_sizes=shard_sizes,
+            algorithm=algorithm,
+        )
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _scaled
 from tpkernels.ops._library import define, define_without_gradient
@@ -69,17 +69,21 @@ def scaled_matmul_all_reduce(
             gradient.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    result: torch.Tensor = _run(
-        x,
-        w,
-        scale_x,
-        scale_w,
-        name_of(group),
-        bias=bias,
-        residual=residual,
-        out_dtype=out_dtype,
-        wire_dtype=wire_dtype,
-        use_fast_accum=use_fast_accum,
-        algorithm=algorithm,
-    )
-    return result
+    try:
+        result: torch.Tensor = _run(
+            x,
+            w,
+            scale_x,
+            scale_w,
+            name_of(group),
+            bias=bias,
+            residual=residual,
+            out_dtype=out_dtype,
+            wire_dtype=wire_dtype,
+            use_fast_accum=use_fast_accum,
+            algorithm=algorithm,
+        )
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.ops import _check, _scaled
 from tpkernels.ops._library import define, define_without_gradient
@@ -89,19 +89,23 @@ def scaled_matmul_reduce_scatter(
     The arguments mean what they mean in ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``
     and ``torch._scaled_mm``.
     """
-    result: torch.Tensor = _run(
-        x,
-        w,
-        scale_x,
-        scale_w,
-        name_of(group),
-        scatter_dim,
-        bias=bias,
-        residual=residual,
-        out_dtype=out_dtype,
-        wire_dtype=wire_dtype,
-        use_fast_accum=use_fast_accum,
-        shard_sizes=shard_sizes,
-        algorithm=algorithm,
-    )
-    return result
+    try:
+        result: torch.Tensor = _run(
+            x,
+            w,
+            scale_x,
+            scale_w,
+            name_of(group),
+            scatter_dim,
+            bias=bias,
+            residual=residual,
+            out_dtype=out_dtype,
+            wire_dtype=wire_dtype,
+            use_fast_accum=use_fast_accum,
+            shard_sizes=shard_sizes,
+            algorithm=algorithm,
+        )
+        return result
+    except BaseException as error:
+        break_if_left(group, error)
+        raise
