@@ -1,4 +1,4 @@
-"""Whether a product of some rows has the bits that these rows have in the product of all."""
+"""Whether products of parts have the bits of the whole product."""
 
 from __future__ import annotations
 
@@ -8,26 +8,37 @@ from unittest import mock
 import pytest
 import torch
 
+import tpkernels
 from tpkernels.local import exactness
-from tpkernels.local.exactness import Layout, layout_of, rows_are_exact
+from tpkernels.local.exactness import (
+    Layout,
+    layout_of,
+    multiplies_parts_exactly,
+    parts_are_exact,
+)
 from tpkernels.local.packed import is_packed, pack
+from tpkernels.local.product import Product
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> None:
-    rows_are_exact.cache_clear()
+    parts_are_exact.cache_clear()
 
 
-def summing_in_halves(rows_from: int) -> Any:
-    """A product that sums K in two halves from so many rows on, and in one otherwise."""
+def tried(parts: Any, shape: tuple[int, int, int], layout: Layout, *dtypes: torch.dtype) -> bool:
+    return parts_are_exact(frozenset(parts), shape, layout, *dtypes, None, 1)
+
+
+def summing_in_halves(rows_from: int, columns_from: int = 0) -> Any:
+    """A product that sums K in two halves from so many rows and columns on, else in one."""
 
     def product(
-        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, whole_rows: int = 0
+        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *_: Any, **whole: int
     ) -> torch.Tensor:
         terms = (x.float().unsqueeze(2) * w.float()).transpose(0, 1)  # [K, M, N]
-        parts = 2 if x.shape[0] >= rows_from else 1
+        parts = 2 if x.shape[0] >= rows_from and w.shape[1] >= columns_from else 1
         totals = torch.zeros(parts, *terms.shape[1:])
         for k, term in enumerate(terms):
             totals[k * parts // len(terms)] += term  # one after the other, rounded each time
@@ -39,25 +50,51 @@ def summing_in_halves(rows_from: int) -> Any:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_another_order_is_seen(dtype: torch.dtype, layout: Layout) -> None:
-    for rows_from, exact in [(0, True), (99, True), (20, False)]:
-        rows_are_exact.cache_clear()
-        with mock.patch.object(exactness, "local_matmul", summing_in_halves(rows_from)):
-            found = rows_are_exact((16,), (32, 129, 70), layout, dtype, dtype)
-        assert found is exact, rows_from
+    for limits, exact in [((0,), True), ((99,), True), ((20,), False), ((0, 69), False)]:
+        parts_are_exact.cache_clear()
+        with mock.patch.object(exactness, "local_matmul", summing_in_halves(*limits)):
+            found = tried([(16, 70), (32, 30)], (32, 129, 70), layout, dtype, dtype)
+        assert found is exact, limits
+
+
+def test_rows_and_columns_at_the_end_count() -> None:
+    """A part may begin anywhere: each row and column of the whole must have its twin's bits."""
+    for at in [(-1, 0), (0, -1)]:
+
+        def product(
+            x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *_: Any, at: Any = at, **whole: int
+        ) -> torch.Tensor:
+            out.zero_()[at] = float(len(x) == 70)
+            return out
+
+        parts_are_exact.cache_clear()
+        with mock.patch.object(exactness, "local_matmul", product):
+            assert not tried([(6, 70)], (70, 5, 70), "rows", F32, F32)
+
+
+def test_what_is_not_tried() -> None:
+    """A caller's product promises its bits, a scaled one is not split, and a whole has them."""
+    with mock.patch.object(exactness, "parts_are_exact", None):
+        for w, part, exact in [
+            (tpkernels.LocalProduct(torch.clone, (5, 3), F32), (1, 3), True),
+            (mock.Mock(spec=Product), (1, 3), False),
+            (torch.ones(5, 3), (7, 3), True),
+        ]:
+            assert multiplies_parts_exactly(w, frozenset([part]), (7, 5, 3), F32, F32) is exact
 
 
 def test_the_operands_have_the_asked_shape_and_layout() -> None:
     seen: list[tuple[Any, ...]] = []
 
     def product(
-        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, whole_rows: int = 0
+        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *_: Any, **whole: int
     ) -> torch.Tensor:
         seen.append((tuple(x.shape), tuple(w.shape), w.stride(), x.dtype, out.dtype))
         return out.zero_()
 
     with mock.patch.object(exactness, "local_matmul", product), torch.device("meta"):
-        assert rows_are_exact((7, 100), (200, 33, 130), "columns", BF16, F32)
-        assert rows_are_exact((1,), (2, 1, 1), "rows", F32, F32)
+        assert tried([(7, 130), (100, 130)], (200, 33, 130), "columns", BF16, F32)
+        assert tried([(1, 1)], (2, 1, 1), "rows", F32, F32)
     assert seen[:3] == [((rows, 33), (33, 130), (1, 33), BF16, F32) for rows in (200, 7, 100)]
     assert seen[3:] == [((rows, 1), (1, 1), (1, 1), F32, F32) for rows in (2, 1)]
 
@@ -68,7 +105,7 @@ def test_it_agrees_with_products_of_random_numbers(k: int) -> None:
     numbers = torch.Generator().manual_seed(k)
     for rows, part in [(4, 2), (32, 16), (128, 64)]:
         for dtype in (F32, BF16):
-            if not rows_are_exact((part,), (rows, k, 96), "columns", dtype, dtype):
+            if not tried([(part, 96)], (rows, k, 96), "columns", dtype, dtype):
                 continue
             x = torch.randn(rows, k, generator=numbers).to(dtype)
             w = torch.randn(96, k, generator=numbers).to(dtype).t()
@@ -79,24 +116,25 @@ def test_it_agrees_with_products_of_random_numbers(k: int) -> None:
 
 
 def test_a_part_is_tried_as_the_algorithms_compute_it() -> None:
-    told: list[int | None] = []
+    told: list[dict[str, int]] = []
 
     def product(
-        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, whole_rows: int | None = None
+        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *_: Any, **whole: int
     ) -> torch.Tensor:
-        told.append(whole_rows)
+        told.append(whole)
         return out.zero_()
 
     with mock.patch.object(exactness, "local_matmul", product):
-        rows_are_exact((16, 8), (32, 5, 3), "columns", BF16, BF16)
-    assert told == [None, 32, 32]
+        tried([(16, 3), (8, 3)], (32, 5, 3), "columns", BF16, BF16)
+    whole = {"whole_rows": 32, "whole_columns": 3}
+    assert told == [{}, whole, whole]
 
 
 def test_packed_weights_are_tried_packed() -> None:
     seen: list[bool] = []
 
     def product(
-        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, whole_rows: int = 0
+        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *_: Any, **whole: int
     ) -> torch.Tensor:
         seen.append(is_packed(w))
         return out.zero_()
@@ -104,5 +142,5 @@ def test_packed_weights_are_tried_packed() -> None:
     w = torch.ones(5, 3)
     assert [layout_of(each) for each in (w, w.t(), pack(w))] == ["rows", "columns", "packed"]
     with mock.patch.object(exactness, "local_matmul", product):
-        rows_are_exact((1,), (2, 5, 3), "packed", F32, F32)
+        tried([(1, 3)], (2, 5, 3), "packed", F32, F32)
     assert seen == [True, True]

@@ -22,9 +22,9 @@ import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
 from tests.support.tiers import covering, sweep
-from tests.support.tuned import MATMULS, ROWS, WAYS, WORLD, call, own, plan_of, watched
+from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.op_spec import OPS
-from tpkernels.ops import _autotune, _together
+from tpkernels.ops import _autotune
 
 
 def winner_job(op: str, fast: str, always: bool) -> list[str]:
@@ -87,24 +87,6 @@ def test_the_slowest_rank_decides(ranks: RanksFixture) -> None:
     told = ranks(WORLD).run(slow_rank_job)
     assert len({name for name, _ in told}) == 1 and told[0][0] != "direct", told
     assert all(ms == told[0][1] and ms["direct"] > 60 for _, ms in told)
-
-
-def inexact_job(op: str) -> list[str]:
-    """On one rank, products of some rows would round differently."""
-    exact = dist.get_rank() != 1
-    with (
-        mock.patch.object(_together, "rows_are_exact", lambda *_: exact),
-        fresh_group() as group,
-        watched() as made,
-        tpkernels.autotune(group),
-    ):
-        call(op, group)
-    return [f"{made}"] if set(made) != {"unfused", "direct"} else []
-
-
-@pytest.mark.parametrize("op", sweep(MATMULS))
-def test_no_rank_splits_if_one_would_change_bits(ranks: RanksFixture, op: str) -> None:
-    report(f for rank in ranks(WORLD).run(inexact_job, op) for f in rank)
 
 
 def scaled_job() -> tuple[set[str], bool]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import (
@@ -28,9 +31,6 @@ from tpkernels.launch import Ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
 
-# Parts of a split product have at least four rows here. The vendor's GEMM treats products of one or
-# two rows differently (another kernel, another order of summation over K), so that below four rows
-# algorithms agree within the bound only.
 MATMULS = [
     Case(op="all_gather_matmul", shape=(48, 133), n=(40, 300), biases=(F32, None)),
     Case(op="all_gather_matmul", shape=(2, 48, 70), dim=1, n=(33,)),
@@ -108,6 +108,79 @@ def test_bits_of_other_processes(ranks: RanksFixture) -> None:
     cases = [case for case in _cases() if case.algorithm != "auto"]
     with Ranks(2) as others:
         assert ranks(2).run(bits_job, cases, 1) == others.run(bits_job, cases, 1)
+
+
+def _random_case(rng: random.Random, world: int) -> Case:
+    """A matmul with parts of any number of rows and columns, down to one and none."""
+    op = rng.choice(["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+    width = rng.choice([2, 3, 17, 64, 300, 1024])
+    shape = (*rng.choice([(1 + rng.randrange(400),), (3, 40), (5, 2, 24)]), width)
+    dims = len(shape) - (op == "all_gather_matmul")
+    dim = 0 if op == "matmul_all_reduce" else rng.randrange(dims)
+    sizes = None
+    if op != "matmul_all_reduce":
+        edges = [0, *sorted(rng.randint(0, shape[dim]) for _ in range(world - 1)), shape[dim]]
+        sizes = tuple(b - a for a, b in itertools.pairwise(edges))
+    others = tuple(rng.choice([1, 5, 96, 512, 1000, 2048]) for _ in range(2))
+    gathers = op == "all_gather_matmul"
+    return Case(
+        op=op,
+        shape=shape,
+        dim=dim,
+        sizes=sizes,
+        dtype=rng.choice(DTYPES),
+        n=others if gathers else (),
+        k=() if gathers else others,
+        biases=rng.choice([(), (F32,)]),
+        wire_dtype=None if gathers else rng.choice([None, F32]),
+        weight_layout=rng.choice(["plain", "transposed"]),
+    )
+
+
+def random_bits_job(seed: int, count: int) -> list[str]:
+    """Each case by every algorithm, in workspaces that cut it into other steps."""
+    rng, failures = random.Random(seed), []
+    cases = [_random_case(rng, dist.get_world_size()) for _ in range(count)]
+    sizes = [1 << 20, *(rng.randrange(1 << 16, 1 << 18) for _ in range(2))]
+    first: list[str] = []
+    for size in sizes:
+        with fresh_group(size) as group:
+            for i, case in enumerate(cases):
+                for name in MATMUL_ALGORITHMS:
+                    try:
+                        bits = _bits(call(replace(case, algorithm=name), group))
+                    except NotImplementedError as error:  # not one row of each rank fits
+                        if "give tpkernels.init a larger workspace_bytes" not in str(error):
+                            raise
+                        continue
+                    first += [bits] if len(first) == i else []
+                    if bits != first[i]:
+                        failures.append(f"rank {group.rank()}: {case} by {name}, {size} bytes")
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("world", "threads", "seed", "count"),
+    [
+        (2, 1, 0, 12),
+        *(
+            pytest.param(world, threads, seed, 60, marks=pytest.mark.slow)
+            for world, threads in itertools.product((2, 3, 4), (1, 2))
+            for seed in (1, 2)
+        ),
+    ],
+)
+def test_bits_of_random_splits(
+    ranks: RanksFixture, world: int, threads: int, seed: int, count: int
+) -> None:
+    """Steps that the workspace cuts short, single rows and columns, whatever the library takes."""
+    ranks(world).run(torch.set_num_threads, threads)
+    try:
+        report(
+            f for rank in ranks(world).run(random_bits_job, seed, count, timeout=250) for f in rank
+        )
+    finally:
+        ranks(world).run(torch.set_num_threads, 1)
 
 
 # The order of summation. Two terms of every column are large and cancel, so that what is left of

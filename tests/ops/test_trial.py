@@ -24,7 +24,7 @@ from tests.support.ranked import fresh_group, report
 from tests.support.tiers import covering, sweep
 from tpkernels import groups
 from tpkernels.backends import TABLES
-from tpkernels.ops import _together, _trial
+from tpkernels.ops import _trial
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.planning.trials import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS
 
@@ -151,24 +151,6 @@ def off_job(op: str) -> list[str]:
 @pytest.mark.parametrize("op", sweep(OPS))
 def test_no_trial_where_the_choice_is_made(ranks: RanksFixture, op: str) -> None:
     report(f for rank in ranks(WORLD).run(off_job, op) for f in rank)
-
-
-def inexact_job(op: str) -> list[str]:
-    """On one rank, products of some rows would round differently."""
-    exact = dist.get_rank() != 1
-    with (
-        mock.patch.object(_together, "rows_are_exact", lambda *_: exact),
-        fresh_group() as group,
-        counted(op) as made,
-    ):
-        for _ in range(MOST_CALLS):
-            call(op, group)
-    return [f"{made}"] if "pipelined" in made or "unfused" not in made else []
-
-
-@pytest.mark.parametrize("op", sweep(OPS))
-def test_no_rank_splits_if_one_would_change_bits(ranks: RanksFixture, op: str) -> None:
-    report(f for rank in ranks(WORLD).run(inexact_job, op) for f in rank)
 
 
 def bits_job(dtype: torch.dtype) -> list[str]:

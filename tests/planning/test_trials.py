@@ -19,9 +19,7 @@ def trial(candidates: tuple[str, ...] = ELIGIBLE, thresholds_give: str = "direct
     return Trial(SERIES, 1024, candidates, thresholds_give)
 
 
-def run(
-    one: Trial, time: Time, others: tuple[int, ...] = (64,), *, may_split: bool = True
-) -> list[str]:
+def run(one: Trial, time: Time, others: tuple[int, ...] = (64,)) -> list[str]:
     """Makes the calls of a trial on two ranks, the second of which arrives a second late. The calls
     go through the other extents in turn. Returns what was run."""
     made: list[str] = []
@@ -36,7 +34,7 @@ def run(
             if one.begun:
                 one.advance([one.samples, late])
             else:
-                one.begin(may_split=may_split)
+                one.begin()
             late = []
     return made
 
@@ -105,7 +103,7 @@ def test_clocks_that_differ_leave_the_time_of_one_rank() -> None:
                 [one.samples, [Sample(s.begin + 1e4, s.end + 1e4, 64) for s in one.samples]]
             )
         elif one.stage_over:
-            one.begin(may_split=True)
+            one.begin()
     assert ms_of(one) == pytest.approx({"unfused": 2.0, "direct": 1.0}, rel=1e-3)
 
 
@@ -132,18 +130,6 @@ def test_the_median_counts_without_the_warm_up() -> None:
     one = trial()
     run(one, time)
     assert ms_of(one) == pytest.approx({"unfused": 3.0, "direct": 1.0, "pipelined": 1.1})
-
-
-def test_a_split_that_would_change_bits_is_not_tried() -> None:
-    same = constant(unfused=1e-3, direct=1e-3, pipelined=1e-4)
-    one = trial()
-    assert "pipelined" not in run(one, same, may_split=False)
-    assert set(ms_of(one)) == {"unfused", "direct"}
-    by_rule = trial(thresholds_give="pipelined")
-    assert set(run(by_rule, same, may_split=False)) == {"pipelined"}
-    assert by_rule.over and not by_rule.measurements
-    alone = trial(("direct", "pipelined"))
-    assert set(run(alone, same, may_split=False)) == {"direct"} and not alone.measurements
 
 
 def by_other(one: Trial) -> dict[int, Measurement]:

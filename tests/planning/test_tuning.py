@@ -108,14 +108,6 @@ def test_between_two_extents_with_different_winners_the_nearer_one_counts() -> N
         assert plan(spec(m), few, many) == plan(spec(m)), "too far from both"
 
 
-def test_times_of_other_extents_are_no_reason_to_split_few_rows() -> None:
-    """The bits may change, which only a measurement of the very problem finds out."""
-    few, many = (measured(spec(m), unfused=3.0, direct=2.0, pipelined=1.0) for m in (16, 1024))
-    assert plan(spec(16), few, many).algorithm == "pipelined"
-    assert plan(spec(512), few, many).algorithm == "pipelined"
-    assert plan(spec(510), few, many).algorithm == "direct"  # 255 rows a rank
-
-
 def test_kernels_are_cut_as_was_measured_best() -> None:
     """Even if `fused` is requested; between two extents, as at both ends."""
     cut, other = (("block_m", 64), ("block_n", 256)), (("block_m", 128),)

@@ -34,8 +34,11 @@ from tpkernels.algorithms.shards import (
     edges_of,
     multiply_shard,
     partial_of_shard,
+    parts_of,
     shard_counts,
     shard_shape,
+    split_gather,
+    split_partial,
 )
 from tpkernels.call import Call
 from tpkernels.local.matmul import local_matmul
@@ -165,16 +168,19 @@ def all_gather_matmul(
     gathered: torch.Tensor | None,
 ) -> None:
     problem, link = call.problem, enter(call)
-    shards = _shards(call, x, gathered)
-    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
-    to = as_rows(gathered) if gathered is not None and problem.outer != 1 else None
+    step = max(problem.shard_rows)
+    factors = split_gather(problem, x, weights, biases, outs, gathered, step)
+    whole = factors.gathered
+    shards = _shards(call, x, whole)
+    to = as_rows(whole) if whole is not None and problem.outer != 1 else None
 
     def multiply(owner: int) -> None:
         rows = shards[owner].view(problem.shard_rows[owner], problem.shape[-1])
-        multiply_shard(problem, owner, 0, rows, factors, to)
+        multiply_shard(problem, owner, 0, rows, factors.parts, to)
 
     _gather(call, link, shards, multiply)
     announce_done(call)
+    factors.finish()
 
 
 def _reduce_scatter(
@@ -215,6 +221,7 @@ def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
     problem, rows = call.problem, as_rows(x)
+    rows, w = split_partial(problem, rows, w, parts_of(problem, problem.rows, columns_of(w)))
 
     def part_of(owner: int) -> torch.Tensor:
         shape = shard_shape(problem, owner)
@@ -257,6 +264,7 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     problem, rows, world = call.problem, as_rows(x), call.group.world
     columns, edges = columns_of(w), edges_of(problem.rows, world)
     out = empty(problem.shape, reduction.out_dtype, x.device)
+    rows, w = split_partial(problem, rows, w, parts_of(problem, problem.rows, columns))
 
     def part_of(owner: int) -> torch.Tensor:
         count = edges[owner + 1] - edges[owner]

@@ -29,9 +29,9 @@ from tpkernels import backends
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
 from tpkernels.ops._attempts import Attempts, Failed
-from tpkernels.ops._together import may_split, other_extent
+from tpkernels.ops._together import other_extent
 from tpkernels.planning import store
-from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.choose import is_worth_trying
 from tpkernels.planning.contest import Contest, Sample
 from tpkernels.planning.machine import last_level_cache_bytes, this_machine
 from tpkernels.planning.problem import Problem
@@ -93,7 +93,6 @@ class _Tuner:
         self._group, self._problem, self._plan = group, problem, plan
         self._x: torch.Tensor = given.x
         w = getattr(given, "weights", None) or getattr(given, "w", None)
-        self._weights = [] if w is None else list(w) if isinstance(w, (list, tuple)) else [w]
         self._other = other_extent(given.x, w)
         self._attempts = Attempts(group, problem)
         self._rounds = 0  # counted so far
@@ -107,7 +106,7 @@ class _Tuner:
         if group.workspace is None:  # whose exchanges would tell that a rank is in another call
             self._attempts.agree()
         left_out = group.left_out.setdefault(key, {})
-        contest = Contest(self._exact(names))
+        contest = Contest(self._worth_trying(names))
         try:
             self._prepare(make_run)
             while len(contest.remaining) > 1:
@@ -159,18 +158,9 @@ class _Tuner:
         finally:
             second.close("the end of tuning")
 
-    def _exact(self, names: Sequence[str]) -> list[str]:
-        """The algorithms that give the same bits on CPUs: all but those that split few rows."""
-        group, problem = self._group, self._problem
-        if problem.device != "cpu" or not problem.spec.has_matmul:
-            return list(names)
-        # A scaled product is not split: each part would convert the weight again.
-        own = not problem.spec.scaled and may_split(
-            problem, group.usable_bytes, self._x, self._weights
-        )
-        if all(exact for (exact,) in self._attempts.exchanged("the exactness", float(own))):
-            return list(names)
-        return [name for name in names if not ALGORITHMS[name].splits_matmul]
+    def _worth_trying(self, names: Sequence[str]) -> list[str]:
+        problem = self._problem
+        return [name for name in names if problem.device != "cpu" or is_worth_trying(problem, name)]
 
     def _compete(self, contest: Contest, second: Group, limit: float) -> None:
         """Runs the candidates on the second group until the outcome is clear or the time is up.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,15 +13,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from tpkernels import _C
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
 from tpkernels.groups.group import Group
-from tpkernels.local.exactness import layout_of, rows_are_exact
 from tpkernels.local.packed import columns_of
 from tpkernels.local.product import Product, Weight
 from tpkernels.planning.problem import Problem
-from tpkernels.planning.steps import part_rows
 
-# Fewest rows of a part with which a split is tried. With fewer, the time is that of streaming the
-# weight, once for each part.
-_FEWEST_ROWS = 16
 FLOAT64: Any = {"dtype": torch.float64, "device": "cpu"}
 
 
@@ -66,25 +61,3 @@ def other_extent(x: torch.Tensor, w: Weight | Sequence[Weight] | None) -> int:
     if isinstance(w, (torch.Tensor, Product)):
         return int(x.shape[-1])
     return sum(map(columns_of, w))
-
-
-def may_split(
-    problem: Problem, workspace_bytes: int, x: torch.Tensor, weights: Iterable[Weight]
-) -> bool:
-    """Whether a matmul of each rank's rows by themselves gives the bits of the whole one, on this
-    rank. What would be made of fewer rows than `_FEWEST_ROWS` is not worth trying."""
-    parts = part_rows(problem, workspace_bytes)
-    if min(parts) < _FEWEST_ROWS:
-        return False
-    columns, wire = x.shape[-1], x.dtype if problem.spec.gathers else problem.dtype
-    return all(
-        rows_are_exact(
-            tuple(sorted(parts)),
-            (problem.rows, columns, columns_of(w)),
-            layout_of(w),
-            x.dtype,
-            wire,
-        )
-        for w in weights
-        if isinstance(w, torch.Tensor)  # a LocalProduct promises it
-    )

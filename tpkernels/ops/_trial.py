@@ -11,7 +11,8 @@ import torch
 
 from tpkernels.call import Call
 from tpkernels.local.product import Weight
-from tpkernels.ops._together import FLOAT64, exchanged, may_split, other_extent
+from tpkernels.ops._together import FLOAT64, exchanged, other_extent
+from tpkernels.planning.choose import is_worth_trying
 from tpkernels.planning.contest import Sample
 from tpkernels.planning.trials import ELIGIBLE, Trial, is_eligible
 
@@ -36,6 +37,8 @@ def tried(call: Call, plan: Callable[[str], Call]) -> Call:
     key, calls = problem.tuning_key, {}
     assert key is not None  # it is eligible
     for name in ELIGIBLE:
+        if name != call.plan.algorithm and not is_worth_trying(problem, name):
+            continue
         try:
             calls[name] = plan(name)
         except NotImplementedError:
@@ -67,10 +70,10 @@ class Tried:
         end = time.perf_counter()
         trial.samples.append(Sample(begin, end, other_extent(x, w)))
         if trial.stage_over:
-            self._end_stage(call, x, w if isinstance(w, list) else [w])
+            self._end_stage(call)
         return result
 
-    def _end_stage(self, call: Call, x: torch.Tensor, weights: list[Weight]) -> None:
+    def _end_stage(self, call: Call) -> None:
         trial, group, problem = self._trial, call.group, call.problem
         if trial.begun:
             samples = torch.tensor(trial.samples, **FLOAT64)
@@ -78,11 +81,7 @@ class Tried:
             times = exchanged(group, problem, what, samples)
             trial.advance([[Sample(*each) for each in rank] for rank in times.tolist()])
         else:
-            nbytes = call.workspace.usable_bytes
-            own = "pipelined" in self._calls and may_split(problem, nbytes, x, weights)
-            mine = torch.tensor([float(own)], **FLOAT64)
-            exact = exchanged(group, problem, "the exactness", mine)
-            trial.begin(may_split=bool(exact.all()))
+            trial.begin()
         if trial.over:
             known = group.tuned(problem.device)
             group.use_times(problem.device, known.extended(trial.measurements))

@@ -22,7 +22,7 @@ from tpkernels.planning.table import Config, Series, Table
 from tpkernels.planning.thresholds import (
     RING_MIN_BYTES,
     RING_MIN_ROWS,
-    ROWS_ALIKE,
+    TRIED_MIN_ROWS,
     pipeline_min_rows,
     splits_all_reduce,
 )
@@ -94,7 +94,7 @@ def choose(
     if ruled[0] in means.unsupported:
         ruled = "unfused", f"'{ruled[0]}' {means.unsupported[ruled[0]]}"
     if tuning_key is not None:
-        measured = tuned.choice(*tuning_key, _comparable(problem, means, tuned), unless=ruled[0])
+        measured = tuned.choice(*tuning_key, candidates(problem, means), unless=ruled[0])
         if measured is not None:
             return _cut(_plan(problem, *measured), tuned, tuning_key)
     return _plan(problem, *ruled)
@@ -142,14 +142,12 @@ def candidates(problem: Problem, means: Means) -> list[str]:
     ]
 
 
-def _comparable(problem: Problem, means: Means, tuned: Table) -> list[str]:
-    """The `candidates` among which measured times may choose. Whether a split of few rows changes
-    the bits is known only where it was measured, not from other extents."""
-    names, key = candidates(problem, means), problem.tuning_key
-    rows = _rows_per_part(problem)
-    if problem.device != "cpu" or rows >= ROWS_ALIKE or (key is not None and tuned.at(*key)):
-        return names
-    return [name for name in names if not ALGORITHMS[name].splits_matmul]
+def is_worth_trying(problem: Problem, name: str) -> bool:
+    """Whether an algorithm that can run may be faster than others on CPU tensors. A scaled product
+    is not split: each part would convert the weight again."""
+    if not (ALGORITHMS[name].splits_matmul and problem.spec.has_matmul):
+        return True
+    return not problem.spec.scaled and _rows_per_part(problem) >= TRIED_MIN_ROWS
 
 
 def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:

@@ -7,7 +7,6 @@ from math import prod
 
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.problem import Problem
-from tpkernels.shards import shard_sizes
 
 LINE_BYTES = 64  # parts of a step are aligned to cache lines
 # Bytes per rank of the chunks in which `direct` moves large tensors: `kLimits` in
@@ -39,17 +38,6 @@ def pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
     rows = ceil_div(problem.rows, problem.world) if problem.dim is None else _most_rows(problem)
     steps = max(1, min(rows, step_rows(problem, workspace_bytes)))
     return steps * step_bytes(problem) + 2 * problem.world * LINE_BYTES
-
-
-def part_rows(problem: Problem, workspace_bytes: int) -> frozenset[int]:
-    """Numbers of rows of the matmuls that `pipelined` makes, of a problem split along its rows."""
-    step = max(1, step_rows(problem, workspace_bytes))
-    if problem.dim is None:
-        sizes = shard_sizes(problem.rows, problem.world)
-    else:
-        sizes = [size * problem.rows // problem.shape[problem.dim] for size in problem.sizes]
-    parts = {min(step, size) for size in sizes} | {size % step for size in sizes}
-    return frozenset(parts - {0})
 
 
 def chunk_bytes(problem: Problem, workspace_bytes: int) -> int:

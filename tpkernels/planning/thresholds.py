@@ -18,9 +18,9 @@ import torch
 RING_MIN_BYTES = 8 << 20
 RING_MIN_ROWS = 256
 
-# Rows from which a product of some rows has the bits that they have in the product of all rows, on
-# every CPU seen (local/exactness.py); AMD EPYC Zen 4 needs 8 for fp32.
-ROWS_ALIKE = 256
+# Fewest rows of a rank with which a split is tried. With fewer, the time is that of streaming the
+# weight, once for each part.
+TRIED_MIN_ROWS = 16
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 Pure.
 
 Problem: thresholds measured on one processor are wrong on another. The algorithms give the same
-bits, so ``auto`` can try them in the calls that are to be made anyway. What splits the matmul is
-tried only where a product of some rows has the bits that they have in the product of all rows.
+bits, so ``auto`` can try them in the calls that are to be made anyway.
 
 Algorithm: the first calls run what the thresholds give, because many problems are met only a few
 times. Then the candidates run in the rounds of a `Contest`. After a stage of rounds the ranks
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.contest import Contest, Sample
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement, Series, Table
@@ -47,7 +45,7 @@ class Trial:
         self, series: Series, extent: int, candidates: Sequence[str], thresholds_give: str
     ) -> None:
         self._series, self._extent = series, extent
-        self._contest, self._thresholds_give = Contest(candidates), thresholds_give
+        self._contest = Contest(candidates)
         self._order = [thresholds_give] * UNTRIED_CALLS
         self._uncounted = 0  # calls of the stage, from its beginning
         self._stage, self._last = 0, False
@@ -70,17 +68,10 @@ class Trial:
         """Whether the first calls are over, of which nothing is measured."""
         return self._stage > 0
 
-    def begin(self, *, may_split: bool) -> None:
-        """Begins to try the candidates; ``may_split``: those that split the matmul, too."""
-        names = self._contest.remaining
-        if not may_split and ALGORITHMS[self._thresholds_give].splits_matmul:
-            names = [self._thresholds_give]
-        elif not may_split:
-            names = [name for name in names if not ALGORITHMS[name].splits_matmul]
-        self._contest = Contest(names)
+    def begin(self) -> None:
+        """Begins to try the candidates."""
         self._start_stage(_ROUNDS)
-        self._uncounted = len(names)
-        self.over = len(names) < 2
+        self._uncounted = len(self._contest.remaining)
 
     def _start_stage(self, rounds: int) -> None:
         self._order = self._contest.rounds(rounds, self._stage)

@@ -37,14 +37,18 @@ from tpkernels.algorithms.shards import (
     edges_of,
     multiply_shard,
     partial_of_shard,
+    parts_of,
     shard_counts,
     shard_shape,
+    split_gather,
+    split_partial,
 )
 from tpkernels.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.product import Weight
+from tpkernels.planning.problem import Problem
 from tpkernels.planning.steps import chunk_bytes, step_rows
 
 Levels: TypeAlias = Shared | Batches
@@ -96,7 +100,9 @@ def all_gather_matmul(
 ) -> None:
     problem, levels = call.problem, _levels(call)
     width, counts = problem.shape[-1], shard_counts(problem)
-    memory = None
+    rows = max(1, step_rows(problem, levels.node.usable_bytes))
+    factors = split_gather(problem, x, weights, biases, outs, gathered, rows)
+    gathered, memory = factors.gathered, None
     if gathered is not None and problem.outer == 1:  # shards are contiguous in it
         memory = gathered.view(-1).split(counts)
     received = {
@@ -104,16 +110,15 @@ def all_gather_matmul(
         for rank in levels.received
     }
     shards = received | {call.group.rank: x.contiguous().view(-1)}
-    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
     whole = None if gathered is None else as_rows(gathered)
 
     def multiply(owner: int, begin: int, part: torch.Tensor) -> None:
         to = None if memory is not None and owner in received else whole
-        multiply_shard(problem, owner, begin // width, part.view(-1, width), factors, to)
+        multiply_shard(problem, owner, begin // width, part.view(-1, width), factors.parts, to)
 
-    step = max(1, step_rows(problem, levels.node.usable_bytes)) * width
-    levels.gather(shards, counts, step, multiply)
+    levels.gather(shards, counts, rows * width, multiply)
     levels.end()
+    factors.finish()
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -136,6 +141,8 @@ def matmul_reduce_scatter(
         rows, columns = [problem.rows for _ in ranks], list(problem.sizes)
     else:
         rows, columns = list(problem.shard_rows), [columns_of(w) for _ in ranks]
+    step = max(1, min(max(rows), step_rows(problem, levels.node.usable_bytes)))
+    flat, w = split_partial(problem, flat, w, _products_of(problem, step, columns_of(w)))
 
     def fill(owner: int, begin: int, to: torch.Tensor) -> None:
         if to.numel():
@@ -143,7 +150,6 @@ def matmul_reduce_scatter(
             partial_of_shard(problem, owner, begin // columns[owner], flat, w, to)
 
     out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
-    step = min(max(rows), step_rows(problem, levels.node.usable_bytes))
     parts = Parts(
         counts=[n * width for n, width in zip(rows, columns, strict=True)],
         steps=[max(1, step * width) for width in columns],
@@ -168,13 +174,14 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     problem, rows, world = call.problem, as_rows(x), call.group.world
     columns, edges = columns_of(w), edges_of(problem.rows, world)
     out, levels = empty(problem.shape, reduction.out_dtype, x.device), _levels(call)
+    step = max(1, min(edges[1], step_rows(problem, levels.node.usable_bytes)))
+    rows, w = split_partial(problem, rows, w, _products_of(problem, step, columns))
 
     def fill(owner: int, begin: int, to: torch.Tensor) -> None:
         first, count = edges[owner] + begin // columns, to.numel() // columns
         part = rows[first : first + count]
         local_matmul(part, w, to.view(count, columns), whole_rows=problem.rows)
 
-    step = min(edges[1], step_rows(problem, levels.node.usable_bytes))
     parts = Parts(
         counts=[(b - a) * columns for a, b in itertools.pairwise(edges)],
         steps=[max(1, step * columns)] * world,
@@ -196,6 +203,11 @@ def _all_reduce(
     sums = [out[begin:end] for begin, end in itertools.pairwise(edges)]
     levels.reduce(parts, sums[rank], reduction, edges[rank])
     _gather_flat(levels, sums)
+
+
+def _products_of(problem: Problem, step: int, columns: int) -> frozenset[tuple[int, int]]:
+    """Those of a reduction: partials that travel are multiplied at once."""
+    return parts_of(problem, step, columns) | parts_of(problem, problem.rows, columns)
 
 
 def _parts_of(partials: list[torch.Tensor], levels: Levels) -> Parts:

@@ -14,6 +14,8 @@ without rows. A step takes as many rows as the workspace holds (planning/steps.p
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -26,7 +28,10 @@ from tpkernels.algorithms.shards import (
     edges_of,
     multiply_shard,
     partial_of_shard,
+    parts_of,
     shard_shape,
+    split_gather,
+    split_partial,
 )
 from tpkernels.call import Call
 from tpkernels.integers import round_up
@@ -46,6 +51,14 @@ def _steps(call: Call, rows: int, per_rank: int = 1) -> tuple[int, Iterator[int]
     return step, iter(range(0, max(rows, 1), step))
 
 
+@functools.lru_cache(maxsize=1024)
+def _parts_of_sum(rows: int, step: int, world: int, columns: int) -> frozenset[tuple[int, int]]:
+    """`parts_of` an all-reduce, of which each step is split by rank."""
+    edges = [edges_of(count, world) for count in {min(rows, step), rows % step}]
+    sizes = {b - a for each in edges for a, b in itertools.pairwise(each)} - {0}
+    return frozenset((size, columns) for size in sizes)
+
+
 def all_gather_matmul(
     call: Call,
     x: torch.Tensor,
@@ -60,13 +73,13 @@ def all_gather_matmul(
     flat, width = as_rows(x), x.shape[-1]
     row_bytes = width * x.element_size()
     rows = list(problem.shard_rows)
-    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
-    whole = None if gathered is None else as_rows(gathered)
+    step, begins = _steps(call, max(rows))
+    factors = split_gather(problem, x, weights, biases, outs, gathered, step)
+    whole = None if factors.gathered is None else as_rows(factors.gathered)
 
     def multiply(shard: torch.Tensor, owner: int, begin: int) -> None:
-        multiply_shard(problem, owner, begin, shard, factors, whole)
+        multiply_shard(problem, owner, begin, shard, factors.parts, whole)
 
-    step, begins = _steps(call, max(rows))
     channel = workspace.channel
     for begin in begins:
         mine = flat[begin : begin + step]
@@ -90,6 +103,7 @@ def all_gather_matmul(
         if segment:  # when we return, the user may overwrite the memory
             for peer in call.peers_in_ring_order:
                 channel.wait(peer, Phase.READ, rank)
+    factors.finish()
 
 
 def matmul_reduce_scatter(
@@ -107,6 +121,7 @@ def matmul_reduce_scatter(
     out = empty(shard_shape(problem, rank), reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, max(rows))
+    flat, w = split_partial(problem, flat, w, parts_of(problem, step, columns_of(w)))
     slot = round_up(step * max(columns) * wire.itemsize, LINE_BYTES)
     channel = workspace.channel
     for begin in begins:
@@ -131,6 +146,8 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
     out = empty(problem.shape, reduction.out_dtype, x.device)
     result = as_rows(out)
     step, begins = _steps(call, problem.rows, per_rank=problem.world)
+    parts = _parts_of_sum(problem.rows, step, problem.world, columns)
+    flat, w = split_partial(problem, flat, w, parts)
     results_at = round_up(step * columns * wire.itemsize, LINE_BYTES)
     channel = workspace.channel
     for begin in begins:
