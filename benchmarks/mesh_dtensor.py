@@ -111,12 +111,12 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--mkn", nargs="+", default=["512,1024,4096"])
     parser.add_argument("--repeat", type=int, default=30)
-    given = parser.parse_args()
-    for shape in given.mkn:
+    args = parser.parse_args()
+    for shape in args.mkn:
         m, k, n = map(int, shape.split(","))
         for layer, rows in itertools.product(LAYERS, (True, False)):
-            with Ranks(given.nproc) as ranks:
-                results = ranks.run(job, layer, m, k, n, rows, given.repeat, timeout=600)
+            with Ranks(args.nproc) as ranks:
+                results = ranks.run(job, layer, m, k, n, rows, args.repeat, timeout=600)
             times = {name: summary([one[name] for one in results]) for name in results[0]}
             for name in ("forward", "forward and backward"):
                 own, fused = times[name], times[f"{name}, fused"]
