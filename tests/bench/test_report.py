@@ -109,7 +109,7 @@ def test_pictures_are_not_blank(folder: Path, name: str) -> None:
 
 
 def test_the_page_asks_for_nothing(folder: Path) -> None:
-    """Only its own anchors and data. The namespaces of an SVG are not loaded."""
+    """Only its own data."""
     page = (folder / "report.html").read_text()
     assert not re.search(r"<(script|link|iframe|object)\b", page)
     assert "@import" not in page and "url(" not in page

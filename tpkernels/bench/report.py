@@ -36,12 +36,11 @@ Panels = dict[str, list[Result]]
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture in both formats."""
+    """A picture, as PNG."""
 
     name: str
     title: str
     png: bytes
-    svg: bytes
 
 
 def unsupported() -> str | None:
@@ -108,13 +107,9 @@ def _figure(
         axes.set_axis_off()
     if not shown:
         return None
-    return Figure(name, title, _save(canvas, "png"), _save(canvas, "svg"))
-
-
-def _save(canvas: Any, kind: str) -> bytes:
     file = io.BytesIO()
-    canvas.savefig(file, format=kind, dpi=_DPI)
-    return file.getvalue()
+    canvas.savefig(file, format="png", dpi=_DPI)
+    return Figure(name, title, file.getvalue())
 
 
 def _intervals(
@@ -300,8 +295,8 @@ def notes(report: Report) -> list[str]:
 def _cells(result: Result, name: str) -> list[str]:
     size = f"{size_of(result)} {result['dtype']} x{result['tp']}"
     lines = [
-        result["op"],
-        f"[dim]{size}[/]",
+        escape(result["op"]),
+        f"[dim]{escape(size)}[/]",
         *(f"[dim]{escape(label)}[/]" for label in result["labels"]),
     ]
     algorithm, times = result["algorithms"][name], result["times"]
@@ -398,16 +393,13 @@ def as_html(report: Report, pictures: Sequence[Figure]) -> str:
         facts.add_row(f"run {escape(run['date'])}", escape(f"{run['command']}, load {run['load']}"))
     screen.print(facts)
     images = [
-        f'<h2>{figure.title}</h2><img id="{figure.name}" alt="{figure.title}" src="{_svg(figure)}">'
+        f'<h2>{figure.title}</h2><img id="{figure.name}" alt="{figure.title}" '
+        f'src="data:image/png;base64,{base64.b64encode(figure.png).decode()}">'
         for figure in pictures
     ]
     page = screen.export_html(inline_styles=True, code_format=_PAGE)
     nothing = "<p>No plots: matplotlib is missing, or there is nothing to draw.</p>"
     return page.replace("<!-- pictures -->", "".join(images) or nothing)
-
-
-def _svg(figure: Figure) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(figure.svg).decode()}"
 
 
 def _lines(result: Result) -> list[dict[str, Any]]:

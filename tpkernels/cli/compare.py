@@ -70,7 +70,7 @@ def _table(compared: list[Change], threshold: float) -> Table:
         ]
         grid.add_row(
             escape(change.case),
-            change.algorithm,
+            escape(change.algorithm),
             *medians,
             _ratio_text(change),
             _verdict(change, threshold),
