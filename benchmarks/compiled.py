@@ -134,13 +134,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2816)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeat", type=int, default=10)
-    given = parser.parse_args()
-    dtype = getattr(torch, given.dtype)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
     print("| tokens | variant | median ms | / ops, eager | min ms | / ops, eager |")
     print("|---|---|---|---|---|---|", flush=True)
-    with Ranks(given.nproc) as ranks:
-        for tokens in map(int, given.tokens.split(",")):
-            job = (run, tokens, given.width, given.hidden, dtype, given.repeat)
+    with Ranks(args.nproc) as ranks:
+        for tokens in map(int, args.tokens.split(",")):
+            job = (run, tokens, args.width, args.hidden, dtype, args.repeat)
             samples = ranks.run(*job, timeout=1200)
             times = {name: summary([rank[name] for rank in samples]) for name in samples[0]}
             base = times["ops, eager"]

@@ -68,8 +68,8 @@ def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
     return variants
 
 
-def _matmul_all_reduce(given: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    return tpkernels.matmul_all_reduce(*given, group)
+def _matmul_all_reduce(operands: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    return tpkernels.matmul_all_reduce(*operands, group)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
@@ -168,12 +168,12 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=60)
     parser.add_argument("--vllm", default="", help="the library of vLLM's CPU wheel")
     parser.add_argument("--product", action="store_true", help="time the product, too")
-    given = parser.parse_args()
-    what = "product and all-reduce" if given.product else "all-reduce"
-    for width in given.widths:
-        for batch in given.batches:
-            with Ranks(given.nproc) as ranks:
-                options = (given.repeat, given.vllm, given.product)
+    args = parser.parse_args()
+    what = "product and all-reduce" if args.product else "all-reduce"
+    for width in args.widths:
+        for batch in args.batches:
+            with Ranks(args.nproc) as ranks:
+                options = (args.repeat, args.vllm, args.product)
                 times = ranks.run(measure, width, batch, *options, timeout=600)[0]
             for name, pairs in times.items():
                 calls, steps = map(list, zip(*pairs, strict=True))

@@ -93,11 +93,11 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2, help="ranks on each host")
     parser.add_argument("--mib", type=int, default=8, help="size of the whole tensor")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # of a rank
-    given = parser.parse_args()
-    if given.out is not None:
-        _rank(given.mib, given.out)
+    args = parser.parse_args()
+    if args.out is not None:
+        _rank(args.mib, args.out)
         return
-    sent = run(given.hosts, given.nproc, given.mib)
+    sent = run(args.hosts, args.nproc, args.mib)
     print("| op | dtype |", " | ".join(WAYS), "|\n|---|---|" + "---|" * len(WAYS))
     for op in OPS:
         for dtype in DTYPES:

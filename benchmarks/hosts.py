@@ -120,12 +120,12 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=1, help="ranks on each host")
     parser.add_argument("--mbit", type=int, help="rate of each host's link; unlimited by default")
     parser.add_argument("command", nargs="+", help="a command of tpkernels, with its options")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the hosts in this case too
-    with Hosts(given.hosts, given.mbit) as hosts:
+    with Hosts(args.hosts, args.mbit) as hosts:
         started = [
-            hosts.torchrun(host, given.nproc, "tpkernels", *given.command)
-            for host in range(given.hosts)
+            hosts.torchrun(host, args.nproc, "tpkernels", *args.command)
+            for host in range(args.hosts)
         ]
         outputs = [process.communicate(timeout=_RUN_S) for process in started]
     failed = [i for i, process in enumerate(started) if process.returncode]

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import tpkernels
-from tpkernels.bench.machine import measure_machine, profile_of, rates_text
+from tpkernels.bench.tune import measure_machine, profile_of, rates_text
 from tpkernels.launch import Ranks
 from tpkernels.mesh.cost import ranked
 from tpkernels.mesh.layout import local_shape, text_of
@@ -32,34 +32,23 @@ from tpkernels.mesh.planner import MatmulProblem
 from tpkernels.planning.machines import Profile
 from tpkernels.timing import Samples, Variant, measure, summary
 
-R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+R = Replicate()
+NAMES: dict[str, Placement] = {"R": R, "S0": Shard(0), "S1": Shard(1), "P": Partial()}
 SHAPES = [(1024, 1024, 1024), (256, 2048, 2048), (2048, 512, 1024), (64, 2048, 1024)]
-PLACEMENTS: list[tuple[Placement, Placement, Placement]] = [
-    (S0, S1, S0),
-    (S0, S1, S1),
-    (S0, S0, S0),
-    (S0, R, R),
-    (S1, S0, R),
-    (S1, S0, S0),
-    (S1, S1, S1),
-    (S1, R, S0),
-    (R, S1, R),
-    (R, S0, S1),
-    (R, R, S0),
-    (P, R, S0),
-    (S0, P, S0),
-    (S1, S1, R),
-    (R, S0, R),
-]
+PLACEMENTS = (  # of x, w and the result
+    "S0 S1 S0, S0 S1 S1, S0 S0 S0, S0 R R, S1 S0 R, S1 S0 S0, S1 S1 S1, S1 R S0, R S1 R, R S0 S1, "
+    "R R S0, P R S0, S0 P S0, S1 S1 R, R S0 R"
+)
 WITHIN = 1.10
 
 
 def cases(world: int) -> list[MatmulProblem]:
     """List the cases, on 1 x world and on world x 1 alternately, which are the same to the ops."""
     problems = []
-    for i, ((m, k, n), of) in enumerate(itertools.product(SHAPES, PLACEMENTS)):
+    for i, ((m, k, n), of) in enumerate(itertools.product(SHAPES, PLACEMENTS.split(", "))):
         mesh = (1, world) if i % 2 else (world, 1)
-        x, w, out = ((R, one) if i % 2 else (one, R) for one in of)
+        placements = (NAMES[name] for name in of.split())
+        x, w, out = ((R, placement) if i % 2 else (placement, R) for placement in placements)
         problems.append(
             MatmulProblem(m=m, k=k, n=n, mesh_shape=mesh, x=x, w=w, out=out, itemsize=4)
         )
@@ -109,8 +98,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--plans", type=int, default=6, help="the most that are timed of a case")
     parser.add_argument("--cases", type=int, default=60, help="the first so many")
-    given = parser.parse_args()
-    with Ranks(given.nproc) as ranks:
+    args = parser.parse_args()
+    with Ranks(args.nproc) as ranks:
         profile = profile_of(ranks.run(measure_machine, "cpu", timeout=300), "this run")
         print(f"{profile.title}: {rates_text(profile)}\n")
         print(
@@ -121,9 +110,9 @@ def main() -> None:
         predictions: list[float] = []
         medians: list[float] = []
         fastest_calls: list[float] = []
-        for problem in cases(given.nproc)[: given.cases]:
-            predicted = plans_of(problem, profile, given.plans)
-            samples = ranks.run(times, problem, list(predicted), given.repeat, timeout=300)
+        for problem in cases(args.nproc)[: args.cases]:
+            predicted = plans_of(problem, profile, args.plans)
+            samples = ranks.run(times, problem, list(predicted), args.repeat, timeout=300)
             found = {name: summary([rank[name] for rank in samples]) for name in predicted}
             chosen = next(iter(predicted))
             fastest = min(found, key=lambda name: found[name].median)

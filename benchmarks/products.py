@@ -75,13 +75,13 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--repeat", type=int, default=40)
     parser.add_argument("--hot", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     print("| dtype | K x N | rows |", *(f"{way} |" for way in WAYS))
     print("|---|---|---|" + "---|" * len(WAYS))
-    for dtype, weight, rows in itertools.product(given.dtypes, given.weights, given.rows):
+    for dtype, weight, rows in itertools.product(args.dtypes, args.weights, args.rows):
         k, n = map(int, weight.split("x"))
-        times = medians(k, n, rows, getattr(torch, dtype), given.repeat, given.hot)
+        times = medians(k, n, rows, getattr(torch, dtype), args.repeat, args.hot)
         shown = (f"{times[way]:.0f} |" if way in times else "- |" for way in WAYS)
         print(f"| {dtype} | {weight} | {rows} |", *shown, flush=True)
 

@@ -93,7 +93,6 @@ class Clients:
         self.alone: dict[str, tuple[str, int]] = {}
         self.counts: Counter[str] = Counter()
         self.tokens = 0
-        self.differing: dict[str, set[str]] = {}
 
     async def ask(self, prompt: str, stream: bool, most: int | None = None) -> tuple[str, int]:
         """The answer and its tokens; with ``most``, hangs up after so many pieces of text."""
@@ -139,10 +138,7 @@ class Clients:
                 self.counts[f"error: {type(error).__name__}"] += 1
                 continue
             self.tokens += answer[1]
-            same = answer == self.alone[prompt]
-            self.counts["as alone" if same else "not as alone"] += 1
-            if not same:
-                self.differing.setdefault(prompt, set()).add(answer[0])
+            self.counts["as alone" if answer == self.alone[prompt] else "not as alone"] += 1
 
 
 async def load(clients: Clients, args: argparse.Namespace, driver: int) -> None:
@@ -166,16 +162,6 @@ async def load(clients: Clients, args: argparse.Namespace, driver: int) -> None:
     print(f"{args.clients} clients for {took:.1f} s: {clients.tokens / took:.1f} tokens/s")
     for what, count in sorted(clients.counts.items()):
         print(f"{what}: {count}")
-    for prompt, texts in clients.differing.items():
-        alone = clients.alone[prompt][0]
-        same = max(shared(alone, text) for text in texts)
-        print(f"  {prompt[:40]!r}: {len(texts)} other answers, the same for {same} characters")
-
-
-def shared(a: str, b: str) -> int:
-    """Number of characters with which both begin."""
-    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))
 
 
 def main() -> int:

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from tests.support.cases import RanksFixture
-from tpkernels.bench.baselines import baselines
 from tpkernels.bench.cases import random_case, run_torch, run_tpkernels
-from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec, square_of
 from tpkernels.bench.sweep import Settings, plan_sweep
 from tpkernels.bench.verification import verify
@@ -57,10 +55,9 @@ def test_a_square_of_elements(elements: int) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_case_can_be_tuned(op: str, world: int) -> None:
+def test_every_case_can_be_tuned(op: str) -> None:
     spec = Spec(op, (33, 48, 96) if "matmul" in op else (4096,), BF16)
-    assert spec.problem(world).tuning_key is not None
+    assert spec.problem(3).tuning_key is not None
 
 
 @pytest.mark.parametrize("op", SCALED)
@@ -110,16 +107,3 @@ def scales_job(op: str) -> dict[str, bool]:
 def test_scales_are_verified(ranks: RanksFixture, op: str) -> None:
     for right in ranks(2).run(scales_job, op):
         assert right == {"right": True, "x": False, "w": False}
-
-
-def slow_job() -> dict[str, str]:
-    case = random_case(Spec("scaled_matmul_all_reduce", (4, 32, 64), BF16))
-    inputs = Inputs(case, cold=False)
-    with baselines(case, inputs, torch_matmul_seconds=9, most=1, wanted=True) as (_, left_out):
-        return left_out
-
-
-def test_a_product_that_would_take_too_long_is_left_out(ranks: RanksFixture) -> None:
-    (left_out, _) = ranks(2).run(slow_job)
-    assert set(left_out) == {"torch", "matmul"}
-    assert left_out["torch"].startswith("torch.matmul would take about 9 s a call")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tpkernels.bench.roofline import Rates
 from tpkernels.bench.specs import Spec
-from tpkernels.bench.statistics import FEWEST, difference, independent, overlap, paired, ratio
+from tpkernels.bench.statistics import FEWEST, independent, overlap, paired, ratio
 
 
 def noisy(center: float, count: int, seed: int, spread: float = 0.02) -> list[float]:
@@ -59,9 +60,7 @@ def test_few_repetitions_have_no_interval() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 20])
-@pytest.mark.parametrize(
-    ("op", "share"), [(10.0, 1.0), (12.5, 0.5), (15.0, 0.0), (25.0, -2.0), (9.0, 1.2)]
-)
+@pytest.mark.parametrize(("op", "share"), [(10.0, 1.0), (12.5, 0.5), (25.0, -2.0)])
 def test_overlap_is_the_share_that_is_hidden(op: float, share: float, count: int) -> None:
     unfused, gemm = noisy(15.0, count, 1, 0.003), noisy(10.0, count, 2, 0.003)
     estimate = overlap(noisy(op, count, 3, 0.003), unfused, gemm)
@@ -76,15 +75,8 @@ def test_nothing_to_hide_gives_no_overlap(count: int) -> None:
     assert overlap(noisy(9.0, count, 3), list(reversed(gemm)), gemm) is None
 
 
-def test_the_same_samples_give_the_same_interval() -> None:
-    series = noisy(3.0, 20, 1), noisy(2.0, 20, 2)
-    assert paired(difference, *series) == paired(difference, *series)
-
-
 def test_cost_of_a_call() -> None:
     """Rank 0 of 4: flops, bytes received from peers, and bytes touched."""
-    import torch
-
     bf16 = torch.bfloat16
     gather = Spec("all_gather_matmul", (64, 32, 16), bf16).cost(4)
     assert gather.flops == 2 * 64 * 8 * 16

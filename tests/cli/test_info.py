@@ -97,7 +97,7 @@ def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich would interpret the extra of a `pip install` as markup."""
     remedy = "pip install 'tpkernels[cu13]' (or [cu12])"
     monkeypatch.setattr(cuda, "image_status", lambda: f"none: {remedy}")
-    for name in ("tpkernels.backends", "tpkernels.launch.session"):
+    for name in ("tpkernels.backends", "tpkernels.bench.specs"):
         module = importlib.import_module(name)
         monkeypatch.setattr(
             module, "unsupported", lambda way, *_: remedy if way == "fused" else None

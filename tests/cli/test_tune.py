@@ -168,23 +168,16 @@ def test_a_bad_cache_is_replaced(cache: Path) -> None:
     ("args", "message"),
     [
         ("tune --op gather", "unknown op 'gather'; choose from all_gather_matmul,"),
-        ("tune --shape 16,16", "shape '16,16' is not M,N,K"),
         ("tune --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
-        ("tune --op matmul_all_reduce --shape 8,16,33", "K of 8,16,33 is 33"),
-        ("tune --op all_reduce --bytes 3", "3 bytes are not a whole number of bfloat16"),
-        ("tune --repeat 0", "--repeat is 0; it must be at least 1"),
         ("tune --tp 1", "one rank has nothing to choose"),
         ("explain --op gather --bytes 4", "unknown op 'gather'; choose from"),
-        ("explain --op gather", "unknown op 'gather'; choose from"),
         ("explain --op all_reduce --m 4", "all_reduce takes --bytes, not --m"),
-        ("explain --op all_reduce", "all_reduce takes --bytes, not --m"),
         ("explain --op matmul_all_reduce --m 4", "takes --m, --n and --k, not --bytes"),
         ("explain --op matmul_all_reduce --m 4 --n 4 --k 5", "K of 4,4,5 is 5"),
         ("explain --op all_reduce --bytes 4K,1M", "--bytes 4K,1M gives 2 sizes; give one"),
         ("explain --op all_reduce --bytes 4 --device tpu", "unknown device 'tpu'"),
         ("explain --op all_reduce --bytes 4 --device cuda --gpu zen4-core", "which is no GPU"),
         ("explain --op all_reduce --bytes 4 --device cuda --gpu h9", "unknown machine 'h9'"),
-        ("explain --op all_reduce --bytes 4 --tp 0", "--tp is 0; it must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line_before_any_rank_starts(

@@ -36,7 +36,8 @@ Runs = dict[str, Callable[[], object]]
 def baselines(
     case: Case, inputs: Inputs, *, torch_matmul_seconds: float, most: float, wanted: bool
 ) -> Iterator[tuple[Runs, dict[str, str]]]:
-    """The baselines of a case except `unfused`, and why others are left out. Collective.
+    """Prepare the baselines of a case except `unfused`, and say why others are left out.
+    Collective.
 
     Args:
         torch_matmul_seconds: expected time of one local torch.matmul.
@@ -77,7 +78,7 @@ def baselines(
 
 
 def torch_multiplies(case: Case) -> bool:
-    """Whether torch has the product of a case. On CPUs it has all that are in cases."""
+    """Return whether torch has the product of a case. On CPUs it has all that are in cases."""
     if not (case.scales and case.x.is_cuda):
         return True
     (x, scale_x), (w, scale_w) = case.operands
@@ -87,7 +88,7 @@ def torch_multiplies(case: Case) -> bool:
 def _prepared_on_all(
     prepare: Callable[[], Callable[[Case], object]],
 ) -> tuple[Callable[[Case], object] | None, str]:
-    """The result of ``prepare`` if it succeeds on every rank; otherwise None and the first
+    """Return the result of ``prepare`` if it succeeds on every rank; otherwise None and the first
     reason."""
     run, reason = None, ""
     try:
@@ -99,7 +100,7 @@ def _prepared_on_all(
 
 
 def _nccl(case: Case, inputs: Inputs, stack: contextlib.ExitStack) -> Callable[[Case], object]:
-    """The op's collective by NCCL, and torch.matmul. Runs it once."""
+    """Prepare the op's collective by NCCL and torch.matmul; run it once."""
     if case.scales or case.op == "all_to_all":
         raise NotImplementedError(f"no {case.op} is made of tpkernels.nccl here")
     if min(case.sizes) != max(case.sizes):
@@ -107,16 +108,16 @@ def _nccl(case: Case, inputs: Inputs, stack: contextlib.ExitStack) -> Callable[[
     assert dist.group.WORLD is not None
     comm = stack.enter_context(nccl.Communicator(dist.group.WORLD))
 
-    def run(given: Case) -> object:
-        if given.op == "all_gather_matmul":
-            whole = comm.all_gather(given.x)
-            return [torch.matmul(whole, w) for w in given.weights]
-        y = torch.matmul(given.x, given.weights[0]) if given.weights else given.x
-        if given.op == "all_gather":
+    def run(copy: Case) -> object:
+        if copy.op == "all_gather_matmul":
+            whole = comm.all_gather(copy.x)
+            return [torch.matmul(whole, w) for w in copy.weights]
+        y = torch.matmul(copy.x, copy.weights[0]) if copy.weights else copy.x
+        if copy.op == "all_gather":
             return comm.all_gather(y)
-        if "scatter" in given.op:
+        if "scatter" in copy.op:
             return comm.reduce_scatter(y)
-        return with_norm(given, comm.all_reduce(y))
+        return with_norm(copy, comm.all_reduce(y))
 
     run(inputs.sharded())
     comm.wait()
@@ -124,7 +125,7 @@ def _nccl(case: Case, inputs: Inputs, stack: contextlib.ExitStack) -> Callable[[
 
 
 def _symm_mem(case: Case) -> Callable[[Case], object]:
-    """torch's own fused op. Runs it once."""
+    """Prepare torch's own fused op; run it once."""
     if case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
         raise NotImplementedError(f"torch.ops.symm_mem has no fused {case.op}")
     if min(case.sizes) != max(case.sizes):
@@ -135,10 +136,10 @@ def _symm_mem(case: Case) -> Callable[[Case], object]:
     name, ops = dist.group.WORLD.group_name, torch.ops.symm_mem
     symmetric.enable_symm_mem_for_group(name)
 
-    def run(given: Case) -> object:
-        if given.op == "all_gather_matmul":
-            return ops.fused_all_gather_matmul(given.x, list(given.weights), 0, name)
-        return ops.fused_matmul_reduce_scatter(given.x, given.weights[0], "sum", 0, name)
+    def run(copy: Case) -> object:
+        if copy.op == "all_gather_matmul":
+            return ops.fused_all_gather_matmul(copy.x, list(copy.weights), 0, name)
+        return ops.fused_matmul_reduce_scatter(copy.x, copy.weights[0], "sum", 0, name)
 
     run(case)
     torch.cuda.synchronize()

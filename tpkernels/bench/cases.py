@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +19,9 @@ from torch.nn.functional import rms_norm
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.bench import scaled_cases
-from tpkernels.bench.specs import NORM_EPS, Spec, matrix_of, square_of
+from tpkernels.bench.specs import NORM_EPS, OPERANDS, Spec, matrix_of, square_of
 from tpkernels.local.matmul import local_matmul
+from tpkernels.local.scaled import scaled_matmul
 from tpkernels.op_spec import OPS
 from tpkernels.ops._trial import Tried
 from tpkernels.planning.choose import Plan
@@ -29,6 +30,7 @@ from tpkernels.shards import shard_sizes
 from tpkernels.timing import slowest
 
 Outputs = list[torch.Tensor]
+Scaled = tuple[torch.Tensor, torch.Tensor]  # an operand's elements and its scales
 
 # Renamed in torch 2.13; the old names warn.
 _gather_shards = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,27 +57,27 @@ class Case:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of the results, and of partials on the wire."""
+        """Return that of the results, and of partials on the wire."""
         return self.dtype or self.x.dtype
 
     @property
     def gathers(self) -> bool:
-        """Whether the op gathers what it multiplies, or returns."""
+        """Return whether the op gathers what it multiplies, or returns."""
         return OPS[self.op].gathers
 
     @property
-    def operands(self) -> tuple[scaled_cases.Scaled, scaled_cases.Scaled]:
-        """x and the weight with their scales."""
+    def operands(self) -> tuple[Scaled, Scaled]:
+        """Return x and the weight with their scales."""
         (w,), (scale_x, scale_w) = self.weights, self.scales
         return (self.x, scale_x), (w, scale_w)
 
     def copy(self) -> Case:
-        """The case with its own copy of ``x``: all_reduce works in place."""
+        """Return the case with a copy of ``x``: all_reduce works in place."""
         return replace(self, x=self.x.clone())
 
 
 def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
-    """Random inputs of this rank, the same on every device. Weights have the layout of
+    """Draw inputs of this rank, the same on every device. Weights have the layout of
     ``linear.weight.t()``."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1000 + rank)
@@ -99,7 +101,7 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
     m, n, k = spec.shape
     if spec.scaled:
         rows, n, k = (sizes[rank], n // world, k) if spec.gathers else (m, n, k // world)
-        (x, scale_x), (w, scale_w) = scaled_cases.random_operands(spec, rows, k, n, normal)
+        (x, scale_x), (w, scale_w) = _scaled_operands(spec, rows, k, n, normal)
         return Case(spec.op, x, sizes, (w,), scales=(scale_x, scale_w), dtype=spec.dtype)
     scale = 1 / math.sqrt(k)
     if spec.op == "all_gather_matmul":
@@ -111,18 +113,47 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
     return Case(spec.op, x, sizes, (w,), norm_weight=norm_weight)
 
 
+def _scaled_operands(
+    spec: Spec, rows: int, k: int, n: int, normal: Callable[..., torch.Tensor]
+) -> tuple[Scaled, Scaled]:
+    """Draw x [rows, k] and w [k, n] of this rank, in the layout of ``linear.weight.t()``. Scales
+    vary by row and by rank; products have the order of 1."""
+    (x, scale_x), (w, scale_w) = _quantised(normal(rows, k)), _quantised(normal(n, k))
+    return (x, scale_x), (w.t(), scale_w.t() / spec.shape[2] ** 0.5)
+
+
+def _quantised(x: torch.Tensor) -> Scaled:
+    """Quantise row by row: the largest number of a row becomes the largest that there is."""
+    x = x.float()
+    scale = x.abs().amax(1, keepdim=True).clamp(min=1e-9) / torch.finfo(OPERANDS).max
+    return (x / scale).to(OPERANDS), scale
+
+
+def worth(elements: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return what scaled elements stand for, exactly."""
+    return elements.double() * scale.double()
+
+
+def _run_scaled(case: Case, group: str, algorithm: str) -> torch.Tensor:
+    (x, scale_x), (w, scale_w) = case.operands
+    options = {} if "all_reduce" in case.op else {"shard_sizes": case.sizes}
+    y: torch.Tensor = getattr(tpkernels, case.op)(
+        x, w, scale_x, scale_w, group, out_dtype=case.out_dtype, algorithm=algorithm, **options
+    )
+    return y
+
+
 def _norm_weight(columns: int, like: torch.Tensor) -> torch.Tensor:
-    """The same on all ranks."""
+    """Return a weight that is the same on all ranks."""
     return torch.linspace(0.5, 1.5, columns).to(like)
 
 
 def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
-    """The op of this package; ``all_reduce`` works in place. Normalised rows come last."""
+    """Run the op of this package; ``all_reduce`` works in place. Normalised rows come last."""
     group = _world()
     x, sizes, residual = case.x, case.sizes, case.residual
     if case.scales:
-        dtype = case.out_dtype
-        return [scaled_cases.run(case.op, *case.operands, dtype, group, sizes, algorithm)]
+        return [_run_scaled(case, group, algorithm)]
     match case.op:
         case "all_gather_matmul":
             return tpkernels.all_gather_matmul(
@@ -163,7 +194,7 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
 
 
 def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
-    """Runs the op; returns its results and its plan."""
+    """Run the op; return its results and its plan."""
     group = groups.get(_world())
     group.forget_calls()
     outputs = run_tpkernels(case, algorithm)
@@ -173,7 +204,7 @@ def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
 
 
 def settle(case: Case, seconds: float) -> None:
-    """Runs ``auto`` until it has tried the algorithms and keeps one, unless that might take longer
+    """Run ``auto`` until it has tried the algorithms and keeps one, unless that might take longer
     than ``seconds``. Collective."""
     group = groups.get(_world())
     group.forget_calls()
@@ -187,7 +218,7 @@ def settle(case: Case, seconds: float) -> None:
 
 
 def run_torch(case: Case) -> Outputs:
-    """The same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place."""
+    """Run the same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place."""
     x, sizes = case.x, case.sizes
     match case.op:
         case "all_gather_matmul" | "all_gather_scaled_matmul":
@@ -210,29 +241,32 @@ def run_torch(case: Case) -> Outputs:
 
 
 def with_norm(case: Case, y: torch.Tensor) -> Outputs:
-    """The results of an op with sum ``y``."""
+    """Return the results of an op with sum ``y``."""
     if case.norm_weight is None:
         return [y]
     return [y, rms_norm(y, [y.shape[-1]], case.norm_weight, NORM_EPS)]
 
 
 def run_matmul(case: Case) -> Outputs:
-    """torch.matmul, or torch._scaled_mm, on local operands, see `gathered`."""
+    """Run torch.matmul, or torch._scaled_mm, on local operands, see `gathered`."""
     if case.scales:
-        return [scaled_cases.product(*case.operands, case.out_dtype)]
+        (x, scale_x), (w, scale_w) = case.operands
+        return [torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=case.out_dtype)]
     return [torch.matmul(case.x, w) for w in case.weights]
 
 
 def run_local_matmul(case: Case) -> Outputs:
-    """The local matmul of this package on local operands, see `gathered`."""
+    """Run the local matmul of this package on local operands, see `gathered`."""
     if case.scales:
-        return [scaled_cases.local_product(*case.operands, case.out_dtype)]
+        (x, scale_x), (w, scale_w) = case.operands
+        out = x.new_empty(x.shape[0], w.shape[1], dtype=case.out_dtype)
+        return [scaled_matmul(x, w, scale_x, scale_w, out)]
     rows = case.x.shape[0]
     return [local_matmul(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
 
 
 def gathered(case: Case) -> Case:
-    """The case with the operands of its local matmul: all rows of an all-gather."""
+    """Return the case with the operands of its local matmul: all rows of an all-gather."""
     if not case.gathers or not case.weights:
         return case
     x = _all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.sizes)
@@ -243,7 +277,7 @@ def gathered(case: Case) -> Case:
 
 
 def columns_of(case: Case) -> list[int]:
-    """The columns of each rank after an all-to-all."""
+    """Return the columns of each rank after an all-to-all."""
     return shard_sizes(case.x.shape[1], len(case.sizes))
 
 
@@ -254,7 +288,7 @@ def _world() -> str:
 
 
 def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """All shards, concatenated. The collective needs equal shards, so uneven ones are padded."""
+    """Gather all shards. The collective needs equal shards, so uneven ones are padded."""
     largest = max(sizes)
     even = min(sizes) == largest
     if not even:
@@ -270,7 +304,7 @@ def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 
 def _all_to_all(x: torch.Tensor, sizes: tuple[int, ...], columns: list[int]) -> torch.Tensor:
-    """The rows of all ranks, and this rank's columns."""
+    """Exchange: the rows of all ranks, and this rank's columns."""
     mine = columns[dist.get_rank()]
     sent = torch.cat([part.reshape(-1) for part in x.split(columns, 1)])
     whole = x.new_empty(sum(sizes), mine)

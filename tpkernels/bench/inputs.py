@@ -21,15 +21,15 @@ _MOST_COPIES = 1 << 14  # creating them takes 0.2 s; with 4 KiB inputs they exce
 
 
 def memory_budget(device: str) -> int:
-    """Bytes that each rank may use for copies: an equal part of half the memory available now. The
-    same on all ranks. Collective."""
+    """Return the bytes that each rank may use for copies: an equal part of half the memory
+    available now. The same on all ranks. Collective."""
     available = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     (most,) = slowest([-float(available)])  # no rank allocates before all have measured
     return int(-most) // (2 * dist.get_world_size())
 
 
 def copies(nbytes: int, *, footprint: int, cache: int, room: int) -> int:
-    """How many copies of the inputs make them cold (`COLD`), as far as memory allows.
+    """Return how many copies of the inputs make them cold (`COLD`), as far as memory allows.
 
     Args:
         nbytes: bytes of a copy that one call reads.
@@ -75,15 +75,15 @@ class Inputs:
         self._used: set[int] = set()
 
     def sharded(self) -> Case:
-        """The next copy, as an op takes it."""
+        """Return the next copy, as an op takes it."""
         return self._sharded[self._turn()]
 
     def whole(self) -> Case:
-        """The next copy, as the local matmul takes it: see `gathered`."""
+        """Return the next copy, as the local matmul takes it: see `gathered`."""
         return self._whole[self._turn()]
 
     def restore(self) -> None:
-        """Restores the copies that in-place calls have overwritten since the last time."""
+        """Restore the copies that in-place calls have overwritten since the last time."""
         for turn in self._used:
             self._sharded[turn].x.copy_(self._case.x)
         self._used.clear()
@@ -95,7 +95,7 @@ class Inputs:
 
 
 def warm_cases(over_cache: Mapping[str, float]) -> str:
-    """A sentence that lists the cases whose inputs are not cold; "" if all are.
+    """Return a sentence that lists the cases whose inputs are not cold; "" if all are.
 
     Args:
         over_cache: `Inputs.over_cache` by case.
@@ -110,5 +110,5 @@ def warm_cases(over_cache: Mapping[str, float]) -> str:
 
 
 def _clone(case: Case) -> Case:
-    """A copy; weights keep their layout."""
+    """Copy a case; weights keep their layout."""
     return replace(case, x=case.x.clone(), weights=tuple(w.clone() for w in case.weights))

@@ -51,7 +51,7 @@ class CaseReport:
 def run_case(
     spec: Spec, algorithms: Sequence[str], effort: Effort, rates: Rates, device: str
 ) -> CaseReport:
-    """Verifies a case, then times whatever is right, interleaved with the baselines. `unfused` is
+    """Verify a case, then times whatever is right, interleaved with the baselines. `unfused` is
     always included. Collective.
 
     Args:
@@ -89,12 +89,12 @@ def run_case(
 
 
 def run_next(inputs: Inputs, algorithm: str) -> object:
-    """The op on the next copy of a case's inputs."""
+    """Run the op on the next copy of a case's inputs."""
     return run_tpkernels(inputs.sharded(), algorithm)
 
 
 def _verified(case: Case, algorithms: list[str], *, with_torch: bool) -> dict[str, Choice]:
-    """Each algorithm's result compared with float64. Without torch's result the bound makes no
+    """Compare each algorithm's result with float64. Without torch's result the bound makes no
     allowance for the error of torch's result."""
     runs = {name: planned(case.copy(), name) for name in algorithms}
     outputs = {name: output for name, (output, _) in runs.items()}

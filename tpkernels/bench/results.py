@@ -1,24 +1,59 @@
-"""The results in a file, computed from the ranks' reports. schema.json describes them.
+"""Results of `tpkernels bench`: computed from the ranks' reports, kept as JSON, and read again.
 
-Times are milliseconds, each repetition counting with its slowest rank's time.
+Times are milliseconds, each repetition counting with its slowest rank's time. The file is replaced
+as a whole after every case: a run that dies loses at most the case it was measuring.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import platform
+import shlex
 import statistics as plain
-from collections.abc import Mapping, Sequence
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, TypedDict, cast
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import (
+    Any,
+    TypeAlias,
+    TypedDict,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
-from tpkernels import dtypes
+import torch
+
+from tpkernels import _C, dtypes
 from tpkernels.bench.baselines import LOCAL
 from tpkernels.bench.measuring import CaseReport, Choice
 from tpkernels.bench.roofline import Rates
 from tpkernels.bench.statistics import Estimate, difference, overlap, paired, ratio
-from tpkernels.bench.sweep import Item
+from tpkernels.bench.sweep import Item, Sweep
+from tpkernels.cache import locked, replace_file
+from tpkernels.launch.session import is_leader, under_torchrun
 from tpkernels.planning.cost import Cost
+from tpkernels.planning.machine import last_level_cache_bytes, processor
+from tpkernels.symm.limits import available_bytes
+from tpkernels.terminal import UsageError, make_output_folder, read_input, writable, writing
+from tpkernels.text import all_printable, printable, short, shown
 from tpkernels.timing import Samples, summary
+from tpkernels.version import VERSION
+
+FORMAT = "tpkernels-bench/3"
+_MOST_BYTES = 256 << 20  # a case takes about 10 KiB
+_MOST_NUMBER = 1e30  # larger numbers were not measured
+_MOST_MESSAGE = 300  # characters
+
+Fact: TypeAlias = str | int | float | bool | list[int] | list[str] | None
 
 
 class Interval(TypedDict):
@@ -115,29 +150,48 @@ class Roofline(TypedDict):
     copy_over_cache: float
 
 
+class SweepFacts(TypedDict):
+    """What runs must have in common, besides the cases, to share a file."""
+
+    algorithms: list[str]
+    threads: int
+    device: str
+    repeat: int
+    seconds: float | None
+    cold: bool
+    baselines: bool
+
+
+class Run(TypedDict):
+    """One run that contributed, with the system's load when it began."""
+
+    date: str
+    command: str
+    load: list[float]
+
+
 class Report(TypedDict):
-    """The content of a file. ``runs``: date, command and system load of each run that contributed;
-    ``cases``: all cases of the sweep, measured or not."""
+    """The content of a file. ``cases``: all cases of the sweep, measured or not."""
 
     format: str
     complete: bool
-    sweep: dict[str, Any]
+    sweep: SweepFacts
     cases: list[str]
-    environment: dict[str, Any]
-    runs: list[dict[str, Any]]
+    environment: dict[str, Fact]
+    runs: list[Run]
     rooflines: list[Roofline]
     results: list[Result]
 
 
 def key(item: Item) -> str:
-    """The name of a case, the same in every run."""
+    """Return the name of a case, the same in every run."""
     spec = item.spec
     size = "x".join(map(str, spec.shape))
     return f"{spec.op} {size} {dtypes.name(spec.dtype)} tp{item.world}"
 
 
 def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
-    """The result of a case from the reports of all ranks."""
+    """Compute the result of a case from the reports of all ranks."""
     spec = item.spec
     cost = spec.cost(item.world)
     first = reports[0]
@@ -145,7 +199,7 @@ def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
     # The machine may have been slower during the probe than during the case.
     fastest = [summary(ranks[name]).min for name in LOCAL if name in ranks]
     least = min([1e3 * rates.least_seconds(cost), *fastest])
-    times = {name: _time(name, cost, least, each) for name, each in ranks.items()}
+    times = {name: _time(name, cost, least, samples) for name, samples in ranks.items()}
     return {
         "case": key(item),
         "op": spec.op,
@@ -167,7 +221,7 @@ def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
 
 
 def roofline(world: int, dtype: str, rates: Rates) -> Roofline:
-    """The entry for the rates of ``world`` ranks."""
+    """Return the entry for the rates of ``world`` ranks."""
     return {
         "tp": world,
         "dtype": dtype,
@@ -179,7 +233,7 @@ def roofline(world: int, dtype: str, rates: Rates) -> Roofline:
 
 
 def rates_of(entry: Roofline) -> Rates:
-    """The rates in an entry."""
+    """Return the rates in an entry."""
     return Rates(
         flops=entry["tflops"] * 1e12,
         torch_flops=entry["torch_tflops"] * 1e12,
@@ -189,30 +243,28 @@ def rates_of(entry: Roofline) -> Rates:
 
 
 def gemm(times: Mapping[str, Time]) -> Time | None:
-    """The faster local matmul, which no fused op can beat."""
-    return min((times[name] for name in LOCAL if name in times), key=_median, default=None)
+    """Return the faster local matmul, which no fused op can beat."""
+    local = (times[name] for name in LOCAL if name in times)
+    return min(local, key=lambda time: time["median"], default=None)
 
 
 def is_right(case: Result) -> bool:
+    """Return whether every requested algorithm's result is right."""
     return all(algorithm["right"] for algorithm in case["algorithms"].values())
 
 
-def _median(time: Time) -> float:
-    return time["median"]
-
-
 def _time(name: str, cost: Cost, least: float, ranks: Sequence[Samples]) -> Time:
-    """``least``: milliseconds of the roofline."""
+    """Compute the statistics of a variant. ``least``: milliseconds of the roofline."""
     timing = summary(ranks)
     repetitions = list(zip(*(rank.seconds for rank in ranks), strict=True))
-    seconds = timing.median / 1e3
+    median = timing.median / 1e3
     moves = name not in LOCAL and cost.traffic > 0
     values: dict[str, Any] = {
         **asdict(timing),
-        "skew": 1e3 * plain.median(max(each) - min(each) for each in repetitions),
-        "samples": [1e3 * max(each) for each in repetitions],
-        "tflops": cost.flops / seconds / 1e12 if cost.flops else None,
-        "gb_per_s": cost.traffic / seconds / 1e9 if moves else None,
+        "skew": 1e3 * plain.median(max(seconds) - min(seconds) for seconds in repetitions),
+        "samples": [1e3 * max(seconds) for seconds in repetitions],
+        "tflops": cost.flops / median / 1e12 if cost.flops else None,
+        "gb_per_s": cost.traffic / median / 1e9 if moves else None,
         "roofline": least / timing.median,
     }
     return cast(Time, values)
@@ -231,16 +283,16 @@ def _algorithm(name: str, choice: Choice, times: Mapping[str, Time]) -> Algorith
     }
     if name not in times:
         return entry
-    own, local = times[name]["samples"], gemm(times)
+    samples, local = times[name]["samples"], gemm(times)
     entry["speedup"] = {
-        other: _speedup(paired(ratio, time["samples"], own))
+        other: _speedup(paired(ratio, time["samples"], samples))
         for other, time in times.items()
         if other != name
     }
     if local is not None:
-        entry["ect"] = paired(difference, own, local["samples"]).value
+        entry["ect"] = paired(difference, samples, local["samples"]).value
         if "unfused" in times:
-            hidden = overlap(own, times["unfused"]["samples"], local["samples"])
+            hidden = overlap(samples, times["unfused"]["samples"], local["samples"])
             entry["e_overlap"] = None if hidden is None else _interval(hidden)
     return entry
 
@@ -251,3 +303,211 @@ def _interval(estimate: Estimate) -> Interval:
 
 def _speedup(estimate: Estimate) -> Speedup:
     return {**_interval(estimate), "verdict": estimate.verdict}
+
+
+@contextmanager
+def result_file(out: Path | None, json_file: Path | None, *, resume: bool) -> Iterator[Path | None]:
+    """Open the file to write, checked to be writable; None if none was requested.
+
+    Only the leader writes it, and no other run can write it until the block is left.
+    """
+    if out is not None and is_leader():
+        make_output_folder(out)
+    path = json_file or (out and out / "bench.json")
+    if path is None and resume:
+        raise UsageError("--resume needs the --out or --json of the run to resume")
+    if path is None or not is_leader():
+        yield path
+        return
+    with ExitStack() as stack:
+        with writing(path):
+            stack.enter_context(locked(path.with_name(f".{path.name}.lock"), seconds=1))
+        yield writable(path)
+
+
+def new_report(sweep: Sweep) -> Report:
+    """Return a report without results."""
+    return {
+        "format": FORMAT,
+        "complete": False,
+        "sweep": {
+            "algorithms": list(sweep.algorithms),
+            "threads": sweep.threads,
+            "device": sweep.device,
+            "repeat": sweep.effort.repeat,
+            "seconds": sweep.effort.seconds,
+            "cold": sweep.effort.cold,
+            "baselines": sweep.effort.baselines,
+        },
+        "cases": [key(item) for item in sweep.items],
+        "environment": all_printable(environment(sweep.device)),
+        "runs": [_run()],
+        "rooflines": [],
+        "results": [],
+    }
+
+
+def resumed(path: Path, fresh: Report) -> Report:
+    """Read the report to continue; return ``fresh`` if there is no such file.
+
+    Raises:
+        UsageError: the file is invalid or belongs to another sweep or machine.
+    """
+    if not path.exists():
+        return fresh
+    report = load(path)
+    pairs = (report["environment"], fresh["environment"]), (report["sweep"], fresh["sweep"])
+    old: Mapping[str, object]
+    new: Mapping[str, object]
+    for old, new in pairs:
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                raise UsageError(
+                    f"cannot resume '{path}': its {name} is {shown(old.get(name))}, here it is "
+                    f"{shown(new.get(name))}; choose another --out or omit --resume"
+                )
+    different = sorted(set(report["cases"]) ^ set(fresh["cases"]))
+    if different:
+        raise UsageError(
+            f"cannot resume '{path}': {len(different)} cases differ, such as "
+            f"{short(different[0], 100)}; choose another --out or omit --resume"
+        )
+    report["runs"] = [*report["runs"], *fresh["runs"]]
+    return report
+
+
+def load(path: Path) -> Report:
+    """Read a report. ``UsageError`` if it is invalid."""
+    content = read_input(path, most=_MOST_BYTES)
+    try:
+        return _parse(content)
+    except ValueError as error:
+        raise UsageError(f"'{path}' {error}; measure again") from error
+
+
+def save(report: Report, path: Path) -> None:
+    """Write the file atomically. ``UsageError`` if that fails."""
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    with writing(path):
+        replace_file(path, text.encode(), private=False)
+
+
+def _parse(content: bytes) -> Report:
+    """Read a report from a file's content. Control characters in its texts are escaped."""
+    try:
+        data = json.loads(content, parse_int=_integer, parse_float=_real, parse_constant=_real)
+    except RecursionError as error:
+        raise ValueError("is not readable JSON: it is nested too deeply") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    name = data.get("format") if isinstance(data, dict) else None
+    if name != FORMAT:
+        found = "no format" if name is None else f"format {shown(name)}"
+        raise ValueError(f"is not a result of this `tpkernels bench`: {found}, not '{FORMAT}'")
+    mismatch = _mismatch(data, Report, "$") or _contradiction(data)
+    if mismatch is not None:
+        raise ValueError(f"is damaged: {short(printable(mismatch), _MOST_MESSAGE)}")
+    report: Report = all_printable(data)
+    return report
+
+
+def _integer(text: str) -> int:
+    _real(text)
+    return int(text)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if not abs(value) <= _MOST_NUMBER:
+        raise ValueError(f"is damaged: {short(text, 40)} is not a measured number")
+    return value
+
+
+def _mismatch(value: Any, hint: Any, where: str) -> str | None:
+    """Find the first part of a JSON value that is not of its type; describe it."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:
+        if any(_mismatch(value, choice, where) is None for choice in arguments):
+            return None
+        return f"{where} is {shown(value)}"
+    kind = dict if is_typeddict(hint) else (origin or hint)
+    right = isinstance(value, (int, float) if kind is float else kind)
+    if not right or (isinstance(value, bool) and kind is not bool):
+        return f"{where} is {shown(value)}, not of type {kind.__name__}"
+    parts: Iterable[tuple[Any, Any, str]] = ()
+    if is_typeddict(hint):
+        fields = get_type_hints(hint)
+        if value.keys() != fields.keys():
+            name = min(value.keys() ^ fields.keys())
+            return f"{where} has {'an unknown' if name in value else 'no'} {shown(name)}"
+        parts = ((value[name], field, f"{where}.{name}") for name, field in fields.items())
+    elif kind is dict:
+        parts = ((part, arguments[1], f"{where}.{name}") for name, part in value.items())
+    elif kind is list:
+        parts = ((part, arguments[0], f"{where}[{i}]") for i, part in enumerate(value))
+    return next(filter(None, (_mismatch(*part) for part in parts)), None)
+
+
+def _contradiction(report: Report) -> str | None:
+    """Find what contradicts itself: every right result, and no other, has times, as many as all."""
+    for result in report["results"]:
+        case, times = f"case {shown(result['case'])}", result["times"]
+        for name in report["sweep"]["algorithms"]:
+            if name not in result["algorithms"]:
+                return f"{case} has no entry for algorithm {name}"
+        for name, algorithm in result["algorithms"].items():
+            if algorithm["right"] != (name in times):
+                return f"{case} has {'no' if algorithm['right'] else 'a'} time for {name}"
+        counts = {name: len(time["samples"]) for name, time in times.items()}
+        if len(set(counts.values())) > 1 or 0 in counts.values():
+            return f"{case} has unequal numbers of samples: {counts}"
+    return None
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Collect what stays the same between runs on a machine."""
+    machine = devices()
+    del machine["available_bytes"]
+    return {
+        **versions(),
+        **machine,
+        "vector_unit": vector_units()["in_use"],
+        "last_level_cache_bytes": last_level_cache_bytes(device),
+        "launcher": "torchrun" if under_torchrun() else "spawned",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return those of tpkernels, torch, Python and the kernel."""
+    return {
+        "tpkernels": VERSION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": f"{platform.system()} {platform.release()}",
+    }
+
+
+def vector_units() -> dict[str, Any]:
+    """Return the instruction sets of the extension's loops."""
+    return {"in_use": _C.host.vector_unit(), "available": _C.host.vector_units()}
+
+
+def devices() -> dict[str, Any]:
+    """Return the processor, memory in bytes, and the GPUs that torch sees."""
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": sorted(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "available_bytes": available_bytes(),
+        "gpus": names,
+    }
+
+
+def _run() -> Run:
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["tpkernels", *sys.argv[1:]]),
+        "load": list(os.getloadavg()),
+    }

@@ -45,12 +45,12 @@ class Rates:
     copy_over_cache: float
 
     def least_seconds(self, cost: Cost) -> float:
-        """The roofline of a call."""
+        """Return the roofline of a call."""
         return max(cost.flops / self.flops, cost.touched / self.copy_bytes)
 
 
 def measure_rates(dtype: torch.dtype, device: str) -> Rates:
-    """This rank's rates on "cpu" or "cuda". Collective."""
+    """Measure this rank's rates on "cpu" or "cuda". Collective."""
     place, synchronize = rank_device(device), synchronizer(device)
     size = _SIZE[device]
     x, w = (torch.randn(size, size).to(place, dtype) for _ in range(2))
@@ -78,7 +78,7 @@ def measure_rates(dtype: torch.dtype, device: str) -> Rates:
 
 
 def slowest_rates(ranks: Sequence[Rates]) -> Rates:
-    """The minimum of each rate, which all ranks reach."""
+    """Return the minimum of each rate, which all ranks reach."""
     return Rates(
         flops=min(rates.flops for rates in ranks),
         torch_flops=min(rates.torch_flops for rates in ranks),

@@ -38,13 +38,13 @@ class Spec:
 
     @property
     def has_matmul(self) -> bool:
-        """Whether the op multiplies or only communicates."""
+        """Return whether the op multiplies or only communicates."""
         return OPS[self.op].has_matmul
 
     @property
     def other(self) -> int:
-        """The extent of the matmul that is not part of the problem, split over the ranks: N of an
-        all-gather, K of a reduction; 0 without a matmul."""
+        """Return the extent of the matmul that is not part of the problem, split over the ranks: N
+        of an all-gather, K of a reduction; 0 without a matmul."""
         if not self.has_matmul:
             return 0
         _, n, k = self.shape
@@ -52,38 +52,39 @@ class Spec:
 
     @property
     def gathers(self) -> bool:
-        """Whether the op gathers what it multiplies, or returns."""
+        """Return whether the op gathers what it multiplies, or returns."""
         return OPS[self.op].gathers
 
     @property
     def scaled(self) -> bool:
-        """Whether the op multiplies operands with scales."""
+        """Return whether the op multiplies operands with scales."""
         return OPS[self.op].scaled
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """Of x and of the weight."""
+        """Return that of x and of the weight."""
         return OPERANDS if self.scaled else self.dtype
 
     def problem(self, world: int, device: str = "cpu") -> Problem:
-        """The problem that is planned. Dim 0 is gathered or scattered, evenly if possible."""
-        shape, dtype, spec = self.shape, self.dtype, OPS[self.op]
-        if spec.has_matmul:
+        """Return the problem that is planned. Dim 0 is gathered or scattered, evenly if
+        possible."""
+        shape, dtype, op = self.shape, self.dtype, OPS[self.op]
+        if op.has_matmul:
             m, n, k = self.shape
-            shape = (m, k) if spec.gathers else (m, n)
-        elif spec.normed:
+            shape = (m, k) if op.gathers else (m, n)
+        elif op.normed:
             shape = matrix_of(self.shape[0])
-        elif spec.exchanges:
+        elif op.exchanges:
             shape = square_of(self.shape[0])
-        options = reduction_options(self.operand_dtype, dtype) if spec.reduces else NO_OPTIONS
-        if spec.normed:
+        options = reduction_options(self.operand_dtype, dtype) if op.reduces else NO_OPTIONS
+        if op.normed:
             options = replace(options, norm=(NORM_EPS, dtype))
-        elif spec.scaled and spec.gathers:
+        elif op.scaled and op.gathers:
             x = torch.empty(1, self.shape[2], dtype=OPERANDS, device="meta")
             scale = torch.empty(1, 1, device="meta")
             options = gather_options(x, scale, dtype)
             shape, dtype = (shape[0], Packing.of(x, scale).words), torch.float32
-        vendor = device == "cuda" and spec.reduces and world > 1 and not spec.scaled
+        vendor = device == "cuda" and op.reduces and world > 1 and not op.scaled
         return Problem.evenly_split(
             self.op,
             device=device,
@@ -95,7 +96,7 @@ class Spec:
         )
 
     def cost(self, world: int) -> Cost:
-        """Flops and bytes of the op on the busiest of ``world`` ranks."""
+        """Return flops and bytes of the op on the busiest of ``world`` ranks."""
         cost = Cost.of(self.problem(world), self.other)
         if not self.scaled:
             return cost
@@ -115,20 +116,20 @@ class Spec:
 
 
 def matrix_of(elements: int) -> tuple[int, int]:
-    """Rows and columns of elements that are normalised row by row: 4096 columns, if that divides
-    them."""
+    """Return rows and columns of elements that are normalised row by row: 4096 columns, if that
+    divides them."""
     columns = math.gcd(elements, 4096)
     return elements // columns, columns
 
 
 def square_of(elements: int) -> tuple[int, int]:
-    """Rows and columns of elements, as equal as powers of two allow."""
+    """Return rows and columns of elements, as equal as powers of two allow."""
     columns = 1 << (elements & -elements).bit_length() // 2
     return elements // columns, columns
 
 
 def specs_of(op: str, shapes: Iterable[str], sizes: str, dtype: torch.dtype) -> list[Spec]:
-    """A matmul op with each "M,N,K" in ``shapes``, or a collective with each size in ``sizes``
+    """Make a matmul op with each "M,N,K" in ``shapes``, or a collective with each size in ``sizes``
     ("64K,1M"). ``UsageError`` if one is invalid."""
     if OPS[op].has_matmul:
         return [Spec(op, shape_of(text), dtype) for text in dict.fromkeys(shapes)]
@@ -143,7 +144,7 @@ def specs_of(op: str, shapes: Iterable[str], sizes: str, dtype: torch.dtype) -> 
 
 
 def spec_of(op: str, shape: str, sizes: str, dtype: torch.dtype) -> Spec:
-    """The only spec of `specs_of`. ``UsageError`` if there are several."""
+    """Return the only spec of `specs_of`. ``UsageError`` if there are several."""
     specs = specs_of(op, [shape], sizes, dtype)
     if len(specs) > 1:
         raise UsageError(f"--bytes {sizes} gives {len(specs)} sizes; give one")
@@ -153,7 +154,8 @@ def spec_of(op: str, shape: str, sizes: str, dtype: torch.dtype) -> Spec:
 def spec_of_extents(
     op: str, extents: tuple[int | None, ...], sizes: str | None, dtype: torch.dtype
 ) -> Spec:
-    """The spec given by either --m, --n, --k (``extents``) or --bytes, whichever ``op`` needs."""
+    """Return the spec given by either --m, --n, --k (``extents``) or --bytes, whichever ``op``
+    needs."""
     ops_named([op])
     needed, unused = "--m, --n and --k", "--bytes"
     given, excluded = None not in extents, sizes is not None
@@ -184,7 +186,7 @@ def unsupported_kernels(device: str) -> dict[str, str]:
 
 
 def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu") -> None:
-    """``UsageError`` if an algorithm cannot run a spec, as far as this process can tell."""
+    """Raise ``UsageError`` if an algorithm cannot run a spec, as far as this process can tell."""
     missing, errors = unsupported_kernels(device), []
     for shared_memory in (True,) if on_one_host(world) else (True, False):
         means = Means(shared_memory=shared_memory, unsupported=missing)
@@ -197,7 +199,7 @@ def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu")
 
 
 def check_split(spec: Spec, world: int, *, label: str = "", uneven: bool = True) -> None:
-    """``UsageError`` if the ranks cannot split a spec.
+    """Raise ``UsageError`` if the ranks cannot split a spec.
 
     Args:
         label: the user's name for the shape, added to the message.

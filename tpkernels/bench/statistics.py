@@ -32,7 +32,7 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """A speed-up in words: "faster", "slower", or why neither."""
+        """Say a speed-up in words: "faster", "slower", or why neither."""
         if self.low is None or self.high is None:
             return "too few repetitions"
         if self.low <= 1 <= self.high:
@@ -41,8 +41,8 @@ class Estimate:
 
 
 def paired(function: Callable[..., Array], *series: Samples) -> Estimate:
-    """``function`` of the medians of interleaved series: equally many samples, in the order of the
-    repetitions."""
+    """Estimate ``function`` of the medians of interleaved series: equally many samples, in the
+    order of the repetitions."""
     samples = np.array(series, dtype=np.float64)
     count = samples.shape[1]
     picks = np.random.default_rng(_SEED).integers(count, size=(_RESAMPLES, count))
@@ -51,8 +51,8 @@ def paired(function: Callable[..., Array], *series: Samples) -> Estimate:
 
 
 def independent(function: Callable[..., Array], *runs: Sequence[Samples]) -> Estimate:
-    """``function`` of the medians of all series of all runs. The series of a run were interleaved,
-    the runs were not."""
+    """Estimate ``function`` of the medians of all series of all runs. The series of a run were
+    interleaved, the runs were not."""
     generator = np.random.default_rng(_SEED)
     medians, resampled, fewest = [], [], FEWEST
     for run in runs:
@@ -74,9 +74,9 @@ def difference(a: Array, b: Array) -> Array:
 
 
 def overlap(op: Samples, unfused: Samples, gemm: Samples) -> Estimate | None:
-    """E_overlap (Flux, arXiv:2406.06858): the fraction of the unfused op's exposed communication
-    that the op hides. ``1 - (op - gemm) / (unfused - gemm)``: 1 hides all, 0 none, and below 0 the
-    op is slower than unfused.
+    """Estimate E_overlap (Flux, arXiv:2406.06858): the fraction of the unfused op's exposed
+    communication that the op hides. ``1 - (op - gemm) / (unfused - gemm)``: 1 hides all, 0 none,
+    and below 0 the op is slower than unfused.
 
     None if the unfused op is not significantly slower than the gemm alone: there is nothing to
     hide.

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import yaml
 
-from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS, projection
 from tpkernels.bench.specs import (
     Spec,
     algorithms_named,
@@ -36,7 +35,69 @@ from tpkernels.terminal import (
     number_in,
     read_input,
 )
-from tpkernels.text import shown
+from tpkernels.text import printable, shown
+
+PROJECTIONS = ("qkv", "out", "gate_up", "down", "lm_head")
+LAYER = PROJECTIONS[:4]  # those of a layer; a model has one lm_head
+
+
+@dataclass(frozen=True)
+class Model:
+    """Widths of a transformer, before the split. ``ffn`` is the inner width of the MLP; a ``gated``
+    MLP has two matrices of that width, gate and up."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    head_dim: int = 128
+    gated: bool = True
+
+
+# From the models' configuration files.
+MODELS = {
+    "gemma2-9b": Model(3584, 14336, heads=16, kv_heads=8, vocab=256000, head_dim=256),
+    "gemma2-27b": Model(4608, 36864, heads=32, kv_heads=16, vocab=256000),
+    "gpt3-175b": Model(12288, 49152, heads=96, kv_heads=96, vocab=50257, gated=False),
+    "llama2-7b": Model(4096, 11008, heads=32, kv_heads=32, vocab=32000),
+    "llama3-8b": Model(4096, 14336, heads=32, kv_heads=8, vocab=128256),
+    "llama3-70b": Model(8192, 28672, heads=64, kv_heads=8, vocab=128256),
+    "llama3-405b": Model(16384, 53248, heads=128, kv_heads=8, vocab=128256),
+    "qwen2-72b": Model(8192, 29568, heads=64, kv_heads=8, vocab=152064),
+    "qwen3-32b": Model(5120, 25600, heads=64, kv_heads=8, vocab=151936),
+    "smollm2-135m": Model(576, 1536, heads=9, kv_heads=3, vocab=49152, head_dim=64),
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matmul over all ranks: x [M, K] by a weight [K, N]. ``column``: column-parallel
+    (all_gather_matmul); otherwise row-parallel (a matmul and a reduction)."""
+
+    column: bool
+    n: int
+    k: int
+
+
+def projection(model: Model, name: str, world: int) -> Projection:
+    """Return one of `PROJECTIONS`. Q, K and V form one weight, and so do gate and up. If there are
+    more ranks than KV heads, each rank holds a copy of one, so N depends on ``world``."""
+    hidden, queries = model.hidden, model.heads * model.head_dim
+    match name:
+        case "qkv":
+            pairs = max(model.kv_heads, world) * model.head_dim
+            return Projection(True, queries + 2 * pairs, hidden)
+        case "out":
+            return Projection(False, hidden, queries)
+        case "gate_up":
+            return Projection(True, model.ffn * (2 if model.gated else 1), hidden)
+        case "down":
+            return Projection(False, hidden, model.ffn)
+        case "lm_head":
+            return Projection(True, model.vocab, hidden)
+    raise ValueError(f"unknown projection '{name}'; choose from {', '.join(PROJECTIONS)}")
+
 
 ROWS = ("16", "256", "2048")  # of a model, without --m
 SHAPES = ("16,2048,2048", "1024,2048,2048")
@@ -45,12 +106,6 @@ _LAYER_OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
 QUICK_REPEAT, QUICK_SECONDS = 10, 2.0
 REPEAT = 20
 _MOST_BYTES = 1 << 20  # of a YAML file
-_KINDS = {  # names for the types of settings
-    "tuple[str, ...]": "a list of values",
-    "int | None": "a whole number",
-    "float | None": "a number",
-    "bool | None": "true or false",
-}
 
 
 @dataclass(frozen=True)
@@ -74,47 +129,6 @@ class Settings:
     uneven: bool | None = None
     baselines: bool | None = None
 
-    def over(self, file: Mapping[str, Any], path: Path) -> Settings:
-        """These settings, completed by those of a file."""
-        fields = {field.name: field for field in dataclasses.fields(self)}
-        merged = {}
-        for name, value in file.items():
-            if name not in fields:
-                raise UsageError(
-                    f"'{path}': unknown key {shown(name)}; choose from {', '.join(fields)}"
-                )
-            kind = str(fields[name].type)
-            converted = _converted(value, kind)
-            if converted is None:
-                raise UsageError(f"'{path}': {name}: {shown(value)} is not {_KINDS[kind]}")
-            if getattr(self, name) in ((), None):
-                merged[name] = converted
-        return dataclasses.replace(self, **merged)
-
-
-def _converted(value: object, kind: str) -> Any:
-    """A value of a YAML file, converted to the type of a field; None if that is impossible."""
-    if kind.startswith("tuple"):
-        lists = [one if isinstance(one, list) else [one] for one in _list(value)]
-        plain = all(_is_number(one) or isinstance(one, str) for each in lists for one in each)
-        return tuple(",".join(map(str, each)) for each in lists) if plain else None
-    if kind.startswith("bool"):
-        return value if isinstance(value, bool) else None
-    if isinstance(value, float):
-        return value if kind.startswith("float") else None
-    if not _is_number(value):
-        return None
-    return value if kind.startswith("int") else float(value)
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_number(value: object) -> TypeGuard[int]:
-    """A whole number that Python can print."""
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
-
 
 class _Loader(yaml.SafeLoader):
     """Refuses aliases: a few lines of them can expand beyond memory."""
@@ -125,8 +139,9 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+def read_file(path: Path, known: Sequence[str]) -> dict[str, list[str]]:
+    """Read options by name from a YAML file, as text that stands for them on a command line: a list
+    has an item for each time that its option is given, and an inner list is joined by commas."""
     content = read_input(path, most=_MOST_BYTES)
     try:
         options = yaml.load(content, _Loader)
@@ -135,7 +150,26 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"'{path}' is not YAML: {text}") from error
     if not isinstance(options, dict):
         raise UsageError(f"'{path}' has no mapping from options to values, such as 'tp: [2, 4]'")
-    return options
+    texts = {}
+    for name, value in options.items():
+        if name not in known:
+            raise UsageError(f"'{path}': unknown key {shown(name)}; choose from {', '.join(known)}")
+        items = [item if isinstance(item, list) else [item] for item in _listed(value)]
+        try:
+            texts[name] = [",".join(map(_text, item)) for item in items]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"'{path}': {name}: {shown(value)} is no value of it") from error
+    return texts
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, (str, int, float)):
+        raise TypeError(value)
+    return printable(str(value))
 
 
 @dataclass(frozen=True)
@@ -175,18 +209,9 @@ class Sweep:
     threads: int
     device: str
 
-    def facts(self) -> dict[str, Any]:
-        """What two runs must have in common, besides the cases, to share a file; JSON values."""
-        return {
-            "algorithms": list(self.algorithms),
-            "threads": self.threads,
-            "device": self.device,
-            **dataclasses.asdict(self.effort),
-        }
 
-
-def plan_sweep(given: Settings, *, ranks: int | None, device: str) -> Sweep:
-    """The sweep for the given options.
+def plan_sweep(settings: Settings, *, ranks: int | None, device: str) -> Sweep:
+    """Return the sweep for the given options.
 
     Args:
         ranks: the number of ranks that a launcher started; None without a launcher.
@@ -194,36 +219,36 @@ def plan_sweep(given: Settings, *, ranks: int | None, device: str) -> Sweep:
     Raises:
         UsageError: some of it cannot be measured.
     """
-    effort = _effort(given)
-    threads = 1 if given.threads is None else given.threads
+    effort = _effort(settings)
+    threads = 1 if settings.threads is None else settings.threads
     at_least(1, repeat=effort.repeat)
     check_workers(threads=threads)
     if effort.seconds is not None and not 0 < effort.seconds < math.inf:
         raise UsageError(f"--seconds is {effort.seconds:g}; it must be positive and finite")
-    types = [dtype_named(name) for name in _split(given.dtype) or ["bf16"]]
-    algorithms = algorithms_named(_split(given.algorithm) or ["auto"])
+    types = [dtype_named(name) for name in _split(settings.dtype) or ["bf16"]]
+    algorithms = algorithms_named(_split(settings.algorithm) or ["auto"])
     items: dict[tuple[Spec, int], Item] = {}
-    for world in _worlds(given, ranks):
+    for world in _worlds(settings, ranks):
         for dtype in dict.fromkeys(types):
-            for item in _items(given, world, dtype):
+            for item in _items(settings, world, dtype):
                 same = items.setdefault((item.spec, world), item)
                 labels = tuple(dict.fromkeys((*same.labels, *item.labels)))
                 items[item.spec, world] = dataclasses.replace(item, labels=labels)
     for item in items.values():
-        _check(item, algorithms, device, uneven=bool(given.uneven))
+        _check(item, algorithms, device, uneven=bool(settings.uneven))
     return Sweep(tuple(items.values()), tuple(algorithms), effort, threads, device)
 
 
-def _effort(given: Settings) -> Effort:
-    repeat, seconds = given.repeat, given.seconds
-    if given.quick:
+def _effort(settings: Settings) -> Effort:
+    repeat, seconds = settings.repeat, settings.seconds
+    if settings.quick:
         repeat = QUICK_REPEAT if repeat is None else repeat
         seconds = QUICK_SECONDS if seconds is None else seconds
     return Effort(
         repeat=REPEAT if repeat is None else repeat,
         seconds=seconds,
-        cold=not given.warm,
-        baselines=given.baselines is not False,
+        cold=not settings.warm,
+        baselines=settings.baselines is not False,
     )
 
 
@@ -232,7 +257,7 @@ def _split(values: Sequence[str]) -> list[str]:
 
 
 def _numbers(name: str, values: Sequence[str]) -> list[int]:
-    """Positive integers, without repetitions."""
+    """Parse positive integers, without repetitions."""
     parts = _split(values)
     for part in parts:
         if not number_in(part):
@@ -240,8 +265,8 @@ def _numbers(name: str, values: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(map(number_in, parts)))
 
 
-def _worlds(given: Settings, ranks: int | None) -> list[int]:
-    worlds = _numbers("tp", given.tp) or [2 if ranks is None else ranks]
+def _worlds(settings: Settings, ranks: int | None) -> list[int]:
+    worlds = _numbers("tp", settings.tp) or [2 if ranks is None else ranks]
     for world in worlds:
         check_workers(tp=world)
         if ranks is not None and world != ranks:
@@ -251,15 +276,15 @@ def _worlds(given: Settings, ranks: int | None) -> list[int]:
     return worlds
 
 
-def _items(given: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
-    models = check_known("model", _split(given.model), MODELS)
-    rows = _numbers("m", given.m)
-    if not models and (rows or given.projection):
+def _items(settings: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
+    models = check_known("model", _split(settings.model), MODELS)
+    rows = _numbers("m", settings.m)
+    if not models and (rows or settings.projection):
         option = "m" if rows else "projection"
         raise UsageError(f"--{option} needs --model; a --shape already contains M")
-    shapes = given.shape or (() if models else SHAPES)
-    ops = ops_named(_split(given.op) or (_LAYER_OPS if models else list(OPS)))
-    names = check_known("projection", _split(given.projection) or LAYER, PROJECTIONS)
+    shapes = settings.shape or (() if models else SHAPES)
+    ops = ops_named(_split(settings.op) or (_LAYER_OPS if models else list(OPS)))
+    names = check_known("projection", _split(settings.projection) or LAYER, PROJECTIONS)
     for model in models:
         for name in names:
             matmul = projection(MODELS[model], name, world)
@@ -269,12 +294,12 @@ def _items(given: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
                     if OPS[op].has_matmul and OPS[op].gathers == matmul.column:
                         yield Item(Spec(op, spec_shape, dtype), world, (f"{model} {name}",))
     for op in ops:
-        for spec in specs_of(op, shapes, ",".join(given.bytes or BYTES), dtype):
+        for spec in specs_of(op, shapes, ",".join(settings.bytes or BYTES), dtype):
             yield Item(spec, world)
 
 
 def _check(item: Item, algorithms: list[str], device: str, *, uneven: bool) -> None:
-    """``UsageError`` if the ranks cannot run a case."""
+    """Raise ``UsageError`` if the ranks cannot run a case."""
     spec, world = item.spec, item.world
     check_split(spec, world, label=" ".join(item.labels[:1]), uneven=uneven)
     for name in algorithms:

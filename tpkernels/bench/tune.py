@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -16,26 +16,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tpkernels import groups
+from tpkernels import groups, ops
 from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpkernels
 from tpkernels.bench.inputs import Inputs
-from tpkernels.bench.machine import machine_by_name
 from tpkernels.bench.measuring import run_next
-from tpkernels.bench.specs import Spec, unsupported_kernels
+from tpkernels.bench.roofline import Rates, measure_rates, slowest_rates
+from tpkernels.bench.specs import Spec
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.groups.group import Group
 from tpkernels.launch.session import gather_objects, rank_device, ranks_share_gpus, synchronizer
-from tpkernels.planning import gpu_model, machines, store
-from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
-from tpkernels.planning.hops import all_reduce_way
+from tpkernels.planning import machines, store
+from tpkernels.planning.choose import Means, Plan, candidates, choose
 from tpkernels.planning.machine import Machine, instructions, this_machine
-from tpkernels.planning.problem import Problem
+from tpkernels.planning.machines import Link, Profile
 from tpkernels.planning.table import Config, Measurement, Table
-from tpkernels.planning.trials import ELIGIBLE, is_eligible
-from tpkernels.shards import shard_sizes
-from tpkernels.symm.node import why_not_hierarchical
-from tpkernels.terminal import UsageError, writable, writing
+from tpkernels.terminal import UsageError, check_known, writable, writing
 from tpkernels.timing import Samples, Variant, measure, slowest, summary
 
 _CONFIG_REPEAT = 5
@@ -62,12 +58,12 @@ class TuneReport:
 
     @property
     def right(self) -> bool:
-        """Whether every algorithm's result is right."""
+        """Return whether every algorithm's result is right."""
         return all(verdict.right for verdict in self.verdicts.values())
 
 
 def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> TuneReport:
-    """Verifies all algorithms on one case and times the right ones, interleaved. On GPUs the best
+    """Verify all algorithms on one case and times the right ones, interleaved. On GPUs the best
     block sizes for the `fused` kernels are found first. Collective."""
     case = random_case(spec, rank_device(device))
     assert dist.group.WORLD is not None  # cases only run on ranks
@@ -104,7 +100,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
 def measurement(
     spec: Spec, world: int, ms: dict[str, float], device: str = "cpu", config: Config = ()
 ) -> Measurement:
-    """Today's measurement of a case."""
+    """Return today's measurement of a case."""
     tuning_key = spec.problem(world, device).tuning_key
     assert tuning_key is not None  # a spec is split evenly
     today = date.today().isoformat()
@@ -112,7 +108,7 @@ def measurement(
 
 
 def _results(case: Case, algorithms: list[str]) -> dict[str, Outputs]:
-    """The results of the algorithms that can run here, which are the same on all ranks."""
+    """Return the results of the algorithms that can run here, which are the same on all ranks."""
     outputs = {}
     for name in algorithms:
         with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
@@ -121,7 +117,7 @@ def _results(case: Case, algorithms: list[str]) -> dict[str, Outputs]:
 
 
 def _same_bits(left: Outputs, right: Outputs) -> bool:
-    """Whether two algorithms give the same results on all ranks."""
+    """Return whether two algorithms give the same results on all ranks."""
     return all(gather_objects(all(map(torch.equal, left, right))))
 
 
@@ -132,8 +128,8 @@ def best_config(
     fused: Variant,
     finish: Callable[[], object] | None,
 ) -> Config:
-    """The fastest of the default config and the candidates, which calls use from here on; the same
-    on all ranks. Not interleaved, because a new config requires a new plan."""
+    """Return the fastest of the default config and the candidates, which calls use from here on;
+    the same on all ranks. Not interleaved, because a new config requires a new plan."""
     from tpkernels.kernels import configs
 
     kind, times = case.x.device.type, {}
@@ -154,8 +150,8 @@ def _use(spec: Spec, group: Group, device: str, config: Config) -> None:
 
 
 def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -> bool:
-    """Whether the kernel with these block sizes fits the GPUs of all ranks. Tried outside the op,
-    where a failure would break the group."""
+    """Return whether the kernel with these block sizes fits the GPUs of all ranks. Tried outside
+    the op, where a failure would break the group."""
     from tpkernels.kernels import configs, matmul
 
     (w,) = case.weights
@@ -171,7 +167,7 @@ def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -
 
 
 def check_gpus(world: int, device: str) -> None:
-    """``UsageError`` if ranks would share a GPU, which makes their times meaningless."""
+    """Raise ``UsageError`` if ranks would share a GPU, which makes their times meaningless."""
     if device == "cuda" and ranks_share_gpus(world):
         raise UsageError(
             f"{world} ranks on {torch.cuda.device_count()} GPUs: times of ranks that share a GPU "
@@ -180,7 +176,8 @@ def check_gpus(world: int, device: str) -> None:
 
 
 def check_cache() -> None:
-    """``UsageError`` if the cache could not be written after measuring, or would not be read."""
+    """Raise ``UsageError`` if the cache could not be written after measuring, or would not be
+    read."""
     try:
         folder = cache_folder()
         make_folder(folder)
@@ -193,13 +190,13 @@ def check_cache() -> None:
 
 
 def medians(reports: list[TuneReport]) -> dict[str, float]:
-    """Milliseconds of the slowest rank, by algorithm."""
+    """Return the milliseconds of the slowest rank, by algorithm."""
     names = reports[0].samples
     return {name: summary([each.samples[name] for each in reports]).median for name in names}
 
 
 def keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
-    """Adds the times to the machine's table; returns its file and the plan of ``auto`` with it."""
+    """Add the times to the machine's table; returns its file and the plan of ``auto`` with it."""
     machine = reports[0].machine
     new = measurement(spec, machine.ranks, medians(reports), machine.kind, reports[0].config)
     with writing(store.path_for(machine)):
@@ -209,86 +206,104 @@ def keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
     return path, choose(problem, means, tuned=tuned)
 
 
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_SMALL, _LARGE = 4 << 10, 16 << 20  # bytes of the tensor that is gathered
+_REPEAT, _SECONDS = 20, 2.0
+
+
 @dataclass(frozen=True)
-class Explanation:
-    """Why ``auto`` chooses its algorithm for a case.
+class MachineReport:
+    """One rank's report: its rates, by the order of `_DTYPES`, and the seconds of an all-gather of
+    `_SMALL` and of `_LARGE` bytes."""
 
-    Attributes:
-        plan: the choice.
-        unsupported: for each algorithm, why it cannot run; None: it can.
-        cases: the measurements of this very problem.
-        machine: None if this machine does not have the device.
-        table: everything measured for the machine.
-        tries: what ``auto`` tries in the first calls; empty: it keeps to the plan.
-        ways: how `direct` sums on GPUs, where NVLink connects all of them and where not; None: not
-            at all, or on CPUs.
-        predicted: seconds by the model of GPUs, by algorithm; empty for CPUs.
-        model: the GPUs of that model.
+    machine: Machine
+    rates: tuple[Rates, ...]
+    small: tuple[float, ...]
+    large: tuple[float, ...]
+
+
+def measure_machine(device: str) -> MachineReport:
+    """Measure this rank's share of the machine while the others measure theirs. Collective."""
+    assert dist.group.WORLD is not None  # it runs on ranks
+    group = groups.get(dist.group.WORLD.group_name).ready(device)
+    rates = tuple(measure_rates(dtype, device) for dtype in _DTYPES)
+    place, variants = rank_device(device), {}
+    for name, nbytes in (("small", _SMALL), ("large", _LARGE)):
+        x = torch.zeros(nbytes // 4 // group.world, device=place)
+        variants[name] = Variant(lambda x=x: ops.all_gather(x, group.name))  # type: ignore[misc]
+    samples = measure(variants, repeat=_REPEAT, budget=_SECONDS, synchronize=synchronizer(device))
+    machine = this_machine(device, group.world, group.hosts, group.shared_memory)
+    return MachineReport(machine, rates, samples["small"].seconds, samples["large"].seconds)
+
+
+def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
+    """Return the rates that all ranks reach at once."""
+    machine, world = reports[0].machine, len(reports)
+    by_dtype = [slowest_rates(rates) for rates in zip(*(r.rates for r in reports), strict=True)]
+    flops16, flops32, flops64 = (rates.flops for rates in by_dtype)
+    small, large = (
+        min(max(each) for each in zip(*seconds, strict=True))  # the best, as `measure_rates` takes
+        for seconds in ([r.small for r in reports], [r.large for r in reports])
+    )
+    received = _LARGE * (world - 1) / world
+    link = Link(call=small, step=0.0, bandwidth=received / max(large - small, 1e-9))
+    return Profile(
+        title=f"{machine.device}, {world} ranks x {machine.threads} threads",
+        device=machine.kind,
+        flops=(flops16, flops32, flops64),
+        bandwidth=min(rates.copy_bytes for rates in by_dtype),
+        memory=0,
+        node=world,
+        within=link,
+        between=link,
+        host=machines.machine_named(machines.name_of_own(machine.kind)).host,
+        overlaps=machine.kind == "cuda",
+        source=f"measured by tpkernels tune --machine, {day}",
+        multiprocessors=_multiprocessors(machine.kind),
+    )
+
+
+def _multiprocessors(device: str) -> int:
+    if device == "cpu":
+        return 0
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+def keep_machine(reports: Sequence[MachineReport]) -> tuple[Path, Profile]:
+    """Write the rates to the cache folder; returns the file and the profile. ``UsageError`` if it
+    cannot be written."""
+    machine, profile = reports[0].machine, profile_of(reports, date.today().isoformat())
+    with writing(machines.path_for(machine)):
+        return machines.keep(machine, profile), profile
+
+
+def machine_by_name(name: str | None, ranks: int, device: str) -> Profile:
+    """Return a machine for `tpkernels plan`. ``UsageError`` if there is none of that name, or this
+    one has not been measured.
+
+    Args:
+        name: of `machines.yaml`, or "this"; None: as a product on a mesh takes it.
+        ranks: of the mesh, for "this".
     """
+    if name is None:
+        return machines.own_machine(device, ranks)[1]
+    if name != machines.MEASURED:
+        check_known("machine", [name], (machines.MEASURED, *machines.machines()))
+        return machines.machine_named(name)
+    measured = machines.load(this_machine(device, ranks, 1, True, threads=1))
+    if measured is None:
+        raise UsageError(
+            f"this machine has not been measured with {ranks} ranks of 1 thread; run tpkernels "
+            f"tune --machine --tp {ranks}"
+        )
+    return measured
 
-    plan: Plan
-    unsupported: dict[str, str | None]
-    cases: list[Measurement]
-    machine: Machine | None
-    table: Table
-    tries: list[str]
-    ways: tuple[str, str] | None
-    predicted: Mapping[str, float]
-    model: str
 
-
-def explain(
-    spec: Spec, world: int, device: str, *, hosts: int, threads: int, gpu: str | None = None
-) -> Explanation:
-    """Plans a case for ranks on this machine, without starting any. ``gpu`` names the GPUs for the
-    predictions; None: this machine's, or those of `machines.DEFAULTS`."""
-    shared_memory = hosts == 1
-    problem = spec.problem(world, device)
-    means = Means(
-        shared_memory,
-        instructions=instructions(),
-        unsupported=unsupported_kernels(device),
-        why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
+def rates_text(profile: Profile) -> str:
+    """Describe rates for people."""
+    tflops = ", ".join(f"{flops / 1e12:.3g}" for flops in profile.flops)
+    link = profile.within
+    return (
+        f"{tflops} TFLOP/s (16, 32, 64 bits), memory {profile.bandwidth / 1e9:.3g} GB/s, link "
+        f"{link.bandwidth / 1e9:.3g} GB/s and {1e6 * link.call:.3g} us a call"
     )
-    machine, table = None, Table()
-    if device == "cpu" or torch.cuda.is_available():
-        machine = this_machine(device, world, hosts, shared_memory, threads=threads)
-        table = store.load_or_warn(machine)
-    key = problem.tuning_key
-    predicted, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
-    return Explanation(
-        plan=choose(problem, means, tuned=table),
-        unsupported=unsupported_algorithms(problem, means),
-        cases=[] if key is None else table.at(*key),
-        machine=machine,
-        table=table,
-        tries=[name for name in candidates(problem, means) if name in ELIGIBLE]
-        if is_eligible(problem, shared_memory, table)
-        else [],
-        ways=_ways(problem) if device == "cuda" else None,
-        predicted=predicted,
-        model=model,
-    )
-
-
-def _ways(problem: Problem) -> tuple[str, str] | None:
-    if problem.op not in ("all_reduce", "matmul_all_reduce"):
-        return None
-    lines, words = (all_reduce_way(problem.nbytes, problem.world, each) for each in (True, False))
-    return lines, words
-
-
-def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, float], str]:
-    """What the model of GPUs says, and of which; nothing of several nodes."""
-    if gpu is None:
-        there = torch.cuda.is_available()
-        gpu = machines.name_of_own("cuda") if there else machines.DEFAULTS["cuda"]
-    profile = machine_by_name(gpu, world, "cuda")
-    if profile.device != "cuda":
-        raise UsageError(f"--gpu is '{gpu}', {profile.title}, which is no GPU")
-    problem = spec.problem(world, "cuda")
-    if (
-        world > profile.node or problem.spec.scaled or problem.spec.exchanges
-    ):  # the model knows none of these
-        return {}, profile.title
-    return gpu_model.predicted(problem, spec.other, profile), profile.title

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import rms_norm
 
-from tpkernels.bench.cases import Case, Outputs, columns_of
-from tpkernels.bench.scaled_cases import worth
+from tpkernels.bench.cases import Case, Outputs, columns_of, worth
 from tpkernels.bench.specs import NORM_EPS
 from tpkernels.launch.session import gather_objects, tensors_of_all
 from tpkernels.op_spec import OPS
@@ -61,7 +60,7 @@ Term = tuple[torch.Tensor, torch.Tensor | None]
 def verify(
     case: Case, baseline: Outputs | None, candidates: Mapping[str, Outputs]
 ) -> dict[str, Verdict]:
-    """Compares results for ``case`` with float64. Collective.
+    """Compare results for ``case`` with float64. Collective.
 
     Args:
         baseline: torch's result, whose error is added to the bound; None: the bound stays as it is.
@@ -90,7 +89,7 @@ def verify(
 
 
 def _shape(case: Case, i: int) -> torch.Size:
-    """The shape of this rank's result ``i``."""
+    """Return the shape of this rank's result ``i``."""
     rows, rest = case.x.shape[0], case.x.shape[1:]
     if OPS[case.op].exchanges:
         return torch.Size([sum(case.sizes), columns_of(case)[dist.get_rank()]])
@@ -102,7 +101,7 @@ def _shape(case: Case, i: int) -> torch.Size:
 
 
 def _terms(case: Case) -> list[list[Term]]:
-    """For each output, the summands of the rows that this rank checks."""
+    """Gather, for each output, the summands of the rows that this rank checks."""
     rank = dist.get_rank()
     x, weights = case.x, list(case.weights)
     if case.scales:
@@ -122,7 +121,8 @@ def _terms(case: Case) -> list[list[Term]]:
 
 
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
-    """The rows that this rank checks, as a matrix: all its rows, or its part of an all-reduce."""
+    """Return the rows that this rank checks, as a matrix: all its rows, or its part of an
+    all-reduce."""
     if OPS[case.op].keeps_sum:
         whole = whole.split(list(case.sizes))[dist.get_rank()]
     return _matrix(whole)
@@ -135,7 +135,8 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 def _panels(
     case: Case, terms: list[Term], residual: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Panels of columns: the columns, the exact result, and the bound without torch's error."""
+    """Yield panels of columns: the columns, the exact result, and the bound without torch's
+    error."""
     first, factor = terms[0]
     rows, width = first.shape[0], (first if factor is None else factor).shape[1]
     step = max(1, _PANEL_ELEMENTS // max(rows, 1))
@@ -182,8 +183,8 @@ def _worst(result: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> 
 
 
 def _same_everywhere(case: Case, outputs: Outputs) -> Verdict:
-    """Wrong if an all-reduce does not produce the same bits on every rank."""
-    if "all_reduce" not in case.op:
+    """Check that an all-reduce produces the same bits on every rank."""
+    if not OPS[case.op].keeps_sum:
         return Verdict()
     same = True
     for output in outputs:
@@ -195,7 +196,7 @@ def _same_everywhere(case: Case, outputs: Outputs) -> Verdict:
 
 
 def _normalised(case: Case, outputs: Outputs) -> Verdict:
-    """Of the normalised rows, given their sum."""
+    """Check the normalised rows, given their sum."""
     if case.norm_weight is None:
         return Verdict()
     total, normed = (_mine(case, output) for output in outputs)

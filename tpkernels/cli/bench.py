@@ -2,34 +2,76 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from tpkernels.bench import plots, report, table
-from tpkernels.bench.file import new_report, result_file, resumed
-from tpkernels.bench.models import LAYER, MODELS, PROJECTIONS
-from tpkernels.bench.results import Report, is_right
-from tpkernels.bench.run import run_sweep
+from tpkernels import dtypes
+from tpkernels.bench.inputs import COLD
+from tpkernels.bench.measuring import run_case
+from tpkernels.bench.report import show, unsupported, write
+from tpkernels.bench.results import (
+    Report,
+    is_right,
+    key,
+    new_report,
+    rates_of,
+    result,
+    result_file,
+    resumed,
+    roofline,
+    save,
+)
+from tpkernels.bench.roofline import Rates, measure_rates, slowest_rates
 from tpkernels.bench.sweep import (
     BYTES,
+    LAYER,
+    MODELS,
+    PROJECTIONS,
     QUICK_REPEAT,
     QUICK_SECONDS,
     REPEAT,
     ROWS,
     SHAPES,
+    Item,
     Settings,
+    Sweep,
     plan_sweep,
     read_file,
 )
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.launch.session import device_named, is_leader, launched_ranks
+from tpkernels.launch.session import Session, device_named, is_leader, launched_ranks, open_session
 from tpkernels.op_spec import OPS
-from tpkernels.terminal import DTYPES, at_least, console
+from tpkernels.terminal import DTYPES, UsageError, at_least, console
 
 _MANY = "Repeatable, or comma-separated."
+
+
+def _use_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the options in a file the defaults of those that the command line does not give."""
+    if path is None:
+        return None
+    with exit_codes():
+        options = read_file(path, [field.name for field in dataclasses.fields(Settings)])
+        several = {param.name for param in context.command.params if getattr(param, "multiple", 0)}
+        for name, values in options.items():
+            if name not in several and len(values) != 1:
+                raise UsageError(f"'{path}': {name} takes one value, not {len(values)}")
+        context.default_map = {
+            name: values if name in several else values[0] for name, values in options.items()
+        }
+    return path
 
 
 def bench(
@@ -57,10 +99,9 @@ def bench(
             f"{' and '.join(SHAPES)}."
         ),
     ] = None,
-    sizes: Annotated[
+    bytes: Annotated[
         list[str] | None,
         typer.Option(
-            "--bytes",
             help=f"Sizes of a collective's tensor, over all ranks; default: {','.join(BYTES)}.",
         ),
     ] = None,
@@ -108,7 +149,10 @@ def bench(
         typer.Option(help="Run baselines that use torch.matmul, slow in 16 bits on old CPUs."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with these options by name.")
+        Path | None,
+        typer.Option(
+            help="YAML file with these options by name.", callback=_use_file, is_eager=True
+        ),
     ] = None,
     device: options.Device = None,
     out: Annotated[
@@ -137,7 +181,7 @@ def bench(
         projection=tuple(projection or ()),
         m=tuple(m or ()),
         shape=tuple(shape or ()),
-        bytes=tuple(sizes or ()),
+        bytes=tuple(bytes or ()),
         tp=tuple(tp or ()),
         dtype=tuple(dtype or ()),
         algorithm=tuple(algorithm or ()),
@@ -151,8 +195,6 @@ def bench(
     )
     with exit_codes():
         at_least(1, timeout=timeout)
-        if config is not None:
-            settings = settings.over(read_file(config), config)
         sweep = plan_sweep(settings, ranks=launched_ranks(), device=device_named(device))
         with result_file(out, json_file, resume=resume) as file:
             results = new_report(sweep)
@@ -176,11 +218,113 @@ def bench(
 
 
 def _show(results: Report, folder: Path | None) -> None:
-    table.show(results, console())
+    show(results, console())
     if folder is None:
         return
-    report.write(results, folder)
-    missing = plots.unsupported()
+    write(results, folder)
+    missing = unsupported()
     if missing is not None:
         console().print(f"No plots: {missing}.", markup=False)
     console().print(f"Written: {folder}/report.html", markup=False, soft_wrap=True)
+
+
+_START_SECONDS = 0.3  # per case of any size: inputs, set-up, barriers
+# Only estimates how long cases take, for the progress bar.
+_NOMINAL = Rates(flops=5e10, torch_flops=5e10, copy_bytes=1e10, copy_over_cache=COLD)
+
+
+def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) -> None:
+    """Measure the cases that ``report`` lacks and adds them, saving to ``path`` after every case.
+    Under a launcher, rank 0's report decides.
+
+    Raises:
+        RankError: ranks failed. Like an interrupt, this loses the case being measured.
+    """
+    with _progress(Console(stderr=True)) as progress:
+        bar = _Bar(sweep, progress)
+        for world in dict.fromkeys(item.world for item in sweep.items):
+            items = [item for item in sweep.items if item.world == world]
+            if launched_ranks() is None and {key(item) for item in items} <= _done(report):
+                continue  # no need to start ranks
+            with open_session(
+                world, threads=sweep.threads, timeout=timeout, device=sweep.device
+            ) as session:
+                _run_world(items, sweep, report, path if session.leader else None, session, bar)
+    report["complete"] = True
+    if path is not None and is_leader():
+        save(report, path)
+
+
+def _run_world(
+    items: list[Item],
+    sweep: Sweep,
+    report: Report,
+    path: Path | None,
+    session: Session,
+    bar: _Bar,
+) -> None:
+    """Measure all cases of one world size."""
+    world = items[0].world
+    done, rooflines = session.run(_identity, (_done(report), report["rooflines"]))[0]
+    rates = {entry["dtype"]: rates_of(entry) for entry in rooflines if entry["tp"] == world}
+    for item in items:
+        bar.begin(item)
+        if key(item) not in done:
+            dtype = dtypes.name(item.spec.dtype)
+            if dtype not in rates:
+                rates[dtype] = slowest_rates(
+                    session.run(measure_rates, item.spec.dtype, sweep.device)
+                )
+                report["rooflines"].append(roofline(world, dtype, rates[dtype]))
+            reports = session.run(
+                run_case, item.spec, sweep.algorithms, sweep.effort, rates[dtype], sweep.device
+            )
+            report["results"].append(result(item, rates[dtype], reports))
+            if path is not None:
+                save(report, path)
+        bar.end(item)
+
+
+def _done(report: Report) -> set[str]:
+    return {each["case"] for each in report["results"]}
+
+
+def _identity(value: object) -> object:
+    """Run on every rank, this broadcasts rank 0's value."""
+    return value
+
+
+class _Bar:
+    """Progress bar: each case counts with its estimated time."""
+
+    def __init__(self, sweep: Sweep, progress: Progress) -> None:
+        self._progress, self._done = progress, 0
+        total = sum(map(_weight, sweep.items))
+        self._task = progress.add_task("", total=total, done=0, cases=len(sweep.items))
+
+    def begin(self, item: Item) -> None:
+        self._progress.update(self._task, description=key(item))
+
+    def end(self, item: Item) -> None:
+        self._done += 1
+        self._progress.update(self._task, advance=_weight(item), done=self._done)
+
+
+def _weight(item: Item) -> float:
+    return _START_SECONDS + _NOMINAL.least_seconds(item.spec.cost(item.world))
+
+
+def _progress(console: Console) -> Progress:
+    """Return a progress bar that is only shown on a terminal."""
+    return Progress(
+        TextColumn("{task.fields[done]}/{task.fields[cases]}"),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        speed_estimate_period=1e9,  # estimated from all cases so far: one may take minutes
+        disable=not (console.is_terminal and is_leader()),
+    )

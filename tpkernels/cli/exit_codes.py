@@ -17,7 +17,7 @@ _MOST_MESSAGE = 1000  # characters of an error
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turns errors that need no traceback into a message and an exit code: 2 for unusable input, 1
+    """Turn errors that need no traceback into a message and an exit code: 2 for unusable input, 1
     for ranks that failed."""
     try:
         yield

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tpkernels.bench.specs import check_split, spec_of_extents
-from tpkernels.bench.tune import Explanation
-from tpkernels.bench.tune import explain as explanation_of
+from tpkernels.bench.specs import Spec, check_split, spec_of_extents, unsupported_kernels
+from tpkernels.bench.tune import machine_by_name
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.launch.session import device_known
-from tpkernels.planning import store
+from tpkernels.launch.session import (
+    device_known,
+)
+from tpkernels.planning import gpu_model, machines, store
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.table import Measurement
-from tpkernels.terminal import at_least, check_workers, console, dtype_named, milliseconds, table
+from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
+from tpkernels.planning.hops import all_reduce_way
+from tpkernels.planning.machine import Machine, instructions, this_machine
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.table import Measurement, Table
+from tpkernels.planning.trials import ELIGIBLE, is_eligible
+from tpkernels.shards import shard_sizes
+from tpkernels.symm.node import why_not_hierarchical
+from tpkernels.terminal import (
+    UsageError,
+    at_least,
+    check_workers,
+    console,
+    dtype_named,
+    milliseconds,
+    table,
+)
 
 
 def explain(
@@ -101,10 +120,95 @@ def _show(title: str, explanation: Explanation, out: Console) -> None:
 
 
 def _times(name: str, cases: list[Measurement]) -> str:
-    """The time for each measured extent that is not part of the problem."""
+    """Return the time for each measured extent that is not part of the problem."""
     times = [
         milliseconds(case.ms[name]) + (f" ({case.other})" if len(cases) > 1 else "")
         for case in cases
         if name in case.ms
     ]
     return ", ".join(times) or "not measured"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why ``auto`` chooses its algorithm for a case.
+
+    Attributes:
+        plan: the choice.
+        unsupported: for each algorithm, why it cannot run; None: it can.
+        cases: the measurements of this very problem.
+        machine: None if this machine does not have the device.
+        table: everything measured for the machine.
+        tries: what ``auto`` tries in the first calls; empty: it keeps to the plan.
+        ways: how `direct` sums on GPUs, where NVLink connects all of them and where not; None: not
+            at all, or on CPUs.
+        predicted: seconds by the model of GPUs, by algorithm; empty for CPUs.
+        model: the GPUs of that model.
+    """
+
+    plan: Plan
+    unsupported: dict[str, str | None]
+    cases: list[Measurement]
+    machine: Machine | None
+    table: Table
+    tries: list[str]
+    ways: tuple[str, str] | None
+    predicted: Mapping[str, float]
+    model: str
+
+
+def explanation_of(
+    spec: Spec, world: int, device: str, *, hosts: int, threads: int, gpu: str | None = None
+) -> Explanation:
+    """Plan a case for ranks on this machine, without starting any. ``gpu`` names the GPUs for the
+    predictions; None: this machine's, or those of `machines.DEFAULTS`."""
+    shared_memory = hosts == 1
+    problem = spec.problem(world, device)
+    means = Means(
+        shared_memory,
+        instructions=instructions(),
+        unsupported=unsupported_kernels(device),
+        why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
+    )
+    machine, table = None, Table()
+    if device == "cpu" or torch.cuda.is_available():
+        machine = this_machine(device, world, hosts, shared_memory, threads=threads)
+        table = store.load_or_warn(machine)
+    key = problem.tuning_key
+    predicted, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
+    return Explanation(
+        plan=choose(problem, means, tuned=table),
+        unsupported=unsupported_algorithms(problem, means),
+        cases=[] if key is None else table.at(*key),
+        machine=machine,
+        table=table,
+        tries=[name for name in candidates(problem, means) if name in ELIGIBLE]
+        if is_eligible(problem, shared_memory, table)
+        else [],
+        ways=_ways(problem) if device == "cuda" else None,
+        predicted=predicted,
+        model=model,
+    )
+
+
+def _ways(problem: Problem) -> tuple[str, str] | None:
+    if problem.op not in ("all_reduce", "matmul_all_reduce"):
+        return None
+    lines, words = (all_reduce_way(problem.nbytes, problem.world, each) for each in (True, False))
+    return lines, words
+
+
+def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, float], str]:
+    """Predict the times of algorithms by the model of GPUs, and name it; nothing of several
+    nodes."""
+    if gpu is None:
+        there = torch.cuda.is_available()
+        gpu = machines.name_of_own("cuda") if there else machines.DEFAULTS["cuda"]
+    profile = machine_by_name(gpu, world, "cuda")
+    if profile.device != "cuda":
+        raise UsageError(f"--gpu is '{gpu}', {profile.title}, which is no GPU")
+    problem = spec.problem(world, "cuda")
+    # The model knows none of these.
+    if world > profile.node or problem.spec.scaled or problem.spec.exchanges:
+        return {}, profile.title
+    return gpu_model.predicted(problem, spec.other, profile), profile.title

@@ -115,7 +115,7 @@ def generate(
 def _show(
     done: Completions, prompts: list[str], world: int, *, stream: bool, as_json: bool
 ) -> None:
-    """The texts on standard output, the times on standard error; or all in one JSON object."""
+    """Print the texts, and the times on standard error; or all in one JSON object."""
     times, decoded = done.times, sum(len(each.tokens) for each in done.texts)
     if as_json:
         completions = [

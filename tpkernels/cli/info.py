@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpkernels import kernels
+from tpkernels import _C, cuda, dtypes, kernels, nccl
 from tpkernels.backends import TABLES
-from tpkernels.bench.info import facts
+from tpkernels.bench.results import devices, vector_units, versions
+from tpkernels.bench.specs import Spec, unsupported_kernels
 from tpkernels.defaults import POOL_VARIABLE
+from tpkernels.local.native import native
+from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.terminal import byte_size, console, table
+from tpkernels.planning.choose import Means, unsupported_algorithms
+from tpkernels.symm import colocation
+from tpkernels.terminal import DTYPES, byte_size, console, table
 
 _NATIVE = "native: torch multiplies it at full speed"
 _CONVERTED = "converted to float32 in panels: this processor has no instructions for it"
@@ -32,6 +38,57 @@ def info(
         typer.echo(json.dumps(everything, indent=2))
     else:
         _show(everything, console())
+
+
+def facts() -> dict[str, Any]:
+    """Collect everything that `tpkernels info` shows."""
+    return {
+        "versions": versions(),
+        "extension": {"file": _C.__file__, "holds": _public_names()},
+        "vector_unit": vector_units(),
+        "local_matmul": {
+            dtypes.name(dtype): "native" if native(dtype) else "converted"
+            for dtype in DTYPES.values()
+        },
+        "result_pool": _C.calls.result_pool(),
+        "devices": devices(),
+        "shared_memory": colocation.unsupported(),
+        "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
+        "nccl": nccl.facts(),
+        "algorithms": {
+            device: {op: unsupported_here(device, op, shared_memory=True) for op in OPS}
+            for device in TABLES
+        },
+        "algorithms_across_hosts": {
+            device: {op: unsupported_here(device, op, shared_memory=False) for op in OPS}
+            for device in TABLES
+        },
+    }
+
+
+def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, str | None]:
+    """Return for each algorithm why it cannot run ``op`` on this machine; None: it can."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return dict.fromkeys(ALGORITHMS, kernels.NO_GPU)
+    shape = (1024, 1024, 1024) if OPS[op].has_matmul else (1024,)
+    problem = Spec(op, shape, torch.float32).problem(2, device)
+    means = Means(shared_memory=shared_memory, unsupported=unsupported_kernels(device))
+    reasons = unsupported_algorithms(problem, means)
+    for name in ALGORITHMS:
+        if reasons[name] is None and (op, name) not in TABLES[device]:
+            reasons[name] = f"is not built for {device}"
+    return reasons
+
+
+def _public_names() -> list[str]:
+    """List the public names of the extension."""
+    parts = {"calls": _C.calls, "host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
+    return [
+        f"{part}.{name}"
+        for part, module in parts.items()
+        for name in dir(module)
+        if not name.startswith("_")
+    ]
 
 
 def _show(facts: dict[str, Any], out: Console) -> None:
@@ -92,7 +149,7 @@ def _nccl_text(nccl: dict[str, Any]) -> str:
 
 
 def _algorithm_table(device: str, facts: dict[str, Any]) -> Table:
-    """One row per op, with the reasons in the last column."""
+    """Return one row per op, with the reasons in the last column."""
     grid = table(f"on {device}", tuple(ALGORITHMS), "why not")
     for op, reasons in facts["algorithms"][device].items():
         marks = ["yes" if reasons[name] is None else "no" for name in ALGORITHMS]

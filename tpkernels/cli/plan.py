@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.markup import escape
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tpkernels.bench import layer_plan, layer_plot, mesh_plan
-from tpkernels.bench.machine import engines_of, machine_by_name
-from tpkernels.bench.models import MODELS
+from tpkernels.bench.report import unsupported
+from tpkernels.bench.sweep import LAYER, MODELS, Model, projection
+from tpkernels.bench.tune import machine_by_name
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.mesh.engines import ENGINES, engine_on, faster
-from tpkernels.mesh.layout import text_of
-from tpkernels.mesh.planner import MatmulProblem
+from tpkernels.integers import ceil_div
+from tpkernels.mesh.cost import Estimate, fused_seconds, ranked
+from tpkernels.mesh.layout import Placements, text_of
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
+from tpkernels.ops import _check
 from tpkernels.planning.machines import MEASURED, Profile, machines
+from tpkernels.planning.rates import collective_seconds, product_seconds
 from tpkernels.terminal import (
     UsageError,
     at_least,
@@ -27,8 +34,16 @@ from tpkernels.terminal import (
     console,
     dtype_named,
     milliseconds,
+    number_in,
     table,
+    writing,
 )
+
+PHASES = ("prefill", "decode")
+_HELPS = 0.98  # of the time without overlap; less is within the spread of a measurement
+_MOST_RANKS = 1024
+FORMATS = (".png", ".svg", ".pdf")
+_MOST_MESH_RANKS = 1 << 20
 
 
 def plan(
@@ -64,16 +79,6 @@ def plan(
             "Default: this one.",
         ),
     ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="cpu, gpu or auto, the faster of the two for operands on the host. Default: the "
-            "GPU if there is one, without copies."
-        ),
-    ] = None,
-    cpu: Annotated[
-        str | None, typer.Option(help="The CPU for --engine, by the names of --machine.")
-    ] = None,
     dtype: options.Dtype = "bf16",
     wire_dtype: Annotated[
         str | None,
@@ -92,12 +97,10 @@ def plan(
     """
     with exit_codes():
         itemsize = dtype_named(dtype).itemsize
-        partial_itemsize = mesh_plan.partial_itemsize(wire_dtype, dtype_named(dtype))
+        partial_size = partial_itemsize(wire_dtype, dtype_named(dtype))
         if model is not None:
             if (m, k, n, mesh) != (None,) * 4:
                 raise UsageError("pass --model, or --m, --k, --n and --mesh, not both")
-            if engine is not None:
-                raise UsageError("--engine is for a product; leave out --model")
             if wire_dtype is not None:
                 raise UsageError("--wire-dtype is for a product; leave out --model")
             _plan_layers(model, tp, nodes, (prefill, decode), machine, itemsize, plot, as_json)
@@ -106,46 +109,20 @@ def plan(
             raise UsageError("pass --m, --k, --n and --mesh, or --model")
         if plot is not None:
             raise UsageError("--plot needs --model")
-        problem = mesh_plan.problem_of((m, k, n), mesh, x, w, out, itemsize, partial_itemsize)
-        _plan_product(problem, *_engine(problem, engine, cpu, machine), as_json)
+        problem = problem_of((m, k, n), mesh, x, w, out, itemsize, partial_size)
+        ranks = torch.Size(problem.mesh_shape).numel()
+        _plan_product(problem, machine_by_name(machine, ranks, _device()), as_json)
 
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _engine(
-    problem: MatmulProblem, engine: str | None, cpu: str | None, gpu: str | None
-) -> tuple[Profile, str | None]:
-    """The machine to plan for; and, if an engine was asked for, which it is and why."""
-    ranks = torch.Size(problem.mesh_shape).numel()
-    if engine is None:
-        if cpu is not None:
-            raise UsageError("--cpu needs --engine")
-        return machine_by_name(gpu, ranks, _device()), None
-    check_known("engine", [engine], ("auto", *ENGINES))
-    if engine == "cpu":
-        gpu = None
-    on_cpu, on_gpu = engines_of(cpu, gpu, ranks)
-    if engine == "cpu":
-        return on_cpu, "cpu: asked for"
-    if on_gpu is None:
-        if engine == "gpu":
-            raise UsageError("--engine is 'gpu', and this machine has none; name one with --gpu")
-        return on_cpu, "cpu: this machine has no GPU; name one with --gpu to compare with it"
-    if engine == "gpu":
-        return on_gpu, "gpu: asked for"
-    best, reason = faster(engine_on(problem, on_cpu), engine_on(problem, on_gpu))
-    return best.profile, f"{best.name}: {reason}"
-
-
-def _plan_product(
-    problem: MatmulProblem, profile: Profile, engine: str | None, as_json: bool
-) -> None:
-    rows = mesh_plan.rows(problem, profile)
+def _plan_product(problem: MatmulProblem, profile: Profile, as_json: bool) -> None:
+    rows = ranked_rows(problem, profile)
     if as_json:
         plans = [row.to_json() for row in rows]
-        content = {"machine": profile.title, "engine": engine, "plans": plans}
+        content = {"machine": profile.title, "plans": plans}
         typer.echo(json.dumps(content, indent=2))
         return
     columns = ("result", "MiB moved", "ms", "exposed ms", "memory/rank")
@@ -170,8 +147,6 @@ def _plan_product(
         f"{profile.title}",
         markup=False,
     )
-    if engine is not None:
-        screen.print(f"Engine {engine}", markup=False)
     screen.print(grid)
     screen.print(_LEGEND, markup=False)
 
@@ -192,34 +167,302 @@ def _plan_layers(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    tps = layer_plan.tps_of(tp)
+    tps = tps_of(tp)
     if nodes is not None:
         at_least(1, nodes=nodes)
     if plot is not None:
-        layer_plot.check_plot(plot)
+        check_plot(plot)
     profile = machine_by_name(machine, tps[-1], _device())
     prefill, decode = tokens
-    times = layer_plan.layer_times(
+    times = layer_times(
         model, tps, profile, nodes=nodes, prefill=prefill, decode=decode, itemsize=itemsize
     )
     title = f"{model}, a layer on {profile.title}, {prefill} tokens and {decode} sequences"
     if plot is not None:
-        layer_plot.plot(times, plot, title)
-    summaries = [layer_plan.summary(times, phase) for phase in layer_plan.PHASES]
+        draw(times, plot, title)
     if as_json:
-        layers = [each.to_json() for each in times]
-        content = {"machine": profile.title, "layers": layers, "summary": summaries}
+        layers = [time.to_json() for time in times]
+        content = {"machine": profile.title, "layers": layers}
         typer.echo(json.dumps(content, indent=2))
         return
     columns = ("TP", "nodes", "products", "communication", "unfused", "overlapped", "exposed")
     grid = table("phase", columns, "overlap")
-    for each in times:
-        parts = (each.product, each.communication, each.unfused, each.overlapped, each.exposed)
+    for time in times:
+        parts = (time.product, time.communication, time.unfused, time.overlapped, time.exposed)
         numbers = [milliseconds(1e3 * seconds) for seconds in parts]
-        helps = f"{each.unfused / each.overlapped:.2f}x" if each.helps else "no gain"
-        grid.add_row(each.phase, str(each.tp), str(each.nodes), *numbers, helps)
+        speedup = f"{time.unfused / time.overlapped:.2f}x" if time.helps else "no gain"
+        grid.add_row(time.phase, str(time.tp), str(time.nodes), *numbers, speedup)
     screen = console()
     screen.print(title, markup=False)
     screen.print(grid)
-    for line in ("ms per layer, predicted; attention itself and norms are left out.", *summaries):
-        screen.print(line, markup=False)
+    screen.print("ms per layer, predicted; attention itself and norms are left out.", markup=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTime:
+    """A layer in one phase on so many ranks, in seconds.
+
+    Attributes:
+        product: the products alone.
+        communication: the collectives alone.
+        overlapped: both, each collective as one op with the product next to it.
+    """
+
+    tp: int
+    nodes: int
+    phase: str
+    product: float
+    communication: float
+    overlapped: float
+
+    @property
+    def unfused(self) -> float:
+        """Return the time of products and collectives one after the other."""
+        return self.product + self.communication
+
+    @property
+    def exposed(self) -> float:
+        """Return what overlap leaves of the communication."""
+        return self.overlapped - self.product
+
+    @property
+    def helps(self) -> bool:
+        """Return whether overlap makes the layer faster."""
+        return self.overlapped < _HELPS * self.unfused
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "unfused": self.unfused,
+            "exposed": self.exposed,
+            "overlap_helps": self.helps,
+        }
+
+
+def tps_of(text: str) -> list[int]:
+    """Parse numbers of ranks: ``"1..64"`` for the powers of two from 1 to 64, or ``"1,2,6"``."""
+    span = re.fullmatch(r"(\d{1,4})\.\.(\d{1,4})", text.strip())
+    if span is not None:
+        first, last = int(span[1]), int(span[2])
+        tps = [1 << i for i in range(_MOST_RANKS.bit_length()) if first <= 1 << i <= last]
+    else:
+        tps = sorted({number_in(part) for part in text.split(",")})
+    if not tps or not 1 <= tps[0] <= tps[-1] <= _MOST_RANKS:
+        raise UsageError(
+            f"--tp is '{text}'; pass numbers from 1 to {_MOST_RANKS}, such as 1,2,8, or 1..64 for "
+            "the powers of two between"
+        )
+    return tps
+
+
+def layer_times(
+    model: str,
+    tps: Sequence[int],
+    profile: Profile,
+    *,
+    nodes: int | None,
+    prefill: int,
+    decode: int,
+    itemsize: int,
+) -> list[LayerTime]:
+    """Predict both phases on each number of ranks.
+
+    Args:
+        nodes: how many there are; None: as many as the ranks need.
+        prefill, decode: rows of the activations, over all ranks.
+
+    Raises:
+        UsageError: an unknown model, or more ranks than heads or than the nodes have.
+    """
+    check_known("model", [model], MODELS)
+    at_least(1, prefill=prefill, decode=decode)
+    heads = MODELS[model].heads
+    for tp in tps:
+        if tp > heads:
+            raise UsageError(f"--tp {tp}: {model} has {heads} heads, which are not split")
+        if nodes is not None and tp > nodes * profile.node:
+            raise UsageError(
+                f"--tp {tp}: {nodes} nodes of {profile.node} have {nodes * profile.node} devices; "
+                "pass more --nodes"
+            )
+    rows = dict(zip(PHASES, (prefill, decode), strict=True))
+    return [
+        _layer(MODELS[model], tp, profile, phase, rows[phase], itemsize)
+        for phase in PHASES
+        for tp in tps
+    ]
+
+
+def _layer(
+    model: Model, tp: int, profile: Profile, phase: str, rows: int, itemsize: int
+) -> LayerTime:
+    product = communication = overlapped = 0.0
+    for name in LAYER:
+        matmul = projection(model, name, tp)
+        k, n = matmul.k, matmul.n
+        shape = (rows, k, ceil_div(n, tp)) if matmul.column else (rows, ceil_div(k, tp), n)
+        multiply = product_seconds(profile, *shape, itemsize)
+        move = 0.0
+        if phase == "prefill" or not matmul.column:
+            nbytes = rows * (k if matmul.column else n) * itemsize
+            move = collective_seconds(profile, nbytes, tp, passes=1 if phase == "prefill" else 2)
+        product += multiply
+        communication += move
+        overlapped += fused_seconds(profile, shape, 0, move, tp, itemsize)
+    return LayerTime(
+        tp=tp,
+        nodes=ceil_div(tp, profile.node),
+        phase=phase,
+        product=product,
+        communication=communication,
+        overlapped=overlapped,
+    )
+
+
+def check_plot(path: Path) -> None:
+    """Raise ``UsageError`` if no picture can be drawn, or not in this format."""
+    missing = unsupported()
+    if missing is not None:
+        raise UsageError(f"--plot: {missing}")
+    if path.suffix not in FORMATS:
+        raise UsageError(f"--plot is '{path}'; it must end in {', '.join(FORMATS)}")
+
+
+def draw(times: Sequence[LayerTime], path: Path, title: str) -> None:
+    """Draw a panel for each phase: lines of the products, the communication, and both with and
+    without overlap."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(10, 3.6), layout="constrained")
+    canvas.suptitle(title, fontsize="medium", parse_math=False)
+    for axes, phase in zip(canvas.subplots(1, len(PHASES)), PHASES, strict=True):
+        of_phase = [each for each in times if each.phase == phase]
+        tps = [each.tp for each in of_phase]
+        for label, style, seconds in (
+            ("products", "b:", [each.product for each in of_phase]),
+            ("communication", "r:", [each.communication for each in of_phase]),
+            ("without overlap", "k--o", [each.unfused for each in of_phase]),
+            ("with overlap", "g-o", [each.overlapped for each in of_phase]),
+        ):
+            ms = [1e3 * each or float("nan") for each in seconds]  # a log scale has no 0
+            axes.plot(tps, ms, style, label=label, markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(tps, labels=list(map(str, tps)))
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("ms per layer")
+        axes.set_title(phase, fontsize="medium")
+        axes.legend(fontsize="small")
+    with writing(path):
+        canvas.savefig(path, dpi=150)
+
+
+_NAMES: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy and what it costs. ``reason``: why it is the fastest, or what makes it slower."""
+
+    plan: MatmulPlan
+    cost: Estimate
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.plan.strategy,
+            "result": text_of(self.plan.out),
+            "steps": str(self.plan),
+            "bytes": self.plan.nbytes,
+            "flops": self.plan.flops,
+            "seconds": self.cost.seconds,
+            "product_seconds": self.cost.product,
+            "communication_seconds": self.cost.communication,
+            "exposed_seconds": self.cost.exposed,
+            "memory_bytes": self.cost.memory,
+            "reason": self.reason,
+        }
+
+
+def mesh_of(text: str) -> tuple[int, ...]:
+    """Parse the shape of a mesh, ``"8"`` or ``"2x4"``."""
+    sizes = tuple(number_in(part) for part in text.lower().split("x"))
+    if len(sizes) > 2 or not all(1 <= size <= _MOST_MESH_RANKS for size in sizes):
+        raise UsageError(f"--mesh is '{text}'; pass one or two numbers of ranks, such as 8 or 2x4")
+    return sizes
+
+
+def placements_of(option: str, text: str, dims: int) -> Placements:
+    """Return the placements in ``"S0"`` or ``"S0,R"``. On a mesh of two dims one name stands for
+    the first dim, and the second is R."""
+    names = [part.strip().upper() for part in text.split(",")]
+    names += ["R"] * (dims - len(names)) if len(names) == 1 else []
+    for name in names:
+        if name not in _NAMES:
+            raise UsageError(
+                f"unknown placement '{name}' in --{option}; choose from {', '.join(_NAMES)}"
+            )
+    if len(names) != dims:
+        raise UsageError(
+            f"--{option} is '{text}' with {len(names)} placements; the mesh has {dims} dims"
+        )
+    return tuple(_NAMES[name] for name in names)
+
+
+def partial_itemsize(wire_dtype: str | None, dtype: torch.dtype) -> int:
+    """Return the bytes of an element of a partial result that travels. ``UsageError`` for a dtype
+    in which it cannot."""
+    try:
+        wire = _check.wire_dtype(None if wire_dtype is None else dtype_named(wire_dtype), dtype)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return wire.itemsize
+
+
+def problem_of(
+    extents: tuple[int, int, int],
+    mesh: str,
+    x: str,
+    w: str,
+    out: str | None,
+    itemsize: int,
+    partial_itemsize: int | None = None,
+) -> MatmulProblem:
+    """Make the problem of options (m, k, n). ``UsageError`` for what is none."""
+    m, k, n = extents
+    at_least(1, m=m, k=k, n=n)
+    shape = mesh_of(mesh)
+    return MatmulProblem(
+        m=m,
+        k=k,
+        n=n,
+        mesh_shape=shape,
+        x=placements_of("x", x, len(shape)),
+        w=placements_of("w", w, len(shape)),
+        out=None if out is None else placements_of("out", out, len(shape)),
+        itemsize=itemsize,
+        partial_itemsize=partial_itemsize,
+    )
+
+
+def ranked_rows(problem: MatmulProblem, profile: Profile) -> list[Row]:
+    """Rank the strategies, the fastest first."""
+    pairs = ranked(problem, profile)
+    return [Row(plan, cost, _reason(cost, pairs[0][1], profile)) for plan, cost in pairs]
+
+
+def _reason(cost: Estimate, best: Estimate, profile: Profile) -> str:
+    if not cost.fits(profile):
+        return f"needs more than the device's {profile.memory / 1e9:.4g} GB"
+    if cost is best:
+        hidden = cost.communication - cost.exposed
+        if not cost.communication:
+            return "the fastest: nothing to communicate"
+        if hidden > 0.01 * cost.communication:
+            return f"the fastest: hides {hidden / cost.communication:.0%} of its communication"
+        return "the fastest"
+    multiplies, moves = cost.product - best.product, cost.exposed - best.exposed
+    if max(multiplies, moves) < 0.005 * best.seconds:
+        return "as fast, with no fewer bytes"
+    if multiplies > moves:
+        return f"computes {cost.product / best.product:.3g}x as long"
+    return f"exposes {1e3 * moves:.3g} ms more of communication"

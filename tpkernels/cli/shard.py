@@ -107,7 +107,7 @@ def _split(slot: Slot, ranks: int) -> str:
 
 
 def _by_rank(texts: list[str]) -> str:
-    """One text if all ranks have the same, and otherwise each with its ranks."""
+    """Join the texts of ranks: one text if all are equal, otherwise each with its ranks."""
     if len(set(texts)) == 1:
         return texts[0]
     parts = []

@@ -8,10 +8,18 @@ import typer
 from rich.markup import escape
 
 from tpkernels.bench.inputs import warm_cases
-from tpkernels.bench.machine import keep as keep_machine
-from tpkernels.bench.machine import measure_machine, rates_text
 from tpkernels.bench.specs import Spec, check_split, ops_named, specs_of
-from tpkernels.bench.tune import TuneReport, check_cache, check_gpus, keep, medians, tune_case
+from tpkernels.bench.tune import (
+    TuneReport,
+    check_cache,
+    check_gpus,
+    keep,
+    keep_machine,
+    measure_machine,
+    medians,
+    rates_text,
+    tune_case,
+)
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.session import device_named, is_leader, open_session, world_size
