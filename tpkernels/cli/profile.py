@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +25,7 @@ from tpkernels.bench.specs import check_algorithm, check_split, spec_of
 from tpkernels.bench.trace import RankTime
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.launch.ranks import loopback_store
 
 _LEGEND = """\
 Each moment of a rank counts once: as compute, else copy, else wait. overlapped: the fraction of the
@@ -81,7 +81,7 @@ def profile(
             else:
                 assert script  # one of the two is given
                 what = " ".join(script)
-                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                store = loopback_store()
                 recordings = session.run(record_script, script[0], script[1:], store.port)
             if files is not None:
                 _report(Profile.of(recordings, what), what, files, console())

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,20 @@ __all__ = ["Outcome", "RankError", "Ranks", "fork_server"]
 GRACE_SECONDS = 5.0  # for the other ranks to report after the first failure in `run`
 REAP_SECONDS = 5.0  # from a rank's death to its exit code, through the fork server
 _CLOSED = "these ranks are closed; start new ones"
+
+
+def loopback_store() -> dist.TCPStore:
+    """Hosts a store that only processes of this machine reach; by itself it would listen on all
+    interfaces."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        return dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
 
 
 class RankError(RuntimeError):
@@ -88,7 +103,7 @@ class Ranks:
         self._started = time.monotonic()
         self._closed = False
         self._pid = os.getpid()
-        self._store = store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store = loopback_store()
         # All ranks are on this machine: use loopback, whatever the host name resolves to.
         environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
         environ["OMP_NUM_THREADS"] = str(threads)
