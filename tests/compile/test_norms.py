@@ -93,6 +93,36 @@ def test_a_block(ranks: RanksFixture, layer: Layer, norm: Norm, dtype: torch.dty
     report(each for rank in ranks(2).run(block_job, layer, norm, dtype) for each in rank)
 
 
+def written_job(what: str) -> list[str]:
+    """Between the all-reduce and the norm the graph writes into what one of them reads, by an op
+    that stays in place in the graph."""
+    with fresh_group() as group:
+        name = group.group_name
+
+        def function(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
+            read = {"residual": h * 2, "input": x * 2, "weight": w["first"] * 2}
+            y = ours(read["input"], w["out"], name)
+            tpkernels.all_reduce_(read[what], name)
+            total = read["residual"] + y
+            return llama_norm(total, read["weight"]), total, read[what]
+
+        given = inputs(F32)
+        with torch.no_grad():
+            want = function(*given)
+            got, after, told = compiled(function, given, True)
+        failures = [] if told.counts == {MATMUL: 1} else [str(told)]
+        return failures + [
+            f"{what}: off by {(a - b).abs().max()}; {after}; {told}"
+            for a, b in zip(got, want, strict=True)
+            if not torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+        ]
+
+
+@pytest.mark.parametrize("what", ["residual", "input", "weight"])
+def test_a_write_in_place_before_the_norm(ranks: RanksFixture, what: str) -> None:
+    report(each for rank in ranks(2).run(written_job, what) for each in rank)
+
+
 def measured_job(ms: dict[str, float] | None) -> dict[str, int]:
     """The ops of a block whose tensors are taken for CUDA tensors, given times for its products."""
     why = measured.why_left_to_torch

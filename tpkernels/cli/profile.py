@@ -35,6 +35,7 @@ from tpkernels.bench.specs import (
 )
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.launch.ranks import loopback_store
 from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
 from tpkernels.local import ranges
 from tpkernels.terminal import (
@@ -104,7 +105,7 @@ def profile(
             else:
                 assert script  # one of the two is given
                 what = " ".join(script)
-                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                store = loopback_store()
                 recordings = session.run(record_script, script[0], script[1:], store.port)
             if files is not None:
                 _report(Profile.of(recordings, what), what, files, console())

@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -46,6 +47,20 @@ _RUN = messages.encode(("run",))
 _SLICE_S = 0.1  # between two looks at the ranks
 _MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
 _REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
+
+
+def loopback_store() -> dist.TCPStore:
+    """Host a store that only processes of this machine reach; by itself it would listen on all
+    interfaces."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        return dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
 
 
 class Ranks(Executor):
@@ -96,7 +111,7 @@ class Ranks(Executor):
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[connection.Connection] = []
         self._looking = threading.Lock()  # around the processes, which threads must not share
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         # All ranks are on this machine: use loopback, whatever the host name resolves to.
         environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
         environ["OMP_NUM_THREADS"] = str(threads)
