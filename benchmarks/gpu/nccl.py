@@ -51,7 +51,7 @@ def nccl_check(setting: Setting) -> Iterator[Result]:
     for world in worlds:
         ranks = over_ranks(setting, world, _nccl_job, 100 if setting.small else 100_000)
         for what, right in right_on_all(ranks):
-            yield Result("nccl_check", f"{what}, {world} ranks", nccl.version(), right)
+            yield Result("nccl_check", f"{what}, {world} ranks", nccl.load().version, right)
     yield Result("nccl_check", "numbers of ranks", why, ok=None)
 
 

@@ -102,7 +102,7 @@ def nccl_worlds(setting: Setting) -> tuple[list[int], str]:
     as there are GPUs, and 2 on one GPU where NCCL allows it."""
     if setting.rehearsal:
         return [1, 2], "a rehearsal"
-    gpus, version = torch.cuda.device_count(), nccl.version()
+    gpus, version = torch.cuda.device_count(), nccl.load().version
     worlds = [world for world in (1, 2, 4, 8) if world <= gpus]
     if gpus == 1 and tuple(map(int, version.split("."))) >= _SHARED_GPU:
         return [*worlds, 2], "ranks share the GPU"

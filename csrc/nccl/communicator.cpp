@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <future>
+#include <iterator>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -19,6 +20,7 @@ using Seconds = std::chrono::duration<double>;
 constexpr Seconds kSpin{50e-6};  // about the time it takes NCCL to start a thread
 constexpr Seconds kLongestPause{1e-3};
 constexpr Seconds kPoll{20e-3};
+constexpr int kSymmetricWindow = 1;  // NCCL_WIN_COLL_SYMMETRIC
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -26,24 +28,34 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-Options named(Options options, const std::string& name) {
-  options.name = name;
-  return options;
+const char* name_of(OperationKind kind) {
+  constexpr const char* kNames[] = {"all_gather", "reduce_scatter", "all_reduce",
+                                    "broadcast",  "send",           "recv"};
+  return kNames[static_cast<int>(kind)];
 }
 
-// `name` must outlive the communicator.
-Config make_config(const Library& library, const Options& options, const std::string& name) {
-  if (options.cta_policy != kUnset) library.need_version(22703, "cta_policy");
-  if (options.min_ctas != kUnset || options.max_ctas != kUnset) {
-    library.need_version(21701, "min_ctas and max_ctas");
+std::string describe(const std::vector<Operation>& operations) {
+  const Operation& first = operations.front();
+  if (operations.size() > 1) {
+    return "group of " + std::to_string(operations.size()) + " operations (" + name_of(first.kind) +
+           ", ...)";
   }
-  Config config;
-  config.blocking = 0;
-  config.cta_policy = options.cta_policy;
-  config.min_ctas = options.min_ctas;
-  config.max_ctas = options.max_ctas;
-  if (!name.empty()) config.comm_name = name.c_str();
-  return config;
+  return std::string(name_of(first.kind)) + " of " + std::to_string(first.count) + " elements";
+}
+
+// Returns the ncclDataType_t of a dtype.
+int data_type(host::DType dtype) {
+  switch (dtype) {
+    case host::DType::kF16:
+      return 6;
+    case host::DType::kF64:
+      return 8;
+    case host::DType::kBF16:
+      return 9;
+    case host::DType::kF32:
+      break;
+  }
+  return 7;
 }
 
 Result async_error(const Library& library, Comm* comm) {
@@ -52,9 +64,9 @@ Result async_error(const Library& library, Comm* comm) {
   return result == kSuccess ? code : result;
 }
 
-ErrorKind kind_of(Result code) {
-  if (code == kRemoteError) return ErrorKind::kPeerLost;
-  return code == kTimeout ? ErrorKind::kTimeout : ErrorKind::kFailed;
+const char* error_type(Result code) {
+  if (code == kRemoteError) return "PeerLostError";
+  return code == kTimeout ? "CollectiveTimeoutError" : "TpkernelsError";
 }
 
 // Runs a function that may never return on its own thread. Returns whether it ended in time.
@@ -75,96 +87,90 @@ bool run_bounded(std::function<void()> function, Seconds limit) {
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<const Library> library, const UniqueId& id, int rank,
-                           int world, const Options& options)
-    : library_(std::move(library)), options_(options), pid_(getpid()), rank_(rank), world_(world) {
-  handle_->name = options.name;
-  Config config = make_config(*library_, options, handle_->name);
+                           int world, const std::string& name, double timeout,
+                           std::function<void()> poll)
+    : library_(std::move(library)),
+      label_("NCCL communicator '" + name + "', rank " + std::to_string(rank) + " of " +
+             std::to_string(world)),
+      timeout_(timeout),
+      poll_(std::move(poll)),
+      pid_(getpid()) {
+  handle_->name = name;
+  Config config;
+  config.comm_name = handle_->name.c_str();
   const Result code =
       library_->functions().CommInitRankConfig(&handle_->comm, world, id, rank, &config);
-  if (handle_->comm == nullptr) throw Error(kind_of(code), failure_text("set-up", code));
+  if (handle_->comm == nullptr) throw Error(error_type(code), failure_text("set-up", code));
   finish("set-up", code);
-}
-
-// A child without a NCCL communicator; `split` fills it in.
-Communicator::Communicator(const Communicator& parent, const std::string& name)
-    : library_(parent.library_), options_(named(parent.options_, name)), pid_(parent.pid_) {
-  handle_->name = name;
 }
 
 Communicator::~Communicator() { abort("it was destroyed before it was closed"); }
 
-std::string Communicator::label() const {
-  std::string text = "NCCL communicator";
-  if (!options_.name.empty()) text += " '" + options_.name + "'";
-  if (world_ > 0) text += ", rank " + std::to_string(rank_) + " of " + std::to_string(world_);
-  return text;
+std::string Communicator::failure_text(const std::string& name, Result code) const {
+  return label_ + ": " + name + " failed: " + library_->error_text(code);
 }
 
-std::string Communicator::failure_text(const std::string& what, Result code) const {
-  return label() + ": " + what + " failed: " + library_->error_text(code);
-}
-
-void Communicator::require_usable(const std::string& what) const {
+void Communicator::require_usable(const std::string& name) const {
   if (getpid() != pid_) {
-    throw Error(ErrorKind::kBroken, label() + ": " + what + " in process " +
+    throw Error("GroupBrokenError", label_ + ": " + name + " in process " +
                                         std::to_string(getpid()) + ", a fork of process " +
                                         std::to_string(pid_) +
                                         ", which owns it; create a communicator in the child");
   }
   const std::lock_guard lock(state_mutex_);
   if (state_ == State::kBroken) {
-    throw Error(ErrorKind::kBroken,
-                label() + " is broken and can run no more calls; make a new one. It broke with: " +
+    throw Error("GroupBrokenError",
+                label_ + " is broken and can run no more calls; make a new one. It broke with: " +
                     broken_by_);
   }
   if (state_ == State::kClosed) {
-    throw Error(ErrorKind::kBroken, label() + ": " + what + " after it was closed");
+    throw Error("GroupBrokenError", label_ + ": " + name + " after it was closed");
   }
 }
 
 // Runs one NCCL function, from its start to its completion.
-void Communicator::call(const std::string& what, const std::function<Result(Comm*)>& function) {
-  require_usable(what);
-  const std::unique_lock turn(calls_, Seconds(options_.timeout));
+void Communicator::call(const std::string& name, const std::function<Result(Comm*)>& function) {
+  require_usable(name);
+  const std::unique_lock turn(calls_, Seconds(timeout_));
   if (!turn.owns_lock()) {
-    throw Error(ErrorKind::kTimeout, label() + ": " + what + " waited " +
-                                         seconds_text(options_.timeout) +
-                                         " for another thread's call");
+    throw Error(
+        "CollectiveTimeoutError",
+        label_ + ": " + name + " waited " + seconds_text(timeout_) + " for another thread's call");
   }
   Result code = kSuccess;
   {
     const std::lock_guard lock(handle_mutex_);
-    require_usable(what);
+    require_usable(name);
     code = function(handle_->comm);
   }
-  finish(what, code);
+  finish(name, code);
 }
 
 // Waits for the call to complete. NCCL returns success for some calls that are still in progress.
-void Communicator::finish(const std::string& what, Result code) {
+void Communicator::finish(const std::string& name, Result code) {
   const auto start = Clock::now();
   auto polled = start;
   Seconds pause{20e-6};
   while (code == kSuccess || code == kInProgress) {
     {
       const std::lock_guard lock(handle_mutex_);
-      require_usable(what);
+      require_usable(name);
       code = async_error(*library_, handle_->comm);
     }
     if (code == kSuccess) return;
     if (code != kInProgress) break;
     const auto now = Clock::now();
-    if (now - start >= Seconds(options_.timeout)) {
-      fail(ErrorKind::kTimeout, label() + ": " + what + " did not complete within " +
-                                    seconds_text(options_.timeout) +
-                                    ": a rank did not join or cannot be reached");
+    if (now - start >= Seconds(timeout_)) {
+      fail("CollectiveTimeoutError", label_ + ": " + name + " did not complete within " +
+                                         seconds_text(timeout_) +
+                                         ": a rank did not join or cannot be reached");
     }
     if (now - polled >= kPoll) {
       polled = now;
       try {
-        options_.poll();
+        poll_();
       } catch (...) {
-        abort(what + " was interrupted");
+        abort(name + " was interrupted");
         throw;
       }
     }
@@ -175,12 +181,12 @@ void Communicator::finish(const std::string& what, Result code) {
       pause = std::min(2 * pause, kLongestPause);
     }
   }
-  fail(kind_of(code), failure_text(what, code));
+  fail(error_type(code), failure_text(name, code));
 }
 
-void Communicator::fail(ErrorKind kind, std::string text) {
+void Communicator::fail(const char* type, std::string text) {
   if (!abort(text)) text += "; ncclCommAbort did not return and was abandoned";
-  throw Error(kind, text + ". The communicator is broken: make a new one.");
+  throw Error(type, text + ". The communicator is broken: make a new one.");
 }
 
 bool Communicator::abort(const std::string& why) {
@@ -190,14 +196,13 @@ bool Communicator::abort(const std::string& why) {
 
 // Aborts (for kBroken) or destroys (for kClosed), once. Returns whether NCCL returned in time.
 bool Communicator::end(State state, const std::string& why) {
-  const Seconds limit(std::min(options_.timeout, kAbortSeconds));
+  const Seconds limit(std::min(timeout_, kAbortSeconds));
   {
     const std::lock_guard lock(state_mutex_);
     if (state_ != State::kLive) return true;
     state_ = state;
     broken_by_ = why;
   }
-  if (handle_->comm == nullptr) return true;  // a child whose split failed
   // A thread that holds the lock for longer is stuck in NCCL, and only an abort can free it. So
   // proceed without the lock after the limit.
   const std::unique_lock lock(handle_mutex_, limit);
@@ -216,9 +221,9 @@ void Communicator::close() {
   }
   call("close", library_->functions().CommFinalize);
   if (!end(State::kClosed, "")) {
-    throw Error(ErrorKind::kTimeout, label() + ": ncclCommDestroy did not return within " +
-                                         seconds_text(std::min(options_.timeout, kAbortSeconds)) +
-                                         " and was abandoned");
+    throw Error("CollectiveTimeoutError", label_ + ": ncclCommDestroy did not return within " +
+                                              seconds_text(std::min(timeout_, kAbortSeconds)) +
+                                              " and was abandoned");
   }
 }
 
@@ -231,25 +236,65 @@ void Communicator::check() {
     code = async_error(*library_, handle_->comm);
   }
   if (code != kSuccess && code != kInProgress) {
-    fail(kind_of(code), failure_text("an operation in flight", code));
+    fail(error_type(code), failure_text("an operation in flight", code));
   }
 }
 
-std::unique_ptr<Communicator> Communicator::split(int color, int key, const std::string& name) {
-  auto* const function = library_->need(library_->functions().CommSplit, "ncclCommSplit");
-  std::unique_ptr<Communicator> child(new Communicator(*this, name));
-  Handle& handle = *child->handle_;
-  Config config = make_config(*library_, child->options_, handle.name);
-  call("split", [&](Comm* comm) {
-    handle_->result = child->handle_;
-    return function(comm, color, key, &handle.comm, &config);
+void Communicator::enqueue(const std::vector<Operation>& operations) {
+  std::vector<Operation> nonempty;  // all ranks skip the same empty operations
+  std::copy_if(operations.begin(), operations.end(), std::back_inserter(nonempty),
+               [](const Operation& operation) { return operation.count > 0; });
+  if (nonempty.empty()) return check();
+  call(describe(nonempty), [&](Comm* comm) {
+    if (nonempty.size() == 1) return run(nonempty.front(), comm);
+    const Functions& f = library_->functions();
+    Result code = f.GroupStart();
+    if (code != kSuccess) return code;
+    for (const Operation& operation : nonempty) {
+      code = run(operation, comm);
+      if (code != kSuccess && code != kInProgress) break;
+    }
+    // Even after a failure: otherwise the thread's next call would join this group.
+    const Result ended = f.GroupEnd();
+    return code != kSuccess && code != kInProgress ? code : ended;
   });
-  if (handle.comm == nullptr) return nullptr;
-  child->finish("set-up by split", kInProgress);
+}
+
+Result Communicator::run(const Operation& o, Comm* comm) const {
   const Functions& f = library_->functions();
-  f.CommCount(handle.comm, &child->world_);
-  f.CommUserRank(handle.comm, &child->rank_);
-  return child;
+  const int type = data_type(o.dtype);
+  switch (o.kind) {
+    case OperationKind::kAllGather:
+      return f.AllGather(o.send, o.recv, o.count, type, comm, o.stream);
+    case OperationKind::kReduceScatter:
+      return f.ReduceScatter(o.send, o.recv, o.count, type, kSum, comm, o.stream);
+    case OperationKind::kAllReduce:
+      return f.AllReduce(o.send, o.recv, o.count, type, kSum, comm, o.stream);
+    case OperationKind::kBroadcast:
+      return f.Broadcast(o.send, o.recv, o.count, type, o.peer, comm, o.stream);
+    case OperationKind::kSend:
+      return f.Send(o.send, o.count, type, o.peer, comm, o.stream);
+    case OperationKind::kRecv:
+      break;
+  }
+  return f.Recv(o.recv, o.count, type, o.peer, comm, o.stream);
+}
+
+void* Communicator::register_window(void* memory, std::size_t bytes) {
+  auto* const function =
+      library_->need(library_->functions().CommWindowRegister, "ncclCommWindowRegister");
+  const auto window = std::make_shared<void*>(nullptr);
+  call("register_window", [&](Comm* comm) {
+    handle_->window = window;
+    return function(comm, memory, bytes, window.get(), kSymmetricWindow);
+  });
+  return *window;
+}
+
+void Communicator::deregister_window(void* window) {
+  auto* const function =
+      library_->need(library_->functions().CommWindowDeregister, "ncclCommWindowDeregister");
+  call("deregister_window", [&](Comm* comm) { return function(comm, window); });
 }
 
 }  // namespace tpkernels::nccl

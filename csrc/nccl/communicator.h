@@ -18,13 +18,13 @@
 
 #include <sys/types.h>
 
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "host/vector.h"
 #include "nccl/library.h"
 
 namespace tpkernels::nccl {
@@ -43,51 +43,28 @@ struct Operation {
   void* stream;
 };
 
-// Sends `send_counts[r]` elements to each rank r and receives `recv_counts[r]` from it. The pieces
-// are contiguous, in rank order.
-std::vector<Operation> all_to_all(const void* send, void* recv,
-                                  const std::vector<std::size_t>& send_counts,
-                                  const std::vector<std::size_t>& recv_counts, host::DType dtype,
-                                  void* stream);
-
-// NCCL chooses the values that are unset.
-struct Options {
-  int cta_policy = kUnset;
-  int min_ctas = kUnset;
-  int max_ctas = kUnset;
-  std::string name;       // appears in errors and, since 2.27, in NCCL's logs
-  double timeout = 30.0;  // limit of one call, in seconds
-  // A waiter calls this about 50 times a second. It may throw, for example on Ctrl-C.
-  std::function<void()> poll = [] {};
-};
-
 class Communicator {
  public:
-  // Returns when all ranks have joined. Uses the device that is current on this thread.
-  Communicator(std::shared_ptr<const Library> library, const UniqueId& id, int rank, int world,
-               const Options& options);
+  // Returns when all ranks have joined. Uses the device that is current on this thread. `name`
+  // appears in errors and, since NCCL 2.27, in its logs; `timeout` limits a call, in seconds. A
+  // waiter calls `poll` about 50 times a second; it may throw, for example on Ctrl-C.
+  Communicator(
+      std::shared_ptr<const Library> library, const UniqueId& id, int rank, int world,
+      const std::string& name, double timeout, std::function<void()> poll = [] {});
   // Aborts unless closed. Takes at most `kAbortSeconds`.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
-
-  int rank() const { return rank_; }
-  int world() const { return world_; }
 
   // Returns when the operations are on their streams; several run as one group. Does not wait for
   // them to complete: see `check`.
   void enqueue(const std::vector<Operation>& operations);
   // Aborts and throws if an enqueued operation has failed.
   void check();
-  // A communicator of the ranks that pass the same color, ordered by key. Null for kNoColor.
-  std::unique_ptr<Communicator> split(int color, int key, const std::string& name);
-
-  // Memory that the ranks register together, for copies without staging. Null if unsupported here.
-  void* register_window(void* memory, std::size_t bytes, int flags);
+  // Registers memory that all ranks register together for NCCL's symmetric kernels. Returns null if
+  // their devices have none.
+  void* register_window(void* memory, std::size_t bytes);
   void deregister_window(void* window);
-  void* register_buffer(void* memory, std::size_t bytes);
-  void deregister_buffer(void* registration);
-
   // Waits until all ranks have completed all operations, then frees the communicator. Does nothing
   // if it is closed or broken.
   void close();
@@ -101,25 +78,23 @@ class Communicator {
   struct Handle {
     Comm* comm = nullptr;
     std::string name;
-    std::shared_ptr<void> result;  // of the call in progress
+    std::shared_ptr<void*> window;  // of the call in progress
   };
 
-  Communicator(const Communicator& parent, const std::string& name);
-  void call(const std::string& what, const std::function<Result(Comm*)>& function);
-  void finish(const std::string& what, Result code);
-  void require_usable(const std::string& what) const;
-  [[noreturn]] void fail(ErrorKind kind, std::string text);
+  void call(const std::string& name, const std::function<Result(Comm*)>& function);
+  void finish(const std::string& name, Result code);
+  void require_usable(const std::string& name) const;
+  [[noreturn]] void fail(const char* type, std::string text);
   bool end(State state, const std::string& why);
   Result run(const Operation& operation, Comm* comm) const;
-  std::string failure_text(const std::string& what, Result code) const;
-  std::string label() const;
+  std::string failure_text(const std::string& name, Result code) const;
 
   const std::shared_ptr<const Library> library_;
   const std::shared_ptr<Handle> handle_ = std::make_shared<Handle>();
-  const Options options_;
+  const std::string label_;
+  const double timeout_;
+  const std::function<void()> poll_;
   const pid_t pid_;
-  int rank_ = -1;
-  int world_ = -1;
   std::timed_mutex calls_;
   std::timed_mutex handle_mutex_;
   mutable std::mutex state_mutex_;  // guards the members below

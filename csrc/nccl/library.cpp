@@ -6,8 +6,6 @@
 namespace tpkernels::nccl {
 namespace {
 
-constexpr int kOldest = 21400;
-
 std::string real_path(void* handle, const std::string& name) {
   link_map* map = nullptr;
   if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr || *map->l_name == '\0') {
@@ -16,13 +14,14 @@ std::string real_path(void* handle, const std::string& name) {
   return map->l_name;
 }
 
-}  // namespace
-
+// 22809 is "2.28.9". Before 2.9 the scheme was different: 2.8.4 is 2804.
 std::string version_text(int version) {
   const int thousand = version < 10000 ? 1000 : 10000;
   return std::to_string(version / thousand) + "." + std::to_string(version % thousand / 100) + "." +
          std::to_string(version % 100);
 }
+
+}  // namespace
 
 template <typename F>
 void Library::look_up(void* handle, F*& slot, const char* symbol, int since, bool required) {
@@ -30,7 +29,7 @@ void Library::look_up(void* handle, F*& slot, const char* symbol, int since, boo
   if (required && slot == nullptr) {
     throw Unsupported(describe() + " is too old: it has no " + symbol +
                       ", which was added in NCCL " + version_text(since) +
-                      "; tpkernels needs NCCL " + version_text(kOldest) + " or newer");
+                      "; tpkernels needs NCCL 2.14.0 or newer");
   }
   if (!required) features_.push_back({symbol, since, slot != nullptr});
 }
@@ -47,46 +46,43 @@ Library::Library(const std::string& name) {
   if (f.GetVersion == nullptr || f.GetVersion(&version_) != kSuccess) {
     throw Unsupported("'" + path_ + "' is not NCCL: ncclGetVersion is missing or fails");
   }
-  look_up(handle, f.GetUniqueId, "ncclGetUniqueId", 20000, true);
-  look_up(handle, f.GetErrorString, "ncclGetErrorString", 20000, true);
-  look_up(handle, f.CommDestroy, "ncclCommDestroy", 20000, true);
-  look_up(handle, f.CommCount, "ncclCommCount", 20000, true);
-  look_up(handle, f.CommUserRank, "ncclCommUserRank", 20000, true);
-  look_up(handle, f.AllGather, "ncclAllGather", 20000, true);
-  look_up(handle, f.ReduceScatter, "ncclReduceScatter", 20000, true);
-  look_up(handle, f.AllReduce, "ncclAllReduce", 20000, true);
-  look_up(handle, f.Broadcast, "ncclBroadcast", 20202, true);
-  look_up(handle, f.GroupStart, "ncclGroupStart", 20000, true);
-  look_up(handle, f.GroupEnd, "ncclGroupEnd", 20000, true);
-  look_up(handle, f.CommGetAsyncError, "ncclCommGetAsyncError", 2402, true);
-  look_up(handle, f.CommAbort, "ncclCommAbort", 2402, true);
-  look_up(handle, f.Send, "ncclSend", 2703, true);
-  look_up(handle, f.Recv, "ncclRecv", 2703, true);
-  look_up(handle, f.GetLastError, "ncclGetLastError", 21304, true);
-  look_up(handle, f.CommInitRankConfig, "ncclCommInitRankConfig", 21400, true);
-  look_up(handle, f.CommFinalize, "ncclCommFinalize", 21400, true);
-  look_up(handle, f.CommSplit, "ncclCommSplit", 21801, false);
+  look_up(handle, f.GetUniqueId, "ncclGetUniqueId", 20000);
+  look_up(handle, f.GetErrorString, "ncclGetErrorString", 20000);
+  look_up(handle, f.CommDestroy, "ncclCommDestroy", 20000);
+  look_up(handle, f.AllGather, "ncclAllGather", 20000);
+  look_up(handle, f.ReduceScatter, "ncclReduceScatter", 20000);
+  look_up(handle, f.AllReduce, "ncclAllReduce", 20000);
+  look_up(handle, f.Broadcast, "ncclBroadcast", 20202);
+  look_up(handle, f.GroupStart, "ncclGroupStart", 20000);
+  look_up(handle, f.GroupEnd, "ncclGroupEnd", 20000);
+  look_up(handle, f.CommGetAsyncError, "ncclCommGetAsyncError", 2402);
+  look_up(handle, f.CommAbort, "ncclCommAbort", 2402);
+  look_up(handle, f.Send, "ncclSend", 2703);
+  look_up(handle, f.Recv, "ncclRecv", 2703);
+  look_up(handle, f.GetLastError, "ncclGetLastError", 21304);
+  look_up(handle, f.CommInitRankConfig, "ncclCommInitRankConfig", 21400);
+  look_up(handle, f.CommFinalize, "ncclCommFinalize", 21400);
   look_up(handle, f.MemAlloc, "ncclMemAlloc", 21901, false);
   look_up(handle, f.MemFree, "ncclMemFree", 21901, false);
-  look_up(handle, f.CommRegister, "ncclCommRegister", 21901, false);
-  look_up(handle, f.CommDeregister, "ncclCommDeregister", 21901, false);
   look_up(handle, f.CommWindowRegister, "ncclCommWindowRegister", 22703, false);
   look_up(handle, f.CommWindowDeregister, "ncclCommWindowDeregister", 22703, false);
 }
 
+std::string Library::version() const { return version_text(version_); }
+
+std::string Library::describe() const { return "NCCL " + version() + " (" + path_ + ")"; }
+
 void Library::missing(const char* symbol) const {
+  int since = 0;
   for (const Feature& feature : features_) {
-    if (std::string(feature.symbol) != symbol) continue;
-    throw Unsupported(describe() + " has no " + symbol + ", which was added in NCCL " +
-                      version_text(feature.since));
+    if (std::string(feature.symbol) == symbol) since = feature.since;
   }
-  throw Unsupported(describe() + " has no " + symbol);
+  throw Unsupported(describe() + " has no " + symbol + ", which was added in NCCL " +
+                    version_text(since));
 }
 
-void Library::need_version(int since, const std::string& what) const {
-  if (version_ >= since) return;
-  throw Unsupported(what + " needs NCCL " + version_text(since) + " or newer; this is " +
-                    describe());
+void Library::require(Result code, const std::string& call) const {
+  if (code != kSuccess) throw Error("TpkernelsError", call + " failed: " + error_text(code));
 }
 
 UniqueId Library::unique_id() const {
@@ -106,21 +102,12 @@ void Library::mem_free(void* memory) const {
   require(need(functions_.MemFree, "ncclMemFree")(memory), "ncclMemFree");
 }
 
-std::string Library::describe() const {
-  return "NCCL " + version_text(version_) + " (" + path_ + ")";
-}
-
 std::string Library::error_text(Result code) const {
   std::string text = functions_.GetErrorString(code);
   // NCCL keeps one last message per process, which outlives its cause: show it only with an error.
   const char* last = functions_.GetLastError(nullptr);
   if (last != nullptr && *last != '\0') text += std::string("; last message: ") + last;
   return text;
-}
-
-void Library::require(Result code, const std::string& what) const {
-  if (code == kSuccess) return;
-  throw Error(ErrorKind::kFailed, what + " failed: " + error_text(code));
 }
 
 }  // namespace tpkernels::nccl

@@ -1,29 +1,68 @@
 // NCCL, loaded at run time: one dlopen, then functions by name. Functions that NCCL 2.14 has are
 // required. Later ones may be missing; using a missing one raises an error that names it.
+//
+// The part of NCCL's ABI that is used stands here, so that building needs no NCCL header. The ABI
+// is stable throughout 2.x: values are never reused, and structs grow only at the end.
 #pragma once
 
-#include <memory>
+#include <climits>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "nccl/abi.h"
-
 namespace tpkernels::nccl {
 
+struct Comm;  // opaque
+
+struct UniqueId {
+  char bytes[128];
+};
+
+enum Result : int {
+  kSuccess = 0,
+  kInternalError = 3,
+  kRemoteError = 6,
+  kInProgress = 7,
+  kTimeout = 8,  // since 2.30
+};
+
+constexpr int kUnset = INT_MIN;  // NCCL chooses
+constexpr int kSum = 0;          // ncclRedOp_t
+
+// ncclConfig_t as of 2.27. `size` and `version` tell the library which fields the caller knows:
+// newer libraries use defaults for the rest, older ones read only the fields that they know.
+struct Config {
+  std::size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 22700;
+  int blocking = 0;
+  int cga_cluster_size = kUnset;
+  int min_ctas = kUnset;
+  int max_ctas = kUnset;
+  const char* net_name = nullptr;
+  int split_share = kUnset;
+  int traffic_class = kUnset;
+  const char* comm_name = nullptr;  // 2.27; NCCL keeps the pointer
+  int collnet_enable = kUnset;
+  int cta_policy = kUnset;
+  int shrink_share = kUnset;
+  int nvls_ctas = kUnset;
+};
+static_assert(sizeof(Config) == 72 && offsetof(Config, blocking) == 16 &&
+                  offsetof(Config, net_name) == 32 && offsetof(Config, comm_name) == 48 &&
+                  offsetof(Config, cta_policy) == 60,
+              "the layout of ncclConfig_t");
+
 // A valid request that this library or machine does not support. The text says what is needed.
-class Unsupported : public std::runtime_error {
- public:
+struct Unsupported : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// How a NCCL call failed.
-enum class ErrorKind { kFailed, kPeerLost, kTimeout, kBroken };
-
-class Error : public std::runtime_error {
- public:
-  Error(ErrorKind kind, const std::string& what) : std::runtime_error(what), kind(kind) {}
-  ErrorKind kind;
+// A failed call; `type` is the class of tpkernels.errors to raise.
+struct Error : std::runtime_error {
+  Error(const char* type, const std::string& text) : std::runtime_error(text), type(type) {}
+  const char* type;
 };
 
 // Named as in NCCL, without the prefix. Streams are cudaStream_t, windows ncclWindow_t.
@@ -35,8 +74,6 @@ struct Functions {
   Result (*CommAbort)(Comm*);
   Result (*CommFinalize)(Comm*);
   Result (*CommDestroy)(Comm*);
-  Result (*CommCount)(const Comm*, int*);
-  Result (*CommUserRank)(const Comm*, int*);
   const char* (*GetErrorString)(Result);
   const char* (*GetLastError)(Comm*);
   Result (*AllGather)(const void*, void*, std::size_t, int dtype, Comm*, void* stream);
@@ -48,11 +85,8 @@ struct Functions {
   Result (*GroupStart)();
   Result (*GroupEnd)();
   // Those below are null if the library lacks them: call them through `Library::need`.
-  Result (*CommSplit)(Comm*, int color, int key, Comm**, Config*);
   Result (*MemAlloc)(void**, std::size_t);
   Result (*MemFree)(void*);
-  Result (*CommRegister)(const Comm*, void*, std::size_t, void** handle);
-  Result (*CommDeregister)(const Comm*, void* handle);
   Result (*CommWindowRegister)(Comm*, void*, std::size_t, void** window, int flags);
   Result (*CommWindowDeregister)(Comm*, void* window);
 };
@@ -72,7 +106,7 @@ class Library {
   Library& operator=(const Library&) = delete;
 
   const Functions& functions() const { return functions_; }
-  int version() const { return version_; }
+  std::string version() const;  // such as "2.28.9"
   const std::string& path() const { return path_; }
   const std::vector<Feature>& features() const { return features_; }
 
@@ -82,34 +116,25 @@ class Library {
     if (function == nullptr) missing(symbol);
     return function;
   }
-  // Throws Unsupported if the library is older than `since`.
-  void need_version(int since, const std::string& what) const;
-
-  // Rank 0 of a new communicator makes the id and gives it to all ranks. Opens a socket.
+  // Makes the id of a new communicator, on rank 0 for all ranks. Opens a socket.
   UniqueId unique_id() const;
-  // Memory of the current device that can be registered as a window.
+  // Allocates memory of the current device that can be registered as a window.
   void* mem_alloc(std::size_t bytes) const;
   void mem_free(void* memory) const;
-
-  // "NCCL 2.28.9 (/usr/lib/libnccl.so.2)"
-  std::string describe() const;
-  // NCCL's text for an error code, with its last message if there is one.
+  // Returns NCCL's text for an error code, with its last message if there is one.
   std::string error_text(Result code) const;
-  // Throws Error unless `code` is success.
-  void require(Result code, const std::string& what) const;
 
  private:
   template <typename F>
-  void look_up(void* handle, F*& slot, const char* symbol, int since, bool required);
+  void look_up(void* handle, F*& slot, const char* symbol, int since, bool required = true);
   [[noreturn]] void missing(const char* symbol) const;
+  void require(Result code, const std::string& call) const;
+  std::string describe() const;
 
   Functions functions_{};
   int version_ = 0;
   std::string path_;
   std::vector<Feature> features_;
 };
-
-// 22809 is "2.28.9". Before 2.9 the scheme was different: 2.8.4 is 2804.
-std::string version_text(int version);
 
 }  // namespace tpkernels::nccl

@@ -83,7 +83,7 @@ def test_info_shows_the_result_pool() -> None:
 
 
 def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = {"ncclCommSplit": True, "ncclMemAlloc": False, "ncclMemFree": False}
+    features = {"ncclCommWindowRegister": True, "ncclMemAlloc": False, "ncclMemFree": False}
     facts = {"path": "/a/libnccl.so.2", "version": "2.18.5", "origin": "from a wheel"}
     monkeypatch.setattr(nccl, "facts", lambda: {**facts, "features": features})
     shown = " ".join(invoke("info").output.split())

@@ -18,7 +18,7 @@ from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build, Fake
 from tests.support.faults import PROMPT, Ending
 from tests.support.tiers import sweep
-from tpkernels.nccl import Communicator, bootstrap, communicator
+from tpkernels.nccl import Communicator, communicator
 
 WORLD = 3
 SHORT = 0.6
@@ -30,8 +30,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def pretending() -> Iterator[None]:
     """Makes the CPU the current CUDA device."""
     with (
-        mock.patch.object(bootstrap, "current_device", lambda: CPU),
-        mock.patch.object(communicator, "_stream", lambda device: 7),
+        mock.patch.object(communicator, "_current_device", lambda: CPU),
+        mock.patch.object(communicator, "_current_stream", lambda device: 7),
     ):
         yield
 
@@ -50,9 +50,9 @@ def ids_job(path: str) -> list[bytes]:
     fake, group = Fake(path), group_of()
     mesh = DeviceMesh.from_group(group, "cpu")
     seen = []
-    for given in (group, group.group_name, mesh, (mesh, 0)):
-        with Communicator(given, library=path) as one:
-            assert (one.rank, one.world, one.device) == (dist.get_rank(), WORLD, CPU)
+    for group_like in (group, group.group_name, mesh, (mesh, 0)):
+        with Communicator(group_like, library=path) as comm:
+            assert (comm.rank, comm.world, comm.device) == (dist.get_rank(), WORLD, CPU)
             assert fake.name == group.group_name and fake.config.blocking == 0
         seen.append(fake.unique_id)
     assert fake.calls("ncclGetUniqueId") == (len(seen) if dist.get_rank() == 0 else 0)
@@ -62,7 +62,7 @@ def ids_job(path: str) -> list[bytes]:
 
 def test_all_ranks_get_rank_0s_id(ranks: RanksFixture, fake_nccl: Build) -> None:
     first, *others = ranks(WORLD).run(ids_job, fake_nccl().path)
-    assert len(set(first)) == len(first) and {len(one) for one in first} == {128}
+    assert len(set(first)) == len(first) and set(map(len, first)) == {128}
     assert all(other == first for other in others)
 
 
@@ -109,12 +109,12 @@ def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
             options["library"] = "/nowhere/libnccl.so.2"
         elif how == "version":
             fake.version(22200)
-        elif how == "options":
-            options["max_ctas"] = 8
+        elif how == "timeout":
+            options["timeout"] = 19
     with contextlib.ExitStack() as pretence:
         if dist.get_rank() != failing or how != "device":
             pretence.enter_context(pretending())
-        first = faults.ending_of(lambda: Communicator(group, timeout=20, **options))
+        first = faults.ending_of(lambda: Communicator(group, **{"timeout": 20, **options}))
     assert fake.calls("ncclCommInitRankConfig") == 0  # no rank waits in NCCL
     fake.result("ncclGetUniqueId", 0)
     fake.version(23203)
@@ -147,10 +147,10 @@ def test_a_rank_that_cannot_take_part_is_an_error_on_all(
 
 
 @pytest.mark.parametrize(
-    ("how", "error"), [("options", "ValueError"), ("version", "TpkernelsError")]
+    ("how", "error"), [("timeout", "ValueError"), ("version", "TpkernelsError")]
 )
 def test_ranks_that_differ(ranks: RanksFixture, fake_nccl: Build, how: str, error: str) -> None:
-    expected = {"options": "'max_ctas': 8", "version": "has NCCL"}[how]
+    expected = {"timeout": "19", "version": "has NCCL 2."}[how]
     for first, then in ranks(WORLD).run(failing_job, fake_nccl().path, 1, how):
         assert first.error == error and first.seconds < PROMPT, first
         assert expected in first.text and "all ranks must" in first.text, first
@@ -176,20 +176,6 @@ def test_a_rank_that_does_not_come(ranks: RanksFixture, fake_nccl: Build, absent
             assert text in ending.text, ending
 
 
-@pretending()
-def stuck_job(path: str) -> tuple[Ending, int]:
-    fake = Fake(path)
-    fake.progress(-1)
-    group = group_of()
-    return faults.ending_of(lambda: Communicator(group, timeout=SHORT, library=path)), fake.alive
-
-
-def test_set_up_that_nccl_does_not_end(ranks: RanksFixture, fake_nccl: Build) -> None:
-    for ending, alive in ranks(WORLD).run(stuck_job, fake_nccl().path):
-        assert ending.error == "CollectiveTimeoutError" and ending.seconds < SHORT + PROMPT, ending
-        assert "set-up did not complete within 0.60 s" in ending.text and alive == 0, ending
-
-
 def no_cuda_job() -> Ending:
     group = group_of()
     return faults.ending_of(lambda: Communicator(group, timeout=5))
@@ -199,6 +185,4 @@ def no_cuda_job() -> Ending:
 def test_without_a_gpu_it_says_what_is_missing(ranks: RanksFixture) -> None:
     for ending in ranks(WORLD).run(no_cuda_job):
         assert ending.error == "NotImplementedError" and ending.seconds < PROMPT, ending
-        start = f"a NCCL communicator needs a CUDA device, and torch {torch.__version__} sees none"
-        assert ending.text.startswith(start), ending
-        assert "NCCL" in ending.text.removeprefix(start), ending
+        assert f"needs a CUDA device, and torch {torch.__version__} sees none; " in ending.text

@@ -19,7 +19,7 @@ OLDER_MUTEX = """#include <bits/c++config.h>
 #define _GLIBCXX_USE_PTHREAD_MUTEX_CLOCKLOCK 0
 """
 HANDLE_LOCK = "const std::lock_guard lock(handle_mutex_);"
-TURN = "const std::unique_lock turn(calls_, Seconds(options_.timeout));"
+TURN = "const std::unique_lock turn(calls_, Seconds(timeout_));"
 
 
 def run(sanitizer: str, scratch: Path, weaker: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -39,8 +39,7 @@ def run(sanitizer: str, scratch: Path, weaker: dict[str, str]) -> subprocess.Com
         [*command, "-shared", "-fPIC", str(PROGRAMS / "fake_nccl.cpp"), "-o", str(fake)], check=True
     )
     command += toolchain.flags
-    sources = [PROGRAMS / "threads.cpp", NCCL / "library.cpp", NCCL / "operations.cpp"]
-    sources.append(scratch / "communicator.cpp")
+    sources = [PROGRAMS / "threads.cpp", NCCL / "library.cpp", scratch / "communicator.cpp"]
     subprocess.run([*command, *map(str, sources), "-ldl", "-o", str(program)], check=True)
     toolchain.environ["ASAN_OPTIONS"] = "detect_leaks=0"  # the fake keeps what was aborted
     return toolchain.run(program, str(fake))

@@ -3,8 +3,7 @@
 NCCL is loaded on first use, so this module imports on machines without NCCL and CUDA.
 """
 
-from tpkernels.nccl.communicator import Communicator
-from tpkernels.nccl.library import facts, load, unique_id, version
-from tpkernels.nccl.memory import Window
+from tpkernels.nccl.communicator import Communicator, Window
+from tpkernels.nccl.library import facts, load
 
-__all__ = ["Communicator", "Window", "facts", "load", "unique_id", "version"]
+__all__ = ["Communicator", "Window", "facts", "load"]

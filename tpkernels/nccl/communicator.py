@@ -6,33 +6,45 @@ csrc/nccl/communicator.h describes how a call ends that NCCL cannot complete.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tpkernels import _C, defaults, dtypes, groups
 from tpkernels._C.nccl import Operation, OperationKind
-from tpkernels.errors import CollectiveTimeoutError
+from tpkernels.errors import CollectiveTimeoutError, TpkernelsError
 from tpkernels.groups import GroupLike
-from tpkernels.nccl import checks, memory
-from tpkernels.nccl.bootstrap import bootstrap
-from tpkernels.nccl.memory import Window
+from tpkernels.nccl.library import facts, load
+from tpkernels.symm.exchange import Participant, exchange
 from tpkernels.text import of_error
 
-_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _POLL_INTERVAL = 1e-3  # s, between queries of an event
 
 
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+@dataclass(frozen=True)
+class Window:
+    """Memory that all ranks have registered with `Communicator.register_window`."""
+
+    handle: int  #: NCCL's ``ncclWindow_t``
+    tensor: torch.Tensor  #: the memory of this rank
+
+
+class _Batch(threading.local):
+    """The calls that a thread has collected in a `Communicator.group`, or None outside of one."""
+
+    #: Holds the tensors too, so that their memory is not reused before the calls are enqueued.
+    calls: list[tuple[Operation, torch.Tensor, torch.Tensor]] | None = None
 
 
 class Communicator:
     """A NCCL communicator. Creating one is collective: all ranks of ``group`` do it together, with
-    the same options. Each rank uses the CUDA device that is current when it does.
+    the same timeout. Each rank uses the CUDA device that is current when it does.
 
     Every method returns within ``timeout`` or raises; after an error no further call is possible.
     Methods that move data enqueue their work on torch's current stream and return; `check` and
@@ -45,12 +57,10 @@ class Communicator:
         timeout: limit for one call, in seconds.
         library: path of the NCCL to use; by default the one that ``tpkernels info`` shows.
         name: shown in errors and, from NCCL 2.27 on, in NCCL's logs; by default the group's name.
-        cta_policy: "default", "efficiency" or "zero" (copy engines, no CTAs); needs NCCL 2.27.
-        min_ctas, max_ctas: bounds on the number of CTAs that NCCL uses.
 
     Raises:
-        ValueError: an option is out of range or differs between ranks.
-        NotImplementedError: there is no CUDA device or no NCCL, or NCCL is too old for an option.
+        ValueError: the timeout is out of range or differs between ranks.
+        NotImplementedError: there is no CUDA device, or no NCCL that is new enough.
         TpkernelsError: a rank cannot take part or did not come in time; raised on all ranks.
     """
 
@@ -61,85 +71,58 @@ class Communicator:
         timeout: float = defaults.TIMEOUT,
         library: str | None = None,
         name: str | None = None,
-        cta_policy: str | None = None,
-        min_ctas: int | None = None,
-        max_ctas: int | None = None,
     ) -> None:
-        options = checks.options(timeout, cta_policy, min_ctas, max_ctas)
-        own = groups.get(groups.name_of(group))
-        name = own.name if name is None else name
-        with own.turn():
-            agreed = bootstrap(own.participant(timeout), library, options)
-            native = _C.nccl.Communicator(
-                agreed.library,
-                agreed.unique_id,
-                own.rank,
-                own.world,
-                timeout=timeout,
-                name=name,
-                **options,
-            )
-        self._set(native, agreed.library, agreed.device, timeout, name)
-
-    def _set(
-        self,
-        native: _C.nccl.Communicator,
-        library: _C.nccl.Library,
-        device: torch.device,
-        timeout: float,
-        name: str,
-    ) -> None:
-        self.library = library
-        self.device = device
+        if not 0 < timeout <= 86400:
+            raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
+        members = groups.get(groups.name_of(group))
         self.timeout = timeout
-        self.name = name
-        self.rank: int = native.rank
-        self.world: int = native.world
-        self._native = native
-        self._local = threading.local()
+        self.name = members.name if name is None else name
+        self.rank = members.rank
+        self.world = members.world
+        with members.turn():
+            self.library, self.device, unique_id = _bootstrap(members.participant(timeout), library)
+            self._native = _C.nccl.Communicator(
+                self.library, unique_id, self.rank, self.world, name=self.name, timeout=timeout
+            )
+        self._batch = _Batch()
         # Runs at exit too: work left on the device would wait for its peers.
-        weakref.finalize(self, native.abort, "it was dropped without having been closed")
+        weakref.finalize(self, self._native.abort, "it was dropped without having been closed")
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The ``x`` of all ranks, concatenated along dim 0 in rank order."""
-        checks.has_rows(x)
-        out = x.new_empty((self.world * x.shape[0], *x.shape[1:])) if out is None else out
-        checks.pair(x, out, self.device)
-        checks.elements(out.numel(), self.world * x.numel(), "out", f"x from {self.world} ranks")
+        """Concatenate the ``x`` of all ranks along dim 0, in rank order."""
+        rows = self._check_rows(x)
+        out = self._output(x, out, [self.world * rows, *x.shape[1:]])
         return self._enqueue(OperationKind.ALL_GATHER, x, out, x.numel())
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's shard, along dim 0, of what `all_reduce` returns."""
-        rows = checks.divisible(x, self.world)
-        out = x.new_empty((rows, *x.shape[1:])) if out is None else out
-        checks.pair(x, out, self.device)
-        checks.elements(out.numel(), x.numel() // self.world, "out", f"x over {self.world} ranks")
+        """Return this rank's shard, along dim 0, of what `all_reduce` returns."""
+        rows = self._check_rows(x, divisible=True)
+        out = self._output(x, out, [rows // self.world, *x.shape[1:]])
         return self._enqueue(OperationKind.REDUCE_SCATTER, x, out, out.numel())
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of all ranks' ``x``, in NCCL's order and in x's dtype; ``out=x``: in place."""
-        out = torch.empty_like(x) if out is None else out
-        checks.pair(x, out, self.device)
-        checks.elements(out.numel(), x.numel(), "out", "x")
+        """Sum all ranks' ``x``, in NCCL's order and in x's dtype; in place with ``out=x``."""
+        self._check(x, "x")
+        out = self._output(x, out, x.shape)
         return self._enqueue(OperationKind.ALL_REDUCE, x, out, x.numel())
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
-        """Overwrites ``x`` with the root's ``x``, and returns it."""
-        checks.rank(root, self.world, "root")
-        checks.tensor(x, "x", self.device)
+        """Overwrite ``x`` with the root's ``x``, and return it."""
+        self._check_rank(root, "root")
+        self._check(x, "x")
         return self._enqueue(OperationKind.BROADCAST, x, x, x.numel(), root)
 
     def send(self, x: torch.Tensor, peer: int) -> None:
-        """Sends ``x``; the peer must receive the same number of elements. Sends and receives that
+        """Send ``x``; the peer must receive the same number of elements. Sends and receives that
         wait for each other must be in one `group`."""
-        checks.rank(peer, self.world, "peer")
-        checks.tensor(x, "x", self.device)
+        self._check_rank(peer, "peer")
+        self._check(x, "x")
         self._enqueue(OperationKind.SEND, x, x, x.numel(), peer)
 
     def recv(self, x: torch.Tensor, peer: int) -> torch.Tensor:
-        """Overwrites ``x`` with what the peer sends, and returns it."""
-        checks.rank(peer, self.world, "peer")
-        checks.tensor(x, "x", self.device)
+        """Overwrite ``x`` with what the peer sends, and return it."""
+        self._check_rank(peer, "peer")
+        self._check(x, "x")
         return self._enqueue(OperationKind.RECV, x, x, x.numel(), peer)
 
     def all_to_all(
@@ -149,58 +132,40 @@ class Communicator:
         send_rows: Sequence[int] | None = None,
         recv_rows: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Sends piece r of ``x`` along dim 0 to rank r, and returns the pieces received, in rank
+        """Send piece r of ``x`` along dim 0 to rank r, and return the pieces received, in rank
         order. ``send_rows`` has the rows of each piece, by default equal; ``send_rows[r]`` must
         equal ``recv_rows[this rank]`` on rank r."""
-        checks.has_rows(x)
-        if send_rows is None:
-            send_rows = [checks.divisible(x, self.world)] * self.world
-        recv_rows = send_rows if recv_rows is None else recv_rows
-        checks.rows(send_rows, self.world, "send_rows")
-        checks.rows(recv_rows, self.world, "recv_rows")
-        out = x.new_empty((sum(recv_rows), *x.shape[1:])) if out is None else out
-        checks.pair(x, out, self.device)
-        checks.has_rows(out)
-        sent = checks.counts(x, send_rows, "send_rows")
-        received = checks.counts(out, recv_rows, "recv_rows")
-        code, stream = dtypes.CODES[x.dtype], _stream(self.device)
-        self._submit(
-            _C.nccl.all_to_all(x.data_ptr(), out.data_ptr(), sent, received, code, stream), x, out
-        )
+        rows = self._check_rows(x, divisible=send_rows is None)
+        send_rows = [rows // self.world] * self.world if send_rows is None else list(send_rows)
+        recv_rows = send_rows if recv_rows is None else list(recv_rows)
+        for sizes, name in ((send_rows, "send_rows"), (recv_rows, "recv_rows")):
+            if len(sizes) != self.world or min(sizes) < 0:
+                raise ValueError(f"{name} is {sizes}; it must be {self.world} numbers of 0 or more")
+        if sum(send_rows) != rows:
+            raise ValueError(f"send_rows {send_rows} adds up to {sum(send_rows)}, not x's {rows}")
+        out = self._output(x, out, [sum(recv_rows), *x.shape[1:]])
+        pieces = zip(x.split(send_rows), out.view(-1, *x.shape[1:]).split(recv_rows), strict=True)
+        with self.group() if self._batch.calls is None else contextlib.nullcontext():
+            for peer, (sent, received) in enumerate(pieces):
+                self.send(sent, peer)
+                self.recv(received, peer)
         return out
-
-    def _enqueue(
-        self, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
-    ) -> torch.Tensor:
-        code, stream = dtypes.CODES[x.dtype], _stream(self.device)
-        operation = Operation(kind, x.data_ptr(), out.data_ptr(), count, code, peer, stream)
-        self._submit([operation], x, out)
-        return out
-
-    def _submit(self, operations: list[Operation], *tensors: torch.Tensor) -> None:
-        batch = getattr(self._local, "batch", None)
-        if batch is None:
-            self._native.enqueue(operations)
-        else:
-            batch.append((operations, tensors))
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Starts all calls that this thread makes in the block as one, when the block ends. If the
+        """Start all calls that this thread makes in the block as one, when the block ends. If the
         block raises, none is started."""
-        if getattr(self._local, "batch", None) is not None:
+        if self._batch.calls is not None:
             raise RuntimeError(f"{self!r}: this thread is already in a group")
-        # Keeps the tensors alive until all calls are enqueued, so that their memory is not reused.
-        batch: list[tuple[list[Operation], tuple[torch.Tensor, ...]]] = []
-        self._local.batch = batch
+        calls = self._batch.calls = []
         try:
             yield
         finally:
-            self._local.batch = None
-        self._native.enqueue([operation for operations, _ in batch for operation in operations])
+            self._batch.calls = None
+        self._native.enqueue([operation for operation, *_ in calls])
 
     def check(self) -> None:
-        """Aborts and raises if an enqueued operation has failed. May be called from any thread.
+        """Abort and raise if an enqueued operation has failed. May be called from any thread.
 
         Raises:
             PeerLostError: a peer's process or the link to it is gone.
@@ -209,7 +174,7 @@ class Communicator:
         self._native.check()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the current stream has run all work enqueued so far, for at most ``timeout``
+        """Wait until the current stream has run all work enqueued so far, for at most ``timeout``
         seconds (by default the communicator's). Calls `check` meanwhile.
 
         Raises:
@@ -228,57 +193,43 @@ class Communicator:
             time.sleep(_POLL_INTERVAL)
         self.check()
 
-    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
-        """Creates a communicator of the ranks that pass the same color, ordered by key, by default
-        by rank. Returns None for color None. Collective.
-
-        Raises:
-            ValueError: ``color`` is negative.
-            NotImplementedError: NCCL is older than 2.18.
-        """
-        if color is not None and color < 0:
-            raise ValueError(f"color is {color}; it must be at least 0, or None")
-        name = f"{self.name}/{color}"
-        native = self._native.split(color, self.rank if key is None else key, name)
-        if native is None:
-            return None
-        child = object.__new__(Communicator)
-        child._set(native, self.library, self.device, self.timeout, name)
-        return child
-
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised tensor in memory from ``ncclMemAlloc``, which windows need. The memory
-        is freed with the last tensor that uses it, even if a stream still does: `wait` first.
+        """Allocate an uninitialised tensor with ``ncclMemAlloc``, as windows need. The memory is
+        freed with the last tensor that uses it, even if a stream still does: `wait` first.
 
         Raises:
             ValueError: the shape has no elements.
             NotImplementedError: NCCL is older than 2.19, or no op takes ``dtype``.
         """
         dtypes.check_supported(dtype, "the tensor")
-        return memory.empty(self.library, shape, dtype, self.device)
+        if any(size < 1 for size in shape):
+            raise ValueError(f"shape {list(shape)} has no elements")
+        with torch.cuda.device(self.device):
+            memory = _Memory(self.library, math.prod(shape) * dtype.itemsize)
+            return torch.as_tensor(memory, device=self.device).view(dtype).view(*shape)
 
     def register_window(self, x: torch.Tensor) -> Window | None:
-        """Registers a tensor from `empty`, of the same size on all ranks, for NCCL's symmetric
+        """Register a tensor from `empty`, of the same size on all ranks, for NCCL's symmetric
         kernels. Returns None if the ranks' devices do not support these. Collective.
 
         Raises:
             NotImplementedError: NCCL is older than 2.27.
         """
-        checks.tensor(x, "x", self.device)
-        handle = self._native.register_window(x.data_ptr(), x.nbytes, _SYMMETRIC)
+        self._check(x, "x")
+        handle = self._native.register_window(x.data_ptr(), x.nbytes)
         return Window(handle, x) if handle else None
 
     def deregister_window(self, window: Window) -> None:
-        """Undoes `register_window`. Collective."""
+        """Undo `register_window`. Collective."""
         self._native.deregister_window(window.handle)
 
     def close(self) -> None:
-        """Waits until all ranks have finished all operations, then frees the communicator.
+        """Wait until all ranks have finished all operations, then free the communicator.
         Collective and idempotent; does nothing after a failure."""
         self._native.close()
 
     def abort(self) -> None:
-        """Cancels work in flight and frees the communicator, from any thread. Peers' calls fail."""
+        """Cancel work in flight and free the communicator, from any thread. Peers' calls fail."""
         self._native.abort("it was aborted")
 
     def __enter__(self) -> Communicator:
@@ -295,3 +246,135 @@ class Communicator:
             f"<nccl.Communicator '{self.name}', rank {self.rank} of {self.world} on {self.device}, "
             f"NCCL {self.library.version}>"
         )
+
+    def _enqueue(
+        self, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
+    ) -> torch.Tensor:
+        code, stream = dtypes.CODES[x.dtype], _current_stream(self.device)
+        operation = Operation(kind, x.data_ptr(), out.data_ptr(), count, code, peer, stream)
+        if self._batch.calls is None:
+            self._native.enqueue([operation])
+        else:
+            self._batch.calls.append((operation, x, out))
+        return out
+
+    def _check(self, x: torch.Tensor, name: str) -> None:
+        """Raise unless NCCL can read or write ``x`` in place."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
+        dtypes.check_supported(x.dtype, name)
+        if x.device != self.device:
+            raise ValueError(f"{name} is on {x.device}, but the communicator is on {self.device}")
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{name} of shape {list(x.shape)} and strides {list(x.stride())} is not "
+                "contiguous; pass the result of .contiguous()"
+            )
+
+    def _check_rows(self, x: torch.Tensor, *, divisible: bool = False) -> int:
+        """Return the rows of ``x``, which the ranks must divide if ``divisible``."""
+        self._check(x, "x")
+        if x.dim() < 1:
+            raise ValueError("x has no dims; it must have at least one")
+        if divisible and x.shape[0] % self.world:
+            raise ValueError(f"x has {x.shape[0]} rows, no multiple of {self.world} ranks")
+        return x.shape[0]
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"{name} is {rank}; it must be one of ranks 0 to {self.world - 1}")
+
+    def _output(
+        self, x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Return ``out`` if it suits, or a new tensor of ``shape``."""
+        if out is None:
+            return x.new_empty(shape)
+        self._check(out, "out")
+        if x.dtype != out.dtype:
+            raise TypeError(f"x is {dtypes.name(x.dtype)} but out is {dtypes.name(out.dtype)}")
+        if out.numel() != math.prod(shape):
+            raise ValueError(
+                f"out has {out.numel()} elements; the result has {math.prod(shape)}, of shape "
+                f"{list(shape)}"
+            )
+        return out
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _current_device() -> torch.device:
+    """Return the current CUDA device, after creating its context, which NCCL needs.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    if not torch.cuda.is_available():
+        nccl = facts()
+        library = nccl.get("unsupported") or f"NCCL {nccl['version']} is here ({nccl['path']})"
+        raise NotImplementedError(
+            f"a NCCL communicator needs a CUDA device, and torch {torch.__version__} sees none; "
+            f"{library}"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.empty(1, device=device)
+    return device
+
+
+def _bootstrap(
+    participant: Participant, path: str | None
+) -> tuple[_C.nccl.Library, torch.device, bytes]:
+    """Return the library, the device and rank 0's unique id. Collective.
+
+    Through the store, each rank reports whether it can take part, and with which NCCL and timeout;
+    rank 0 adds the unique id. So either all ranks go on or all fail, before NCCL waits for any.
+
+    Raises:
+        ValueError: the ranks pass different timeouts.
+        TpkernelsError: another rank cannot take part, or has another NCCL.
+        CollectiveTimeoutError: a rank did not come in time.
+    """
+    report: dict[str, Any] = {"timeout": participant.timeout}
+    failure: Exception | None = None
+    try:
+        device = _current_device()
+        library = load(path)
+        unique_id = library.unique_id() if participant.rank == 0 else b""
+        report |= {"NCCL": library.version, "unique_id": unique_id.hex()}
+    except Exception as error:  # of any kind: the other ranks must learn of it
+        failure = error
+        report["error"] = of_error(error)
+    reports = exchange(participant, "NCCL communicator", report)
+    if failure is not None:
+        raise failure
+    where = f"NCCL communicator of group '{participant.group}'"
+    for rank, other in enumerate(reports):
+        if "error" in other:
+            text = f"{where}: rank {rank} cannot take part: {other['error']}"
+            raise TpkernelsError(text, peer=rank)
+    for rank, other in enumerate(reports):
+        for key in ("timeout", "NCCL"):
+            if other[key] != report[key]:
+                text = (
+                    f"{where}: rank {participant.rank} has {key} {report[key]}, rank {rank} "
+                    f"{other[key]}; all ranks must have the same"
+                )
+                raise ValueError(text) if key == "timeout" else TpkernelsError(text, peer=rank)
+    return library, device, bytes.fromhex(reports[0]["unique_id"])
+
+
+class _Memory:
+    """An array of bytes for torch, freed with the last tensor that uses it."""
+
+    def __init__(self, library: _C.nccl.Library, nbytes: int) -> None:
+        address = library.mem_alloc(nbytes)
+        weakref.finalize(self, library.mem_free, address)
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "stream": None,
+        }

@@ -52,9 +52,7 @@ std::vector<Message> sends, receives;
 
 struct ncclComm {
   int rank, world;
-  int polls;                  // how many more polls report "in progress"
-  ncclComm* child = nullptr;  // of a split; goes to `slot` once that completes
-  ncclComm** slot = nullptr;
+  int polls;  // how many more polls report "in progress"
 };
 
 namespace {
@@ -154,7 +152,7 @@ int ncclCommInitRankConfig(ncclComm** comm, int world, UniqueId id, int rank, Co
   *comm = nullptr;
   if (result != kSuccess && result != kInProgress) return result;
   const std::lock_guard lock(mutex);
-  *comm = new ncclComm{rank, world, polls_to_go, nullptr, nullptr};
+  *comm = new ncclComm{rank, world, polls_to_go};
   alive.insert(*comm);
   return result;
 }
@@ -172,11 +170,6 @@ int ncclCommGetAsyncError(ncclComm* comm, int* code) {
     *code = kInProgress;
   } else {
     *code = async_result;
-    if (comm->slot != nullptr) {
-      *comm->slot = comm->child;
-      if (comm->child != nullptr) alive.insert(comm->child);
-      comm->slot = nullptr;
-    }
   }
   return kSuccess;
 }
@@ -184,15 +177,6 @@ int ncclCommGetAsyncError(ncclComm* comm, int* code) {
 int ncclCommAbort(ncclComm* comm) { return enter("ncclCommAbort", comm, true); }
 int ncclCommDestroy(ncclComm* comm) { return enter("ncclCommDestroy", comm, true); }
 int ncclCommFinalize(ncclComm* comm) { return enter("ncclCommFinalize", comm); }
-
-int ncclCommCount(const ncclComm* comm, int* count) {
-  *count = comm->world;
-  return kSuccess;
-}
-int ncclCommUserRank(const ncclComm* comm, int* rank) {
-  *rank = comm->rank;
-  return kSuccess;
-}
 
 const char* ncclGetErrorString(int code) {
   static thread_local std::string text;
@@ -256,18 +240,6 @@ int ncclGroupEnd() {
 }
 int fake_depth() { return depth; }
 
-int ncclCommSplit(ncclComm* comm, int color, int key, ncclComm** child, Config* config) {
-  const int result = enter("ncclCommSplit", comm);
-  *child = nullptr;
-  if (result != kSuccess && result != kInProgress) return result;
-  last_config = *config;
-  last_name = config->comm_name == nullptr ? "" : config->comm_name;
-  const std::lock_guard lock(mutex);
-  comm->slot = child;
-  comm->child = color < 0 ? nullptr : new ncclComm{key, comm->world, polls_to_go, nullptr, nullptr};
-  return result;
-}
-
 int ncclMemAlloc(void** memory, std::size_t bytes) {
   *memory = std::malloc(bytes);
   return enter("ncclMemAlloc", nullptr);
@@ -276,11 +248,6 @@ int ncclMemFree(void* memory) {
   std::free(memory);
   return enter("ncclMemFree", nullptr);
 }
-int ncclCommRegister(ncclComm* comm, void* memory, std::size_t, void** handle) {
-  *handle = memory;
-  return enter("ncclCommRegister", comm);
-}
-int ncclCommDeregister(ncclComm* comm, void*) { return enter("ncclCommDeregister", comm); }
 int ncclCommWindowRegister(ncclComm* comm, void* memory, std::size_t, void** window, int flags) {
   *window = flags == 1 ? memory : nullptr;
   return enter("ncclCommWindowRegister", comm);
