@@ -42,7 +42,6 @@ __all__ = [
     "empty",
     "finalize",
     "from_pretrained",
-    "fused_dtensor",
     "init",
     "mesh",
     "nccl",
@@ -57,13 +56,12 @@ __all__ = [
 __all__ += ops.__all__
 
 if TYPE_CHECKING:
-    from tpkernels.mesh.fused import fused_dtensor
     from tpkernels.mesh.matmul import sharded_matmul
 
 
 def __getattr__(name: str) -> Any:
-    """Imports DTensor with the functions for it: that takes half as long as torch itself."""
-    if name not in ("fused_dtensor", "sharded_matmul"):
+    """Import DTensor with the function for it: that takes half as long as torch itself."""
+    if name != "sharded_matmul":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(mesh, name)  # the next access comes without this function
-    return found
+    globals()[name] = function = mesh.sharded_matmul  # the next access does without this function
+    return function

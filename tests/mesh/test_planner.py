@@ -12,8 +12,7 @@ from torch.distributed.tensor import Shard
 
 from tests.support.meshes import ANY, S0, S1, P, Placements, R, placements_of
 from tests.support.tiers import sweep
-from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose, plans_for
-from tpkernels.mesh.steps import steps_from
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose, plans_for, steps_from
 
 M, K, N = 8, 16, 4  # of the halves
 BYTES = 4

@@ -9,7 +9,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "explain",
-    "fused_dtensor",
     "plans",
     "reduce_scatter",
     "sharded_matmul",
@@ -19,12 +18,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the names on first use: DTensor's import takes half as long as torch itself."""
+    """Import the names on first use: DTensor's import takes half as long as torch itself."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tpkernels.mesh import collectives, fused, matmul, planner, steps
+    from tpkernels.mesh import collectives, matmul, planner
 
-    homes = (matmul, fused, collectives, planner, steps)
+    homes = (matmul, collectives, planner)
     found = next(getattr(home, name) for home in homes if hasattr(home, name))
     globals()[name] = found  # the next access comes without this function
     return found

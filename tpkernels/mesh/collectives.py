@@ -1,17 +1,20 @@
-"""The collectives along axes of a mesh, and sums and means of DTensors."""
+"""Collectives along axes of a mesh, and sums and means of DTensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tpkernels import dtypes, ops
-from tpkernels.mesh.axes import Axes, axis_dims, group_of
+from tpkernels.groups import name_of
 from tpkernels.mesh.layout import text_of
+
+Axes: TypeAlias = int | str | Sequence[int | str]
 
 
 def all_gather(
@@ -23,7 +26,7 @@ def all_gather(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """``tpkernels.all_gather`` over the ranks that differ only along ``axes``.
+    """Run ``tpkernels.all_gather`` over the ranks that differ only along ``axes``.
 
     Args:
         x: this rank's shard.
@@ -40,7 +43,7 @@ def all_gather(
     And what the op raises.
     """
     _plain(x)
-    group = group_of(mesh, axes)
+    group = _group_of(mesh, axes)
     return ops.all_gather(x, group, gather_dim, shard_sizes=shard_sizes, algorithm=algorithm)
 
 
@@ -54,12 +57,12 @@ def reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """``tpkernels.reduce_scatter`` over the ranks that differ only along ``axes``. The axes, their
-    order and the errors are those of `all_gather`."""
+    """Run ``tpkernels.reduce_scatter`` over the ranks that differ only along ``axes``. The axes,
+    their order and the errors are those of `all_gather`."""
     _plain(x)
     return ops.reduce_scatter(
         x,
-        group_of(mesh, axes),
+        _group_of(mesh, axes),
         scatter_dim,
         out_dtype=out_dtype,
         shard_sizes=shard_sizes,
@@ -75,10 +78,10 @@ def all_reduce(
     out_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """``tpkernels.all_reduce`` over the ranks that differ only along ``axes``: one sum, rounded
+    """Run ``tpkernels.all_reduce`` over the ranks that differ only along ``axes``: one sum, rounded
     once, for several axes too. The axes and the errors are those of `all_gather`."""
     _plain(x)
-    return ops.all_reduce(x, group_of(mesh, axes), out_dtype=out_dtype, algorithm=algorithm)
+    return ops.all_reduce(x, _group_of(mesh, axes), out_dtype=out_dtype, algorithm=algorithm)
 
 
 def sharded_sum(
@@ -89,7 +92,7 @@ def sharded_sum(
     keepdim: bool = False,
     algorithm: str = "auto",
 ) -> DTensor:
-    """The sum of a DTensor over tensor dims, complete over mesh axes.
+    """Sum a DTensor over tensor dims, completely over mesh axes.
 
     Args:
         x: of a floating dtype; any placements of Shard, Replicate and Partial.
@@ -120,8 +123,8 @@ def sharded_mean(
     keepdim: bool = False,
     algorithm: str = "auto",
 ) -> DTensor:
-    """The mean of a DTensor over tensor dims: `sharded_sum`, divided by the number of elements of
-    the whole tensor, whatever the sizes of the shards."""
+    """Average a DTensor over tensor dims: `sharded_sum`, divided by the number of elements of the
+    whole tensor, whatever the sizes of the shards."""
     local, placements, count = _summed(x, dim, axes, keepdim, algorithm)
     return _like(x, (local / count).to(x.dtype), placements, _shape(x, dim, keepdim))
 
@@ -132,9 +135,9 @@ def _plain(x: torch.Tensor) -> None:
 
 
 def _dims(x: DTensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    given = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    dims = {one % x.ndim for one in given if -x.ndim <= one < x.ndim}
-    if len(dims) < len(given):
+    listed = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    dims = {number % x.ndim for number in listed if -x.ndim <= number < x.ndim}
+    if len(dims) < len(listed):
         raise ValueError(f"dim is {dim}; x has {x.ndim} dims, and each can be named once")
     return tuple(sorted(dims))
 
@@ -172,7 +175,7 @@ def _summed(
             if isinstance(before, Shard) and isinstance(after, Partial)
         )
     else:
-        over = axis_dims(mesh, axes)
+        over = _axis_dims(mesh, axes)
         for i in over:
             if not isinstance(placements[i], Partial):
                 raise ValueError(
@@ -185,7 +188,7 @@ def _summed(
     # torch's sum over no dims is one over all.
     part = local.sum(dims, keepdim=keepdim, dtype=wide) if dims else local.to(wide)
     if over and part.numel():
-        part = ops.all_reduce(part, group_of(mesh, over), algorithm=algorithm)
+        part = ops.all_reduce(part, _group_of(mesh, over), algorithm=algorithm)
     for i in over:
         placements[i] = Replicate()
     return part, placements, prod(x.shape[d] for d in dims)
@@ -198,3 +201,48 @@ def _like(
     return DTensor.from_local(
         local, x.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
+
+
+def _axis_dims(mesh: DeviceMesh, axes: Axes) -> tuple[int, ...]:
+    """Return the mesh dims that ``axes`` name, in the mesh's order.
+
+    Raises:
+        ValueError: there is no such axis, it is named twice, or none is named.
+    """
+    listed = [axes] if isinstance(axes, (int, str)) else list(axes)
+    names = mesh.mesh_dim_names or ()
+    dims = []
+    for axis in listed:
+        if isinstance(axis, str) and axis in names:
+            dims.append(names.index(axis))
+        elif isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
+            dims.append(axis % mesh.ndim)
+        else:
+            named = f" named {', '.join(map(repr, names))}" if names else ", without names"
+            raise ValueError(
+                f"the mesh has no axis {axis!r}; it has axes 0 to {mesh.ndim - 1}{named}"
+            )
+    if not dims or len(set(dims)) < len(dims):
+        raise ValueError(f"axes is {axes!r}; name at least one axis, and each once")
+    return tuple(sorted(dims))
+
+
+def _group_of(mesh: DeviceMesh, axes: Axes) -> str:
+    """Return the group of the ranks that differ from this one only along ``axes``: row-major, the
+    first axis of the mesh outermost. Collective at the first call for several axes, which makes
+    groups.
+
+    Raises:
+        ValueError: as an unknown axis, or several axes of a mesh without names.
+    """
+    dims = _axis_dims(mesh, axes)
+    if len(dims) == 1:
+        return name_of((mesh, dims[0]))
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"axes {dims} of a mesh without names cannot be made one group; pass mesh_dim_names to "
+            "init_device_mesh"
+        )
+    # One group instead of one collective per axis: the sum has one rounding, in rank order.
+    return name_of(mesh[tuple(names[dim] for dim in dims)]._flatten())

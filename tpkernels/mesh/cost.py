@@ -26,8 +26,7 @@ from torch.distributed.tensor import Partial
 
 from tpkernels.integers import ceil_div
 from tpkernels.mesh.layout import Placements, local_shape
-from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, by_name, plans_for
-from tpkernels.mesh.steps import Step
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, by_name, plans_for
 from tpkernels.planning.machines import Profile
 from tpkernels.planning.rates import all_to_all_seconds, collective_seconds, product_seconds
 

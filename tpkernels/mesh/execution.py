@@ -18,8 +18,7 @@ from torch.distributed.tensor import Partial
 
 from tpkernels.groups import name_of
 from tpkernels.mesh.layout import Placements, split_sizes
-from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
-from tpkernels.mesh.steps import Step
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step
 from tpkernels.ops._autograd import algorithm_like, matmul
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_gather_matmul import all_gather_matmul

@@ -22,10 +22,12 @@ from tpkernels.mesh.agreement import (
     known_on,
     mesh_text,
 )
-from tpkernels.mesh.checks import check_operands, checked_problem, given_problem, problem_of
-from tpkernels.mesh.layout import Placements, text_of
+from tpkernels.mesh.layout import Placements, checked, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose
+from tpkernels.ops import _check
 from tpkernels.planning.algorithms import check_algorithm
+
+_MOST_MESH_DIMS = 2
 
 
 @torch.compiler.disable(reason="tpkernels plans a sharded product outside of graphs")
@@ -66,7 +68,7 @@ def sharded_matmul(
             algorithm, or a placement.
         PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
-    check_operands(x, w)
+    _check_operands(x, w)
     out = None if out_placements is None else tuple(out_placements)
     problem = _checked_call(x._spec, w._spec, out, strategy, wire_dtype)
     if algorithm != "auto":
@@ -93,7 +95,7 @@ def plans(
 ) -> tuple[MatmulPlan, ...]:
     """All plans of `sharded_matmul` for these operands, the cheapest first. Local: before the
     first product on a mesh, the rates are those of this rank's machine."""
-    problem = given_problem(x, w, out_placements, wire_dtype)
+    problem = _problem(x, w, out_placements, wire_dtype)
     return tuple(plan for plan, _ in cost.ranked(problem, known_machine(x.device_mesh)))
 
 
@@ -107,7 +109,7 @@ def explain(
     """The plans as a table: strategy, result, predicted ms, bytes received by all ranks together,
     flops of all ranks together, and the steps. Steps in brackets are one op with the product.
     Local, as `plans`."""
-    problem = given_problem(x, w, out_placements, wire_dtype)
+    problem = _problem(x, w, out_placements, wire_dtype)
     machine = known_machine(x.device_mesh)
     mesh = " x ".join(map(str, problem.mesh_shape))
     header = (
@@ -127,6 +129,93 @@ def explain(
         for row in table
     ]
     return "\n".join([header, *lines])
+
+
+def _problem(
+    x: DTensor,
+    w: DTensor,
+    out_placements: Sequence[Placement] | None,
+    wire_dtype: torch.dtype | None,
+) -> MatmulProblem:
+    """Check the operands, and return the problem."""
+    _check_operands(x, w)
+    return _checked_problem(x._spec, w._spec, out_placements, wire_dtype)
+
+
+def _check_operands(x: DTensor, w: DTensor) -> None:
+    """Check what the specs do not tell."""
+    for name, operand in (("x", x), ("w", w)):
+        if not isinstance(operand, DTensor):
+            raise TypeError(
+                f"{name} is a {type(operand).__name__}, not a DTensor; make it one with "
+                "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
+            )
+        if operand.device.type != operand.device_mesh.device_type:
+            raise ValueError(
+                f"{name} is on {operand.device} but its mesh on {operand.device_mesh.device_type}; "
+                "move its shards there, and make it a DTensor again"
+            )
+
+
+def _checked_problem(
+    x: DTensorSpec,
+    w: DTensorSpec,
+    out_placements: Sequence[Placement] | None,
+    wire_dtype: torch.dtype | None,
+) -> MatmulProblem:
+    """Check operands by their specs, which are the same on all ranks, and return the problem.
+
+    Raises:
+        TypeError, ValueError: invalid, or not on one mesh.
+        NotImplementedError: three mesh dims or more, a dtype, or a placement.
+    """
+    for name, spec in (("x", x), ("w", w)):
+        if spec.ndim != 2:
+            raise ValueError(f"{name} has shape {list(spec.shape)}; it must be a matrix")
+    mesh = x.mesh
+    if w.mesh != mesh:
+        raise ValueError(f"x is on {mesh} and w on {w.mesh}; both must be on the same mesh")
+    if mesh.ndim > _MOST_MESH_DIMS:
+        raise NotImplementedError(
+            f"the mesh has {mesh.ndim} dims {mesh.shape}; meshes of one and two dims are supported"
+        )
+    assert x.tensor_meta is not None
+    assert w.tensor_meta is not None
+    x_dtype, w_dtype = x.tensor_meta.dtype, w.tensor_meta.dtype
+    for name, dtype in (("x", x_dtype), ("w", w_dtype)):
+        dtypes.check_supported(dtype, name)
+    if x_dtype != w_dtype:
+        raise TypeError(
+            f"x is {dtypes.name(x_dtype)} but w is {dtypes.name(w_dtype)}; they must be equal"
+        )
+    if x.shape[1] != w.shape[0]:
+        raise ValueError(
+            f"x has shape {list(x.shape)} and w {list(w.shape)}: x's columns must be w's rows"
+        )
+    wire = _check.wire_dtype(wire_dtype, x_dtype)
+    return _problem_of(x, w, out_placements, x_dtype, wire)
+
+
+def _problem_of(
+    x: DTensorSpec,
+    w: DTensorSpec,
+    out_placements: Sequence[Placement] | None,
+    dtype: torch.dtype,
+    wire: torch.dtype,
+) -> MatmulProblem:
+    """Return the problem of operands that have been checked."""
+    dims = x.mesh.ndim
+    return MatmulProblem(
+        m=x.shape[0],
+        k=x.shape[1],
+        n=w.shape[1],
+        mesh_shape=tuple(x.mesh.shape),
+        x=checked(x.placements, 2, dims, "x"),
+        w=checked(w.placements, 2, dims, "w"),
+        out=None if out_placements is None else checked(out_placements, 2, dims, "out_placements"),
+        itemsize=dtype.itemsize,
+        partial_itemsize=wire.itemsize,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +274,7 @@ def _checked_call(
     wire_dtype: torch.dtype | None,
 ) -> MatmulProblem:
     """Without the mesh: specs are equal for equal meshes, which may have other groups."""
-    problem = checked_problem(x, w, out, wire_dtype)
+    problem = _checked_problem(x, w, out, wire_dtype)
     choose(problem, strategy)  # raises if there is no such strategy
     return problem
 
@@ -223,5 +312,5 @@ def _gradient(a: DTensor, b: DTensor, of: Placements, place: execution.Place) ->
     DTensor may be on an equal mesh whose groups have ended.
     """
     out = tuple(Replicate() if isinstance(one, Partial) else one for one in of)
-    problem = problem_of(a._spec, b._spec, out, a.dtype, place.wire_dtype)
+    problem = _problem_of(a._spec, b._spec, out, a.dtype, place.wire_dtype)
     return _run(Product(problem=problem, dtype=a.dtype, strategy="auto"), a, b, place)
