@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tests.support.cases import RanksFixture
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
-from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, measured
+from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, styles
 from tpkernels.planning.table import Measurement, Table
 
 F32 = torch.float32
@@ -43,7 +43,7 @@ def style_job(op: str, ms: dict[str, float] | None, width: int) -> tuple[str, bo
         assert key is not None
         one = Measurement(*key, other=spec.other, ms=ms, date="2026-11-22")
         group.times["cuda"] = Table((one,))
-    with mock.patch.object(measured, "_has_gpus", lambda mesh: True):
+    with mock.patch.object(styles, "_has_gpus", lambda mesh: True):
         parallelize_module(linear, mesh, STYLES[op]())
     group.times.pop("cuda", None)
     x = torch.randn(8, 24)

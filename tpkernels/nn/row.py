@@ -95,24 +95,8 @@ class RowParallelLinear(ParallelLinear):
         if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear._zeros.
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             w = F.pad(self.weight, (0, x.shape[-1])).t()
-        # Under autocast an fp32 residual stream stays fp32. The ops are called directly, for the
-        # reason given in `column_parallel`.
-        out_dtype = None if residual is None else residual.dtype
-        y: torch.Tensor
-        if not rows_split:
-            y = run_matmul_all_reduce(x, w, self.group, self.bias, residual, out_dtype=out_dtype)
-            return y
-        y = run_matmul_reduce_scatter(
-            x,
-            w,
-            self.group,
-            self.sequence_dim,
-            self.bias,
-            residual,
-            out_dtype=out_dtype,
-            shard_sizes=shard_sizes,
-        )
-        return y
+        dim = self.sequence_dim if rows_split else None
+        return row_parallel(x, w, self.group, dim, self.bias, residual, shard_sizes)
 
     def extra_repr(self) -> str:
         return (
@@ -120,3 +104,32 @@ class RowParallelLinear(ParallelLinear):
             f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}, "
             f"rank={self.rank}"
         )
+
+
+def row_parallel(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: str,
+    scatter_dim: int | None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    shard_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return ``sum_r(x_r @ w_r) + bias + residual``, in the residual's dtype if there is one: under
+    autocast an fp32 residual stream stays fp32.
+
+    Args:
+        x, w: this rank's [..., K] and [K, N].
+        scatter_dim: the dim along which each rank gets its shard; None: all ranks get all of it.
+        shard_sizes: rows of each rank along that dim, unless they are all equal.
+    """
+    # The ops are called directly, for the reason given in `column_parallel`.
+    out_dtype = None if residual is None else residual.dtype
+    y: torch.Tensor
+    if scatter_dim is None:
+        y = run_matmul_all_reduce(x, w, group, bias, residual, out_dtype=out_dtype)
+    else:
+        y = run_matmul_reduce_scatter(
+            x, w, group, scatter_dim, bias, residual, out_dtype=out_dtype, shard_sizes=shard_sizes
+        )
+    return y

@@ -16,8 +16,7 @@ from tpkernels.nn.sharding import ShardedModule
 from tpkernels.nn.split import Split
 from tpkernels.parallel import llama
 from tpkernels.parallel.checkpoints import Checkpoint
-from tpkernels.parallel.checkpoints.checkpoint import package
-from tpkernels.parallel.checkpoints.stored import Box, Stored
+from tpkernels.parallel.checkpoints.stored import Box, Stored, package
 
 # Older checkpoints hold the rotary embedding's buffers, which the model computes.
 _IGNORED = re.compile(r"rotary_emb\.|\.rotary_emb\.")
@@ -47,12 +46,12 @@ class Slot:
     linear: bool
 
     def part(self, rank: int) -> Box:
-        """The part that a rank holds if the parameter is not split by a plan."""
+        """Return the part that a rank holds if the parameter is not split by a plan."""
         return part_of(self.shape, None if self.split is None else replace(self.split, rank=rank))
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter, or what stands for it on the meta device."""
+        """Return the parameter, or what stands for it on the meta device."""
         module, attribute = self.owners[0]
         return module.get_parameter(attribute)
 
@@ -66,7 +65,7 @@ class Blueprint:
     unexpected: tuple[str, ...]  #: tensors of the checkpoint that the model has no use for
 
     def digest(self) -> str:
-        """Equal on all ranks if they make the same model."""
+        """Return a digest that is equal on all ranks if they make the same model."""
         facts = [str(self.model.config)]
         facts += [f"{slot.name} {slot.shape} {slot.parameter.dtype}" for slot in self.slots]
         facts += [f"{slot.split and slot.split.sizes}" for slot in self.slots]
@@ -79,7 +78,7 @@ def draw(
     parallelize: Callable[[nn.Module], nn.Module],
     any_architecture: bool,
 ) -> Blueprint:
-    """The blueprint of a checkpoint's model.
+    """Draw the blueprint of a checkpoint's model.
 
     Args:
         dtype: of the parameters; None: the checkpoint's.
@@ -127,8 +126,8 @@ def _sources(
     tied: list[list[str]],
     stored: Mapping[str, Stored],
 ) -> dict[str, Stored]:
-    """What is read for each parameter: what is stored under its name, or that of a weight which it
-    is tied to."""
+    """Find what is read for each parameter: the tensor of its name, or of a weight that it is tied
+    to."""
     sources: dict[str, Stored] = {}
     missing: list[str] = []
     for names in tied:
@@ -136,13 +135,13 @@ def _sources(
         if not present:
             missing.append(names[0])
             continue
-        found = stored[present[0]]
-        if found.shape != whole[names[0]]:
+        source = stored[present[0]]
+        if source.shape != whole[names[0]]:
             raise ValueError(
-                f"{found.files}: {present[0]} has shape {list(found.shape)}, but config.json "
+                f"{source.files}: {present[0]} has shape {list(source.shape)}, but config.json "
                 f"makes it {list(whole[names[0]])}; the two are of different models"
             )
-        sources |= dict.fromkeys(names, found)
+        sources |= dict.fromkeys(names, source)
     if missing:
         more = len(missing) - _MOST_NAMES
         lacking = ", ".join(missing[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
@@ -178,7 +177,7 @@ def _slots(model: nn.Module, sources: Mapping[str, Stored]) -> Iterator[Slot]:
 
 
 def part_of(whole: tuple[int, ...], split: Split | None) -> Box:
-    """The part of an unsharded parameter that the rank of ``split`` holds."""
+    """Return the part of an unsharded parameter that the rank of ``split`` holds."""
     if split is None:
         return Box.whole(whole)
     begin = [split.offset if dim == split.dim else 0 for dim in range(len(whole))]
@@ -186,7 +185,7 @@ def part_of(whole: tuple[int, ...], split: Split | None) -> Box:
 
 
 def _box(parameter: nn.Parameter, whole: tuple[int, ...], split: Split | None) -> Box:
-    """The part of the unsharded parameter that this rank holds."""
+    """Return the part of the unsharded parameter that this rank holds."""
     if type(parameter.data) is torch.Tensor:
         return part_of(whole, split)
     from torch.distributed.tensor import DTensor

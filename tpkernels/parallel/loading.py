@@ -34,7 +34,7 @@ def from_pretrained(
     sequence_parallel: SequenceParallel | None = None,
     pack: bool = False,
 ) -> Any:
-    """Loads a causal language model of transformers, split over the ranks of ``mesh``. All ranks
+    """Load a causal language model of transformers, split over the ranks of ``mesh``. All ranks
     call it.
 
     Each rank reads its slices of the weights and nothing else: it holds its shard and a buffer of
@@ -104,7 +104,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _fill(slot: Slot, device: torch.device) -> None:
-    """Gives a parameter memory and reads this rank's part into it."""
+    """Give a parameter memory and read this rank's part into it."""
     empty = slot.parameter
     local = torch.empty(slot.box.shape, dtype=empty.dtype, device=device)
     slot.stored.read(slot.box, local)
@@ -112,14 +112,14 @@ def _fill(slot: Slot, device: torch.device) -> None:
     if type(empty.data) is not torch.Tensor:
         from torch.distributed.tensor import DTensor
 
-        given: Any = empty.data
+        sharded: Any = empty.data
         value = DTensor.from_local(
             local,
-            given.device_mesh,
-            given.placements,
+            sharded.device_mesh,
+            sharded.placements,
             run_check=False,
-            shape=given.shape,
-            stride=given.stride(),
+            shape=sharded.shape,
+            stride=sharded.stride(),
         )
     parameter = nn.Parameter(value, empty.requires_grad)
     for module, attribute in slot.owners:
@@ -127,7 +127,7 @@ def _fill(slot: Slot, device: torch.device) -> None:
 
 
 def _restore_buffers(model: nn.Module) -> None:
-    """Makes the rotary embeddings again on the default device: their buffers are in no state
+    """Make the rotary embeddings again on the default device: their buffers are in no state
     dict."""
     for name, module in list(model.named_modules()):
         if not any(True for _ in module.named_buffers(recurse=False)):

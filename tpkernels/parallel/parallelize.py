@@ -1,15 +1,18 @@
-"""``tpkernels.parallelize``: makes an existing model tensor-parallel in place."""
+"""``tpkernels.parallelize`` makes an existing model tensor-parallel in place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
-from tpkernels.parallel import batching, llama, plans, saving
+from tpkernels.nn import check
+from tpkernels.parallel import batching, llama, saving
 from tpkernels.parallel.llama import SequenceParallel
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ def parallelize(
     ffn_only: bool = False,
     pack: bool = False,
 ) -> Model:
-    """Splits a model over the ranks of ``mesh``, in place, and returns it. All ranks call it, with
+    """Split a model over the ranks of ``mesh``, in place, and return it. All ranks call it, with
     the same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
 
     **Without a plan** it takes models of the Llama family of Hugging Face transformers: Llama,
@@ -81,7 +84,7 @@ def parallelize(
     check_mesh(mesh)
     sequence_parallel = check_options(plan, sequence_parallel, ffn_only, pack)
     if plan is not None:
-        return plans.apply(model, mesh, plan)
+        return _apply_plan(model, mesh, plan)
     group = groups.name_of(mesh)
     llama.apply(model, group, sequence_parallel=sequence_parallel, ffn_only=ffn_only, pack=pack)
     saving.attach(model, group)
@@ -90,7 +93,7 @@ def parallelize(
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Checks that ``mesh`` is one, of one dim."""
+    """Check that ``mesh`` is a mesh of one dim."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -105,7 +108,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 def check_options(
     plan: object, sequence_parallel: SequenceParallel | None, ffn_only: bool, pack: bool
 ) -> SequenceParallel:
-    """Checks that the options can be combined; returns when rows are split."""
+    """Check that the options can be combined; return when rows are split."""
     if sequence_parallel not in (True, False, "prefill", None):
         raise ValueError(
             f'sequence_parallel is {sequence_parallel!r}; it can be True, False, "prefill" or None'
@@ -121,3 +124,67 @@ def check_options(
             "ffn_only=True computes attention on whole rows; leave out sequence_parallel"
         )
     return not ffn_only if sequence_parallel is None else sequence_parallel
+
+
+def _apply_plan(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> Model:
+    """Run torch's ``parallelize_module`` with all checks made first: torch only warns about a name
+    that matches nothing."""
+    from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+    if not plan:
+        raise ValueError("plan is empty; name at least one module")
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(
+                f"plan[{pattern!r}] is a {type(style).__name__}, not a "
+                "torch.distributed.tensor.parallel.ParallelStyle"
+            )
+        modules = list(_matches(model, pattern))
+        if not modules:
+            names = [name for name, _ in model.named_modules() if name]
+            close = difflib.get_close_matches(pattern, names, 3, 0.4)
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            raise ValueError(
+                f"plan names {pattern!r}, which is not a module of {type(model).__name__}{hint}"
+            )
+        for name, module in modules:
+            _check_module(name or type(model).__name__, module, style, mesh)
+    parallelize_module(model, mesh, dict(plan))
+    return model
+
+
+def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Raise what torch would raise only after changing the modules before this one."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    from tpkernels.parallel import styles
+
+    if isinstance(style, (styles.FusedColwiseParallel, styles.FusedRowwiseParallel)):
+        try:
+            style.check(module, mesh)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise type(error)(f"{name}: {error}") from None
+        return
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+        return  # Other styles split no parameters.
+    takes_linears = not isinstance(style, SequenceParallel)
+    if takes_linears and not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise TypeError(
+            f"{name} is a {type(module).__name__}; {type(style).__name__} takes an nn.Linear or an "
+            "nn.Embedding"
+        )
+    for parameter_name, parameter in module.named_parameters():
+        check.plain_parameter(parameter, f"{name}.{parameter_name}")
+
+
+def _matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that torch matches with ``pattern``, whose parts may have wildcards."""
+    atoms = pattern.split(".") if pattern else []
+    for name, module in model.named_modules():
+        parts = name.split(".") if name else []
+        if len(parts) == len(atoms) and all(map(fnmatch, parts, atoms)):
+            yield name, module

@@ -27,7 +27,7 @@ _WRITE = "write"  # what rank 0 announces
 
 
 def attach(model: nn.Module, group: str) -> None:
-    """Makes ``save_pretrained`` of a model of transformers, and of its base model, write the
+    """Make ``save_pretrained`` of a model of transformers, and of its base model, write the
     unsharded weights."""
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
@@ -49,7 +49,7 @@ class SavePretrained:
         self._model, self._group = model, group
 
     def __call__(self, *args: Any, **options: Any) -> None:
-        """Takes the arguments of transformers' method. Collective: all ranks call it.
+        """Take the arguments of transformers' method. Collective: all ranks call it.
 
         Raises:
             NotImplementedError: an option writes shards, or the model has adapters.
@@ -93,7 +93,7 @@ class SavePretrained:
 
 
 def _by_name(function: Any, *args: Any, **options: Any) -> dict[str, Any]:
-    """The arguments of a call, by name."""
+    """Bind the arguments of a call to their names."""
     signature = inspect.signature(function)
     arguments: dict[str, Any] = dict(signature.bind(*args, **options).arguments)
     for name, parameter in signature.parameters.items():
@@ -104,13 +104,13 @@ def _by_name(function: Any, *args: Any, **options: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_unsharded(model: Any) -> Iterator[None]:
-    """Makes transformers count all parameters, for the index of several files, and write on rank 0
+    """Make transformers count all parameters, for the index of several files, and write on rank 0
     of the group, which may not be rank 0 of the job."""
     sizes = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            whole = isinstance(module, ShardedModule)
-            sizes[parameter] = prod(module.whole_shape(name) if whole else parameter.shape)
+            sharded = isinstance(module, ShardedModule)
+            sizes[parameter] = prod(module.whole_shape(name) if sharded else parameter.shape)
     total = sum(sizes.values())
     model.num_parameters = lambda *args, **options: total
     model.should_save_on_this_rank = lambda is_main_process: is_main_process

@@ -27,8 +27,8 @@ from tpkernels.nn.split import planned
 from tpkernels.parallel import blueprint, llama
 from tpkernels.parallel.blueprint import Blueprint, Slot
 from tpkernels.parallel.checkpoints import open_checkpoint
-from tpkernels.parallel.checkpoints.checkpoint import package
 from tpkernels.parallel.checkpoints.safetensors_folder import FORMAT, INDEX, SINGLE
+from tpkernels.parallel.checkpoints.stored import package
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
 _OURS = "model-rank-*-of-*.safetensors"
@@ -50,28 +50,28 @@ class ShardPlan:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The parameters, tied ones once."""
+        """Return the parameters, tied ones once."""
         return self.blueprint.slots
 
     def shapes(self, slot: Slot) -> list[tuple[int, ...]]:
-        """The shape of a parameter on each rank."""
+        """Return the shape of a parameter on each rank."""
         return [slot.part(rank).shape for rank in range(self.ranks)]
 
     def nbytes(self, rank: int) -> int:
-        """Bytes of the parameters that a rank holds."""
+        """Count the bytes of the parameters that a rank holds."""
         return sum(slot.part(rank).size * slot.parameter.dtype.itemsize for slot in self.slots)
 
     def without(self) -> dict[int, list[str]]:
-        """The parameters of which a rank has nothing, by the rank."""
-        found: dict[int, list[str]] = {}
+        """Name the parameters of which a rank has nothing, by the rank."""
+        names: dict[int, list[str]] = {}
         for slot in self.slots:
             for rank in range(self.ranks):
                 if not slot.part(rank).size:
-                    found.setdefault(rank, []).append(slot.name)
-        return found
+                    names.setdefault(rank, []).append(slot.name)
+        return names
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON values; shapes and dims as in the checkpoint."""
+        """Return the plan as JSON values; shapes and dims as in the checkpoint."""
         return {
             "model": str(self.path),
             "tp": self.ranks,
@@ -96,7 +96,7 @@ def plan_shards(
     ffn_only: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ShardPlan:
-    """How `tpkernels.from_pretrained` splits a checkpoint. Reads no weights and needs no ranks.
+    """Plan how `tpkernels.from_pretrained` splits a checkpoint, without weights or ranks.
 
     Args:
         path, ffn_only, dtype: as `tpkernels.from_pretrained` takes them.
@@ -125,7 +125,7 @@ def write_shards(
     force: bool = False,
     progress: Callable[[int], None] = lambda rank: None,
 ) -> list[Path]:
-    """Writes each rank's shard to a file of its own, with an index, the configuration and the
+    """Write each rank's shard to a file of its own, with an index, the configuration and the
     tokenizer's files. `tpkernels.from_pretrained` reads the folder on any number of ranks. Needs
     memory for one shard.
 
@@ -182,7 +182,7 @@ def _copy_other_files(plan: ShardPlan, partial: Path) -> None:
 
 
 def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], None]) -> list[str]:
-    """Writes the shards and the index; returns the names of the files with weights."""
+    """Write the shards and the index; return the names of the files with weights."""
     save_file = package("safetensors.torch").save_file
     places: dict[str, list[dict[str, Any]]] = {slot.name: [] for slot in plan.slots}
     files = []

@@ -20,11 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from tpkernels import groups
 from tpkernels.nn import check
+from tpkernels.nn.row import row_parallel
+from tpkernels.ops._measured import read_times, why_left_to_torch
+from tpkernels.ops._reduction import describe
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
-from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
-from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from tpkernels.parallel.measured import left_to_torch
 from tpkernels.shards import chunk_sizes
 
 
@@ -40,7 +41,7 @@ class _Layouts:
     use_local_output: bool
 
     def dim(self, layout: Placement, x: torch.Tensor) -> int:
-        """The dim of ``x`` that ``layout``, a ``Shard``, splits."""
+        """Return the dim of ``x`` that ``layout``, a ``Shard``, splits."""
         dim = cast(Shard, layout).dim
         if not -x.dim() <= dim < x.dim():
             raise ValueError(
@@ -55,7 +56,7 @@ class _FusedLinear(nn.Linear):
     _layouts: _Layouts
 
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's weight [N, K] and bias."""
+        """Return this rank's weight [N, K] and bias."""
         bias = cast("DTensor | None", self.bias)
         return cast(DTensor, self.weight).to_local(), None if bias is None else bias.to_local()
 
@@ -80,12 +81,11 @@ class _RowwiseLinear(_FusedLinear):
         x, _ = _local(input, input.dim() - 1, layouts)
         weight, bias = self._local_parameters()
         shape = [*x.shape[:-1], self.out_features]
-        if layouts.output_layout.is_replicate():
-            y = matmul_all_reduce(x, weight.t(), layouts.group, bias=bias)
-            return _output(y, None, shape, layouts)
-        dim = layouts.dim(layouts.output_layout, x)
-        sizes = _uneven(shape[dim], layouts.mesh.size())
-        y = matmul_reduce_scatter(x, weight.t(), layouts.group, dim, bias=bias, shard_sizes=sizes)
+        dim, sizes = None, None
+        if not layouts.output_layout.is_replicate():
+            dim = layouts.dim(layouts.output_layout, x)
+            sizes = _uneven(shape[dim], layouts.mesh.size())
+        y = row_parallel(x, weight.t(), layouts.group, dim, bias, shard_sizes=sizes)
         return _output(y, dim, shape, layouts)
 
 
@@ -118,7 +118,8 @@ class FusedColwiseParallel(ColwiseParallel):
     """
 
     def check(self, module: nn.Module, mesh: DeviceMesh) -> tuple[nn.Linear, Placement, Placement]:
-        """The module and the layouts of its input and output, if the style can be applied to it."""
+        """Return the module and the layouts of its input and output, or raise if the style does not
+        fit."""
         linear = _checked(self, module, mesh)
         layout = _single(self, module, "input_layouts", self.input_layouts)
         output = _single(self, module, "output_layouts", self.output_layouts)
@@ -129,7 +130,7 @@ class FusedColwiseParallel(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear, layout, output = self.check(module, device_mesh)
         op, width = "all_gather_matmul", linear.in_features
-        if not layout.is_shard() or left_to_torch(linear, device_mesh, op, width):
+        if not layout.is_shard() or _left_to_torch(linear, device_mesh, op, width):
             return super()._apply(module, device_mesh)
         _distribute(linear, Shard(0), Shard(0), device_mesh, self.src_data_rank)
         return _become(_ColwiseLinear, linear, device_mesh, layout, output, self.use_local_output)
@@ -152,7 +153,8 @@ class FusedRowwiseParallel(RowwiseParallel):
     """
 
     def check(self, module: nn.Module, mesh: DeviceMesh) -> tuple[nn.Linear, Placement, Placement]:
-        """The module and the layouts of its input and output, if the style can be applied to it."""
+        """Return the module and the layouts of its input and output, or raise if the style does not
+        fit."""
         linear = _checked(self, module, mesh)
         layout = _single(self, module, "input_layouts", self.input_layouts)
         output = _single(self, module, "output_layouts", self.output_layouts)
@@ -164,16 +166,38 @@ class FusedRowwiseParallel(RowwiseParallel):
         linear, layout, output = self.check(module, device_mesh)
         op = "matmul_reduce_scatter" if output.is_shard() else "matmul_all_reduce"
         fuses = output.is_shard() or output.is_replicate()
-        if not fuses or left_to_torch(linear, device_mesh, op, linear.out_features):
+        if not fuses or _left_to_torch(linear, device_mesh, op, linear.out_features):
             return super()._apply(module, device_mesh)
         _distribute(linear, Shard(1), Replicate(), device_mesh, self.src_data_rank)
         return _become(_RowwiseLinear, linear, device_mesh, layout, output, self.use_local_output)
 
 
+def _left_to_torch(linear: nn.Linear, mesh: DeviceMesh, op: str, width: int) -> bool:
+    """Return whether a style does what torch's does instead of calling the op (`ops._measured`).
+    Collective on a mesh of GPUs.
+
+    Args:
+        width: of the rows that travel.
+    """
+    if not _has_gpus(mesh):
+        return False
+    name, dtype = groups.name_of(mesh), linear.weight.dtype
+    read_times(name)
+    options = describe(dtype, dtype) if "reduce" in op else ()
+    reason = why_left_to_torch(
+        groups.get(name), op, "cuda", rows=None, width=width, dtype=dtype, options=options
+    )
+    return reason is not None
+
+
+def _has_gpus(mesh: DeviceMesh) -> bool:
+    return mesh.device_type == "cuda"
+
+
 def _distribute(
     linear: nn.Linear, weight: Placement, bias: Placement, mesh: DeviceMesh, source: int | None
 ) -> None:
-    """Makes the parameters DTensors with the values of rank ``source``, or with each rank's own if
+    """Make the parameters DTensors with the values of rank ``source``, or with each rank's own if
     that is None."""
     for name, placement in (("weight", weight), ("bias", bias)):
         old = getattr(linear, name)
@@ -199,7 +223,7 @@ def _become(
 
 
 def _checked(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Linear:
-    """The module, if the style can be applied to it on this mesh."""
+    """Return the module, or raise if the style cannot be applied to it on this mesh."""
     name = f"{type(style).__name__} of {module}"
     if mesh.ndim != 1:
         dims = mesh.mesh_dim_names or mesh.shape
@@ -224,7 +248,7 @@ def _checked(style: object, module: nn.Module, mesh: DeviceMesh) -> nn.Linear:
 
 
 def _enough(style: object, module: nn.Module, what: str, size: int, mesh: DeviceMesh) -> None:
-    """Checks that every rank has some of the features: the ops take no empty matrices."""
+    """Check that every rank has some of the features: the ops take no empty matrices."""
     sizes = chunk_sizes(size, mesh.size())
     if not all(sizes):
         raise ValueError(
@@ -234,7 +258,7 @@ def _enough(style: object, module: nn.Module, what: str, size: int, mesh: Device
 
 
 def _single(style: object, module: nn.Module, what: str, layouts: Sequence[Placement]) -> Placement:
-    """The layout on a mesh of one dim."""
+    """Return the layout on a mesh of one dim."""
     if len(layouts) != 1 or not isinstance(layouts[0], Placement):
         raise TypeError(
             f"{type(style).__name__} of {module}: {what} must be one placement, such as Shard(1), "
@@ -244,7 +268,7 @@ def _single(style: object, module: nn.Module, what: str, layouts: Sequence[Place
 
 
 def _local(x: torch.Tensor, dim: int, layouts: _Layouts) -> tuple[torch.Tensor, list[int] | None]:
-    """This rank's shard of the input along ``dim``, and the sizes of all shards if they differ."""
+    """Return this rank's shard of the input along ``dim``, and all shards' sizes if they differ."""
     layout = layouts.input_layout
     if not isinstance(x, DTensor):
         if layout.is_shard() and layouts.dim(layout, x) == dim:
@@ -256,14 +280,14 @@ def _local(x: torch.Tensor, dim: int, layouts: _Layouts) -> tuple[torch.Tensor, 
 
 
 def _uneven(total: int, world: int) -> list[int] | None:
-    """The sizes of the shards, or None if they are all equal."""
+    """Return the sizes of the shards, or None if they are all equal."""
     return None if total % world == 0 else chunk_sizes(total, world)
 
 
 def _output(
     y: torch.Tensor, dim: int | None, shape: Sequence[int], layouts: _Layouts
 ) -> torch.Tensor:
-    """The module's output, in the requested layout.
+    """Return the module's output in the requested layout.
 
     Args:
         y: this rank's shard of the output, or all of it.

@@ -50,7 +50,7 @@ class Work:
         self._error: BaseException | None = None  # of the rounds
 
     def check(self) -> None:
-        """Raises if the work has failed on another rank; call it between steps."""
+        """Raise if the work has failed on another rank; call it between steps."""
         if self._over.is_set():
             self._raise()
 
@@ -70,14 +70,14 @@ class Work:
             self._over.set()
 
     def _exchange(self) -> list[tuple[Status, str]]:
-        """The statuses of all ranks, and their texts. Collective."""
+        """Return the statuses of all ranks, and their texts. Collective."""
         status = self._status
         message = bytes([status, *(self.text.encode() if status else b"")])[:_LENGTH]
         with groups.told_of_errors(self._group):
             data = torch.tensor(list(message.ljust(_LENGTH, b"\0")), device=self._device)
             everyone = all_gather(data.float(), self._group).view(-1, _LENGTH)
-        sent = [bytes(map(int, one)) for one in everyone.tolist()]
-        return [(Status(one[0]), one[1:].rstrip(b"\0").decode(errors="ignore")) for one in sent]
+        messages = [bytes(map(int, row)) for row in everyone.tolist()]
+        return [(Status(m[0]), m[1:].rstrip(b"\0").decode(errors="ignore")) for m in messages]
 
     def _conclude(self, replies: list[tuple[Status, str]]) -> None:
         self.texts = [text for _, text in replies]
@@ -120,7 +120,7 @@ class Work:
 
 @contextlib.contextmanager
 def together(group: str, device: torch.device, what: str) -> Iterator[Work]:
-    """Runs the block on all ranks. If it raises on one rank, it raises there, and
+    """Run the block on all ranks. If it raises on one rank, it raises there, and
     `PeerFailedError` on the others. Collective.
 
     Args:

@@ -6,15 +6,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tpkernels.parallel.checkpoints.checkpoint import Checkpoint
 from tpkernels.parallel.checkpoints.gguf_file import GGUFCheckpoint
 from tpkernels.parallel.checkpoints.safetensors_folder import SafetensorsCheckpoint
+from tpkernels.parallel.checkpoints.stored import Checkpoint
 
 __all__ = ["Checkpoint", "locate", "open_checkpoint"]
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at ``path``: a folder, or a GGUF file. Reads no weights.
+    """Open the checkpoint at ``path``: a folder, or a GGUF file. Reads no weights.
 
     Raises:
         FileNotFoundError, ValueError: as `locate`; or there is nothing to load in a folder.
@@ -25,7 +25,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """The folder or the GGUF file of the checkpoint at ``path``.
+    """Return the folder or the GGUF file of the checkpoint at ``path``.
 
     Raises:
         FileNotFoundError: there is no such file or folder.

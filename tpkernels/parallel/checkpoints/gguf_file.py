@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tpkernels.parallel.checkpoints.checkpoint import package
-from tpkernels.parallel.checkpoints.stored import Rows, Stored
+from tpkernels.parallel.checkpoints.stored import Rows, Stored, package
 from tpkernels.text import of_error, shown
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFCheckpoint:
-    """See `tpkernels.parallel.checkpoints.checkpoint.Checkpoint`."""
+    """See `tpkernels.parallel.checkpoints.Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +47,7 @@ class GGUFCheckpoint:
         return None
 
     def dtype(self) -> torch.dtype:
-        """float32, to which quantised weights are decoded."""
+        """Return float32, to which quantised weights are decoded."""
         return torch.float32
 
     def tensors(self, model: nn.Module) -> Mapping[str, Stored]:
@@ -88,7 +87,7 @@ class GGUFCheckpoint:
         return header
 
     def _names(self, model: nn.Module) -> dict[str, str]:
-        """The model's names of tensors, by those in the file.
+        """Return the model's names of tensors, by those in the file.
 
         `get_gguf_hf_weights_map` of transformers gives the same, but makes gguf's table anew for
         each module: 7.0 s for SmolLM2's 397 (AMD EPYC, 2 cores, gguf 0.19, transformers 5.23,
@@ -107,14 +106,14 @@ class GGUFCheckpoint:
         names = {}
         for name in model.state_dict():
             module, _, kind = name.rpartition(".")
-            if (own := table.get_name(module)) is not None:
-                names[f"{own}.{kind}"] = name
+            if (stored_name := table.get_name(module)) is not None:
+                names[f"{stored_name}.{kind}"] = name
         return names
 
 
 @contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """Turns what reading a damaged file raises into ValueErrors that name it: gguf and transformers
+    """Turn what reading a damaged file raises into ValueErrors that name it: gguf and transformers
     index into the file without checks, so that may be any kind of error."""
     try:
         yield
@@ -143,7 +142,7 @@ def _rows(gguf: Any, path: Path, tensor: Any, shape: tuple[int, ...], block: int
 
 
 class _Uninterleave:
-    """Decodes rows, and puts the two halves of each head of ``block`` rows one after the other."""
+    """Decode rows, and put the two halves of each head of ``block`` rows one after the other."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class Header(GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _entries_size(self, begin: int, kind: int, count: int) -> int:
-        """Bytes of the entries of an array."""
+        """Count the bytes of the entries of an array."""
         if kind == GGUFValueType.ARRAY:
             raise ValueError(f"an array of {count} arrays")
         if kind != GGUFValueType.STRING:
@@ -66,17 +66,17 @@ class Header(GGUFReader):
 
     @property
     def _order(self) -> str:
-        """The byte order, as `struct` names it."""
+        """Return the byte order, as `struct` names it."""
         return np.dtype(np.uint64).newbyteorder(self.byte_order).str[0]
 
     @property
     def architecture(self) -> str:
-        """The architecture's name in GGUF, such as "llama"."""
+        """Return the architecture's name in GGUF, such as "llama"."""
         return self.fields["general.architecture"].parts[-1].tobytes().decode()
 
     @contextmanager
     def as_file(self) -> Iterator[Path]:
-        """A small file with the same configuration and names of tensors."""
+        """Write a small file with the same configuration and names of tensors."""
         fields = {name: field for name, field in self.fields.items() if name[:5] != "GGUF."}
         kept = [self._raw(field.parts) for field in fields.values() if field.data]
         size = f"{self.architecture}.vocab_size"
@@ -102,5 +102,5 @@ class Header(GGUFReader):
 
     @staticmethod
     def _raw(parts: list[np.ndarray[Any, Any]]) -> bytes:
-        """These parts of a field, as the file has them."""
+        """Join parts of a field, as the file has them."""
         return b"".join(part.tobytes() for part in parts)

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpkernels.parallel.checkpoints.checkpoint import package
-from tpkernels.parallel.checkpoints.stored import Box, Rows, Stored
+from tpkernels.parallel.checkpoints.stored import Box, Rows, Stored, package
 from tpkernels.text import shown
 
 FORMAT = "tpkernels-shards/1"
@@ -36,7 +35,7 @@ _DTYPES = {
 
 
 class SafetensorsCheckpoint:
-    """See `tpkernels.parallel.checkpoints.checkpoint.Checkpoint`."""
+    """See `tpkernels.parallel.checkpoints.Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,7 +98,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors of an index of either kind."""
+    """Return the tensors of an index of either kind."""
     weights, shapes = index["weight_map"], index.get("shapes", {})
     sharded = _format_of(index) == FORMAT
     headers: dict[str, _Header] = {}
@@ -110,7 +109,7 @@ def _indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
             continue
         try:
             whole = tuple(map(int, shapes[name]))
-            pieces = [(each["file"], tuple(map(int, each["offsets"]))) for each in place]
+            pieces = [(piece["file"], tuple(map(int, piece["offsets"]))) for piece in place]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder / INDEX}: {shown(name)} has a malformed entry") from error
         stored[name] = _joined(folder, name, whole, pieces, headers)
@@ -129,8 +128,8 @@ def _joined(
     pieces: list[tuple[str, tuple[int, ...]]],
     headers: dict[str, _Header],
 ) -> Stored:
-    """A tensor from its pieces, which must fill it."""
-    found = []
+    """Join a tensor from its pieces, which must fill it."""
+    parts = []
     for file, offsets in pieces:
         rows = _header(headers, folder, file).rows(name)
         box = Box(offsets, rows.shape)
@@ -139,11 +138,11 @@ def _joined(
                 f"{folder / file}: {name} has shape {list(rows.shape)} at {list(offsets)}, which "
                 f"is not within {list(whole)}; the files are of different checkpoints"
             )
-        found.append((box, rows))
-    overlap = any(a.common(b).size for i, (a, _) in enumerate(found) for b, _ in found[:i])
-    if overlap or sum(box.size for box, _ in found) != Box.whole(whole).size:
+        parts.append((box, rows))
+    overlap = any(a.common(b).size for i, (a, _) in enumerate(parts) for b, _ in parts[:i])
+    if overlap or sum(box.size for box, _ in parts) != Box.whole(whole).size:
         raise ValueError(f"{folder / INDEX}: the pieces of {name} do not fill {list(whole)}")
-    return Stored(whole, found[0][1].dtype, tuple(found))
+    return Stored(whole, parts[0][1].dtype, tuple(parts))
 
 
 def _header(headers: dict[str, _Header], folder: Path, file: Any) -> _Header:
@@ -182,7 +181,7 @@ class _Header:
         return list(self._entries)
 
     def rows(self, name: str) -> Rows:
-        """Where a tensor lies."""
+        """Return where a tensor lies."""
         if name not in self._entries:
             raise ValueError(f"{self.path} has no {name}, which the index says it has")
         entry = self._entries[name]

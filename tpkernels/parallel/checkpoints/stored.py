@@ -12,15 +12,18 @@ bf16, from the page cache (AMD EPYC, 2 cores, 2026-11-22).
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 CHUNK = 1 << 20  #: bytes of whole rows that are read at once if they are cut or converted
 
@@ -34,20 +37,20 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor of this shape."""
+        """Return all of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """Number of entries."""
+        """Return the number of entries."""
         return prod(self.shape)
 
     def within(self, other: Box) -> bool:
-        """Whether all of this box is in ``other``."""
+        """Return whether all of this box is in ``other``."""
         return len(self.shape) == len(other.shape) and self.common(other) == self
 
     def common(self, other: Box) -> Box:
-        """What both boxes have; its size is 0 if that is nothing."""
+        """Return the intersection, whose size may be 0."""
         begins = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
         ends = [min(pair) for pair in zip(self._ends, other._ends, strict=True)]
         return Box(
@@ -56,12 +59,12 @@ class Box:
         )
 
     def relative_to(self, other: Box) -> Box:
-        """This box, with the first entry of ``other`` as the origin."""
+        """Return this box with the first entry of ``other`` as the origin."""
         pairs = zip(self.offsets, other.offsets, strict=True)
-        return Box(tuple(mine - origin for mine, origin in pairs), self.shape)
+        return Box(tuple(offset - origin for offset, origin in pairs), self.shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of ``tensor``, as a view."""
+        """Return this part of ``tensor``, as a view."""
         for dim, (begin, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
             tensor = tensor.narrow(dim, begin, size)
         return tensor
@@ -94,7 +97,7 @@ class Rows:
     block: int = 1
 
     def read(self, box: Box, out: torch.Tensor) -> None:
-        """Reads a part of the tensor into ``out``, of the part's shape.
+        """Read a part of the tensor into ``out``, of the part's shape.
 
         Raises:
             ValueError: the file ends before.
@@ -111,12 +114,12 @@ class Rows:
                 self._read_rows(file, first, out)
             else:
                 for at, values in self._chunks(file, first, first + count):
-                    mine = Box((0, *columns.offsets), (len(values), *columns.shape)).of(values)
-                    out.narrow(0, at - first, len(values)).copy_(mine)
+                    part = Box((0, *columns.offsets), (len(values), *columns.shape)).of(values)
+                    out.narrow(0, at - first, len(values)).copy_(part)
 
     def _chunks(self, file: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, values of whole rows) of rows [begin, end), in bounded chunks. The values are
-        valid until the next chunk."""
+        """Yield (first row, values of whole rows) of rows [begin, end), in bounded chunks. Values
+        are valid until the next chunk."""
         step = max(1, CHUNK // (self.row_bytes * self.block)) * self.block
         at = begin - begin % self.block
         buffer = torch.empty(min(step, self.shape[0] - at), self.row_bytes, dtype=torch.uint8)
@@ -133,7 +136,7 @@ class Rows:
             at += count
 
     def _read_rows(self, file: int, first: int, out: torch.Tensor) -> None:
-        """Reads rows from ``first`` on, as many bytes as the contiguous ``out`` has."""
+        """Read rows from ``first`` on, as many bytes as the contiguous ``out`` has."""
         values: Any = out.detach().view(-1).view(torch.uint8).numpy()
         data, begin, done = memoryview(values), self.begin + first * self.row_bytes, 0
         while done < len(data):
@@ -162,20 +165,62 @@ class Stored:
 
     @classmethod
     def in_one(cls, rows: Rows) -> Stored:
-        """A tensor that lies in one place."""
+        """Return a tensor that lies in one place."""
         return cls(rows.shape, rows.dtype, ((Box.whole(rows.shape), rows),))
 
     @property
     def files(self) -> str:
-        """The files it is in, for messages."""
+        """Name the files, for messages."""
         return ", ".join(sorted({str(rows.path) for _, rows in self.pieces}))
 
     def read(self, box: Box, out: torch.Tensor) -> None:
-        """Reads the part ``box`` into ``out``, of the part's shape and any dtype and device."""
+        """Read the part ``box`` into ``out``, of the part's shape and any dtype and device."""
         for piece, rows in self.pieces:
             common = piece.common(box)
             if common.size:
                 rows.read(common.relative_to(piece), common.relative_to(box).of(out))
+
+
+class Checkpoint(Protocol):
+    """A model's configuration and weights in files, whatever their format."""
+
+    path: Path  #: of the file or folder
+
+    def config(self) -> Any:
+        """Return the ``PretrainedConfig`` of transformers."""
+
+    def generation_config(self) -> Any:
+        """Return the ``GenerationConfig`` of transformers, or None if the files have none."""
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights, for a config that names none."""
+
+    def tensors(self, model: nn.Module) -> Mapping[str, Stored]:
+        """Return the tensors by the names that ``model`` has for them.
+
+        Args:
+            model: the unsharded model, on the meta device.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged or truncated.
+            NotImplementedError: a dtype is not supported.
+        """
+
+
+def package(name: str) -> ModuleType:
+    """Import an optional package.
+
+    Raises:
+        ImportError: it is not installed; the message has the remedy.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"loading a model needs {name}, which cannot be imported ({error}); "
+            "pip install 'tpkernels[models]'"
+        ) from error
 
 
 @contextmanager
