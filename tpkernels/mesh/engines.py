@@ -34,12 +34,12 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Of `ENGINES`."""
+        """Return the name, of `ENGINES`."""
         return "gpu" if self.profile.device == "cuda" else "cpu"
 
     @property
     def seconds(self) -> float:
-        """From operands on the host to the result there."""
+        """Return the seconds from operands on the host to the result there."""
         return self.cost.seconds + self.copies
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Engine:
 
 
 def engine_on(problem: MatmulProblem, profile: Profile) -> Engine:
-    """The engine with these rates."""
+    """Return the engine with these rates."""
     plan, cost = ranked(problem, profile)[0]
     copies = 0.0
     if profile.host is not None:
@@ -61,7 +61,7 @@ def engine_on(problem: MatmulProblem, profile: Profile) -> Engine:
 
 
 def faster(cpu: Engine, gpu: Engine) -> tuple[Engine, str]:
-    """The engine to take, and why."""
+    """Return the engine to take, and why."""
     if not gpu.cost.fits(gpu.profile):
         return cpu, f"it needs more than the GPU's {gpu.profile.memory / 1e9:.4g} GB"
     if gpu.seconds < cpu.seconds:

@@ -26,7 +26,7 @@ Embedding = TypeVar("Embedding", bound="VocabParallelEmbedding")
 def local_ids(
     ids: torch.Tensor, split: Split, allowed: torch.Tensor | None, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids relative to this rank's shard of the vocabulary.
+    """Return ids relative to this rank's shard of the vocabulary.
 
     Args:
         ids: ids of the whole vocabulary.
@@ -89,7 +89,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the vectors as ``nn.Embedding`` does."""
+        """Draw the vectors as ``nn.Embedding`` does."""
 
         def draw(whole: torch.Tensor) -> None:
             nn.init.normal_(whole)
@@ -102,7 +102,7 @@ class VocabParallelEmbedding(ShardedModule):
     def from_embedding(
         cls, embedding: nn.Embedding, group: GroupLike, **options: Unpack[SequenceOptions]
     ) -> Self:
-        """A layer with a copy of this rank's shard of ``embedding``'s vectors.
+        """Make a layer with a copy of this rank's shard of ``embedding``'s vectors.
 
         Args:
             embedding: the unsharded embedding.
@@ -118,7 +118,7 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(
         self, ids: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """ids [...] -> [..., embedding_dim], all rows or this rank's.
+        """Map ids [...] to [..., embedding_dim], all rows or this rank's.
 
         Args:
             ids: integers of any shape, the same on all ranks.
@@ -150,7 +150,7 @@ class VocabParallelEmbedding(ShardedModule):
 def sharded_embedding(
     kind: type[Embedding], embedding: nn.Embedding, group: GroupLike, **options: Any
 ) -> Embedding:
-    """``kind.from_embedding`` for an embedding that `check.embedding` has accepted."""
+    """Run ``kind.from_embedding`` for an embedding that `check.embedding` has accepted."""
     layer = kind(
         embedding.num_embeddings,
         embedding.embedding_dim,
@@ -173,7 +173,7 @@ class ParallelLMHead(ColumnParallelLinear):
     """
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Makes this layer use the embedding's weight.
+        """Make this layer use the embedding's weight.
 
         Raises:
             ValueError: the two differ in size, group or split.
