@@ -1,5 +1,5 @@
-"""The tree is a table of contents: one name for an op through all layers, and imports that point
-one way."""
+"""The tree is a table of contents: one name for an op through all layers, and imports that
+point one way."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Known(Generic[T]):
 
 
 def known_on(mesh: DeviceMesh) -> Known[T]:
-    """The products that the ranks of a mesh know. They are kept by the group of its last dim, and
-    without the mesh, which may keep that group's process group alive."""
+    """Return the products that the ranks of a mesh know. They are kept by the group of its last
+    dim, and without the mesh, which may keep that group's process group alive."""
     by_mesh = _last_group(mesh).on_meshes
     key = mesh.shape, hash(mesh)
     known = by_mesh.get(key)
@@ -70,7 +70,7 @@ def known_on(mesh: DeviceMesh) -> Known[T]:
 
 
 def disagreement(product: str, mesh: DeviceMesh) -> CollectiveMismatchError | None:
-    """What all ranks of a mesh raise where they are not in the same product, described as text.
+    """Return what all ranks of a mesh raise if they differ in the product, described as text.
     Nothing else has been sent then, and the groups can go on. Collective.
 
     Raises:
@@ -81,13 +81,13 @@ def disagreement(product: str, mesh: DeviceMesh) -> CollectiveMismatchError | No
     try:
         ready = [group.ready(mesh.device_type) for group in _groups(mesh)]
         for group in ready:
-            said = group.numbers_of_all(_NEW_PRODUCT, (lowest, highest), mesh.device_type)
-            lowest, highest = min(low for low, _ in said), max(high for _, high in said)
+            bounds = group.numbers_of_all(_NEW_PRODUCT, (lowest, highest), mesh.device_type)
+            lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
         if lowest == highest:
             return None
         for group in ready:
-            for each in group.statements(_DIFFERENT, products, mesh.device_type):
-                products |= each
+            for statement in group.statements(_DIFFERENT, products, mesh.device_type):
+                products |= statement
     except TpkernelsError as error:
         raise type(error)(f"{product}: {error}", peer=error.peer) from error
     return _mismatch({int(rank): text for rank, text in products.items()}, product)
@@ -95,22 +95,22 @@ def disagreement(product: str, mesh: DeviceMesh) -> CollectiveMismatchError | No
 
 @contextlib.contextmanager
 def in_step(mesh: DeviceMesh) -> Iterator[None]:
-    """A product. An error in it marks all groups of the mesh broken: this rank will not take part
-    in the rest of the product."""
+    """Run a product. An error in it marks all groups of the mesh broken: this rank will not take
+    part in the rest of the product."""
     try:
         yield
     except CaptureError:  # nothing has been queued: the groups can go on
         raise
     except BaseException as error:
         # The peer is a rank of one group only.
-        told = type(error)(str(error)) if isinstance(error, TpkernelsError) else error
+        without_peer = type(error)(str(error)) if isinstance(error, TpkernelsError) else error
         for group in _groups(mesh):
-            group.break_between_calls(told)
+            group.break_between_calls(without_peer)
         raise
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """The mesh in errors, different for different meshes."""
+    """Describe the mesh in errors, differently for different meshes."""
     ranks, shape = mesh.mesh.flatten().tolist(), " x ".join(map(str, mesh.shape))
     names = f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
     if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
@@ -134,7 +134,7 @@ def _mismatch(products: dict[int, str], own: str) -> CollectiveMismatchError:
 
 
 def _groups(mesh: DeviceMesh) -> Iterator[Group]:
-    """Those of this rank, but for those that it is alone in."""
+    """Yield this rank's groups of several ranks."""
     for dim, size in enumerate(mesh.shape):
         if size > 1:
             yield groups.get(groups.name_of((mesh, dim)))
@@ -145,7 +145,7 @@ def _last_group(mesh: DeviceMesh) -> Group:
 
 
 def agreed_machine(mesh: DeviceMesh) -> Profile:
-    """The machine of the mesh's first rank. Collective at the first call on a mesh."""
+    """Return the machine of the mesh's first rank. Collective at the first call on a mesh."""
     text = _known(mesh)
     if text is None:
         for dim in range(mesh.ndim):
@@ -159,14 +159,14 @@ def agreed_machine(mesh: DeviceMesh) -> Profile:
 
 
 def known_machine(mesh: DeviceMesh) -> Profile:
-    """What `agreed_machine` has returned on a mesh; before that, and on a rank outside the mesh,
-    this rank's machine. Local."""
+    """Return what `agreed_machine` has returned on a mesh; before that, and on a rank outside the
+    mesh, this rank's machine. Local."""
     text = _known(mesh) if mesh.get_coordinate() is not None else None
     return parse(_own(mesh) if text is None else text)
 
 
 def _known(mesh: DeviceMesh) -> str | None:
-    """What the ranks have agreed on: the group of the last dim is the last to know."""
+    """Return what the ranks have agreed on: the group of the last dim is the last to know."""
     return _last_group(mesh).known_from_rank_0(_purpose(mesh, mesh.ndim - 1))
 
 
@@ -176,5 +176,5 @@ def _own(mesh: DeviceMesh) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _purpose(mesh: DeviceMesh, dim: int) -> str:
-    """The same for equal meshes."""
+    """Name an exchange, equally for equal meshes."""
     return f"the first product on the {mesh.device_type} mesh {mesh.mesh.tolist()}, dim {dim}"

@@ -151,22 +151,26 @@ def _shape(x: DTensor, dim: int | Sequence[int] | None, keepdim: bool) -> torch.
 def _summed(
     x: DTensor, dim: int | Sequence[int] | None, axes: Axes | None, keepdim: bool, algorithm: str
 ) -> tuple[torch.Tensor, list[Placement], int]:
-    """(this rank's part of the sum, in the accumulator's dtype; its placements; elements summed)"""
+    """Return (this rank's part of the sum, in the accumulator's dtype; its placements; elements
+    summed)"""
     if not isinstance(x, DTensor):
         raise TypeError(f"x is a {type(x).__name__}, not a DTensor")
     dtypes.check_supported(x.dtype, "x")
     dims, mesh = _dims(x, dim), x.device_mesh
     placements: list[Placement] = []
-    for one in x.placements:
-        if type(one) is Shard:
-            below = 0 if keepdim else sum(d < one.dim for d in dims)
-            placements.append(Partial() if one.dim in dims else Shard(one.dim - below))
-        elif type(one) is Replicate or (type(one) is Partial and one.reduce_op == "sum"):
-            placements.append(one)
+    for placement in x.placements:
+        if type(placement) is Shard:
+            below = 0 if keepdim else sum(d < placement.dim for d in dims)
+            summed = placement.dim in dims
+            placements.append(Partial() if summed else Shard(placement.dim - below))
+        elif type(placement) is Replicate or (
+            type(placement) is Partial and placement.reduce_op == "sum"
+        ):
+            placements.append(placement)
         else:
             raise NotImplementedError(
-                f"x has {one!r}; supported: Shard, Replicate and Partial('sum'): redistribute it "
-                "first"
+                f"x has {placement!r}; supported: Shard, Replicate and Partial('sum'): "
+                "redistribute it first"
             )
     if axes is None:
         over = tuple(
@@ -182,7 +186,7 @@ def _summed(
                     f"mesh axis {i} is {text_of((x.placements[i],))} and splits none of the dims "
                     f"{dims}: there is nothing to sum over along it"
                 )
-    grads = [Replicate() if isinstance(one, Partial) else one for one in x.placements]
+    grads = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
     local = x.to_local(grad_placements=grads)
     wide = dtypes.accumulator(x.dtype)
     # torch's sum over no dims is one over all.

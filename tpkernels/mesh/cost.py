@@ -49,11 +49,11 @@ class Estimate:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank does not multiply."""
+        """Return the seconds in which the rank does not multiply."""
         return self.seconds - self.product
 
     def fits(self, profile: Profile) -> bool:
-        """Whether the device's memory, if its size is known, is enough."""
+        """Return whether the device's memory, if its size is known, is enough."""
         return not 0 < profile.memory < self.memory
 
 
@@ -65,7 +65,7 @@ def fused_seconds(
     parts: int,
     itemsize: int,
 ) -> float:
-    """A product [m, k] @ [k, n] and a collective as one op.
+    """Estimate a product [m, k] @ [k, n] and a collective as one op, in seconds.
 
     Args:
         shape: (m, k, n).
@@ -94,13 +94,13 @@ def _step_seconds(profile: Profile, step: Step, mesh_shape: Sequence[int]) -> fl
 
 
 def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Estimate:
-    """What a plan costs on a machine."""
+    """Estimate what a plan costs on a machine."""
     mesh = problem.mesh_shape
     m, k = _largest(problem, "x", plan.x)
     n = _largest(problem, "w", plan.w)[1]
     product = product_seconds(profile, m, k, n, problem.itemsize)
     seconds = {step: _step_seconds(profile, step, mesh) for step in plan.steps}
-    total = product + sum(each for step, each in seconds.items() if step is not plan.fused)
+    total = product + sum(time for step, time in seconds.items() if step is not plan.fused)
     if plan.fused is not None:
         fused, ranks = plan.fused, mesh[plan.fused.mesh_dim]
         # Rows of the result, but its columns for a gather of w or a scatter of columns.
@@ -116,15 +116,15 @@ def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Esti
 
 
 def _largest(problem: MatmulProblem, operand: str, placements: Placements) -> tuple[int, int]:
-    """The shard of the first rank, than which none is larger."""
+    """Return the shape of the first rank's shard: none is larger."""
     mesh = problem.mesh_shape
     rows, columns = local_shape(problem.shape(operand), placements, mesh, (0,) * len(mesh))
     return rows, columns
 
 
 def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
-    """The operands are there throughout, and each step's input until the step ends. A Partial
-    result that no step moves is in the operands' dtype from the product on."""
+    """Estimate the peak. The operands are there throughout, and each step's input until the step
+    ends. A Partial result that no step moves is in the operands' dtype from the product on."""
     moves = plan.after or (plan.fused is not None and plan.fused.operand == "out")
 
     def nbytes(operand: str, placements: Placements) -> int:
@@ -165,9 +165,9 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def ranked(problem: MatmulProblem, profile: Profile) -> tuple[tuple[MatmulPlan, Estimate], ...]:
-    """The plans of `plans_for` with their cost: those that fit into the device's memory first, of
-    these the fastest; the fewest bytes decide between equals. The same on all ranks that have the
-    same profile."""
+    """Return the plans of `plans_for` with their cost: those that fit into the device's memory
+    first, of these the fastest; the fewest bytes decide between equals. The same on all ranks that
+    have the same profile."""
     pairs = [(plan, estimate(plan, problem, profile)) for plan in plans_for(problem)]
     # Rounded, because sums of the same times in another order differ in the last bits. The sort is
     # stable, and plans_for sorts by bytes.
@@ -177,7 +177,7 @@ def ranked(problem: MatmulProblem, profile: Profile) -> tuple[tuple[MatmulPlan, 
 
 
 def choose(problem: MatmulProblem, strategy: str, profile: Profile) -> MatmulPlan:
-    """The plan of that strategy; the fastest for "auto".
+    """Return the plan of that strategy; the fastest for "auto".
 
     Raises:
         ValueError: there is no such strategy, or it cannot give the result.

@@ -52,9 +52,9 @@ class Place:
     def sizes(
         self, step: Step, shape: Sequence[int], placements: Placements, dim: int | None = None
     ) -> tuple[int, ...]:
-        """Of the shards that the step gathers or leaves, in its group: along ``dim``, by default
-        the step's. ``placements`` may be those before or after the step: only earlier mesh dims
-        matter."""
+        """Return the sizes of the shards that the step gathers or leaves, in its group: along
+        ``dim``, by default the step's. ``placements`` may be those before or after the step: only
+        earlier mesh dims matter."""
         dim = step.tensor_dim if dim is None else dim
         assert dim is not None  # an all-reduce has no shards
         mesh_shape = self.mesh.shape
@@ -64,7 +64,7 @@ class Place:
 def run(
     plan: MatmulPlan, problem: MatmulProblem, x: torch.Tensor, w: torch.Tensor, place: Place
 ) -> torch.Tensor:
-    """This rank's part of the result, contiguous. x and w are its parts of the operands."""
+    """Compute this rank's part of the result, contiguous. x and w are its parts of the operands."""
     dtype, wire = x.dtype, place.wire_dtype
     x = _run_steps([s for s in plan.before if s.operand == "x"], problem, problem.x, x, place)
     w = _run_steps([s for s in plan.before if s.operand == "w"], problem, problem.w, w, place)
@@ -86,7 +86,11 @@ def _run_steps(
     place: Place,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> torch.Tensor:
-    """``dtypes``: of t as long as it is Partial, and then; None: it stays as it is."""
+    """Take steps on ``t``.
+
+    Args:
+        dtypes: of t as long as it is Partial, and then; None: it stays as it is.
+    """
     for step in steps:
         after = step.after(placements)
         out_dtype = None if dtypes is None else dtypes[Partial() not in after]
@@ -140,7 +144,7 @@ def _product(
     place: Place,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The product in ``dtype``, with the step that is one op with it."""
+    """Compute the product in ``dtype``, with the step that is one op with it."""
     step = plan.fused
     if step is None:
         if dtype != x.dtype and x.numel() and w.numel():
@@ -187,8 +191,8 @@ def _gathered(
     algorithm: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``concat_r(x_r) @ w``. The ops take no w without columns, which may be this rank's alone: it
-    gets one."""
+    """Compute ``concat_r(x_r) @ w``. The ops take no w without columns, which may be this rank's
+    alone: it gets one."""
     rows, columns = sum(sizes), w.shape[1]
     if not rows * x.shape[1]:
         return x.new_zeros(rows, columns, dtype=dtype)
@@ -199,7 +203,7 @@ def _gathered(
 
 
 def _with_a_summand(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and w, which the ops do not take with K = 0; that may be so on this rank alone."""
+    """Give x and w one zero summand if K = 0, perhaps on this rank alone: the ops need one."""
     if x.shape[1]:
         return x, w
     return x.new_zeros(x.shape[0], 1), w.new_zeros(1, w.shape[1])

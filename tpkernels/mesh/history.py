@@ -49,14 +49,14 @@ class History:
         self._attached = False
 
     def attach(self) -> None:
-        """Has the waits of the groups, which are set up, look."""
+        """Make the waits of the groups, which are set up, look."""
         if not self._attached:
             for name in self._names:
                 groups.get(name).look_in_waits(self._look)
             self._attached = True
 
     def begin(self, text: str) -> None:
-        """A product begins, within which the waits of its groups look; `end` follows."""
+        """Begin a product, within which the waits of its groups look; `end` follows."""
         self._count += 1
         self._last.append(text)
         self._since, self._thread = None, threading.get_ident()
@@ -92,7 +92,7 @@ class History:
                 self._found.append((group, self._exchanged(group, mine)))
 
     def _compare(self) -> None:
-        """Raises ``ProductMismatchError`` if another rank has been in another product."""
+        """Raise ``ProductMismatchError`` if another rank has been in another product."""
         mine = self._numbered()
         for group, others in self._found:
             for rank, theirs in others.items():
@@ -108,7 +108,7 @@ class History:
                         )
 
     def _exchanged(self, group: Group, mine: dict[str, str]) -> dict[int, dict[str, str]]:
-        """What the other ranks of a group have written by now, by rank."""
+        """Return what the other ranks of a group have written by now, by rank."""
         place, others = group.participant(group.timeout), {}
         keys = [
             f"{place.prefix}/products/{address}/{self._mesh}"

@@ -27,8 +27,8 @@ def split_sizes(
     mesh_dim: int,
     tensor_dim: int,
 ) -> tuple[int, ...]:
-    """Sizes of the shards of ``tensor_dim`` over ``mesh_dim``, in the group of that mesh dim to
-    which the rank at ``coordinate`` belongs.
+    """Return the sizes of the shards of ``tensor_dim`` over ``mesh_dim``, in the group of that mesh
+    dim to which the rank at ``coordinate`` belongs.
 
     Args:
         length: of the whole tensor in ``tensor_dim``.
@@ -46,7 +46,7 @@ def local_shape(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> tuple[int, ...]:
-    """The shape of what the rank at ``coordinate`` holds."""
+    """Return the shape of what the rank at ``coordinate`` holds."""
     local = list(shape)
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -56,8 +56,8 @@ def local_shape(
 
 
 def held_elements(shape: Sequence[int], placements: Placements, mesh_shape: Sequence[int]) -> int:
-    """Elements that all ranks of the mesh hold together: those of the tensor, once for each rank
-    along the mesh dims that do not split it. Exact for uneven shards, too."""
+    """Count the elements that all ranks of the mesh hold together: those of the tensor, once for
+    each rank along the mesh dims that do not split it. Exact for uneven shards, too."""
     copies = [
         size
         for size, placement in zip(mesh_shape, placements, strict=True)
@@ -74,7 +74,7 @@ def exchanged_elements(
     mesh_dim: int,
     to: int,
 ) -> int:
-    """Elements that all ranks of the mesh receive if Shard(i) on a mesh dim becomes Shard(to): what
+    """Count the elements that all ranks receive if Shard(i) on a mesh dim becomes Shard(to): what
     they hold after it and not before."""
     one = placements[mesh_dim]
     assert isinstance(one, Shard)
@@ -92,7 +92,7 @@ def exchanged_elements(
 
 
 def text_of(placements: Placements) -> str:
-    """``S0,R`` for ``(Shard(0), Replicate())``; P for Partial."""
+    """Write ``S0,R`` for ``(Shard(0), Replicate())``; P for Partial."""
     return ",".join(
         f"S{one.dim}" if isinstance(one, Shard) else "R" if isinstance(one, Replicate) else "P"
         for one in placements
@@ -102,7 +102,7 @@ def text_of(placements: Placements) -> str:
 def checked(
     placements: Sequence[Placement], tensor_dims: int, mesh_dims: int, what: str
 ) -> Placements:
-    """The placements of a tensor, with dims counted from 0.
+    """Return the placements of a tensor, with dims counted from 0.
 
     Raises:
         ValueError: one placement too many or too few, or a dim that the tensor does not have.

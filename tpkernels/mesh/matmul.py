@@ -40,7 +40,8 @@ def sharded_matmul(
     wire_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> DTensor:
-    """``x @ w`` on a mesh of one or two dims, wherever the operands lie and the result is wanted.
+    """Compute ``x @ w`` on a mesh of one or two dims, wherever the operands lie and the result is
+    wanted.
 
     Args:
         x: [M, K], each mesh dim Shard(0), Shard(1), Replicate() or Partial().
@@ -93,8 +94,8 @@ def plans(
     *,
     wire_dtype: torch.dtype | None = None,
 ) -> tuple[MatmulPlan, ...]:
-    """All plans of `sharded_matmul` for these operands, the cheapest first. Local: before the
-    first product on a mesh, the rates are those of this rank's machine."""
+    """Return all plans of `sharded_matmul` for these operands, the cheapest first. Local: before
+    the first product on a mesh, the rates are those of this rank's machine."""
     problem = _problem(x, w, out_placements, wire_dtype)
     return tuple(plan for plan, _ in cost.ranked(problem, known_machine(x.device_mesh)))
 
@@ -106,9 +107,9 @@ def explain(
     *,
     wire_dtype: torch.dtype | None = None,
 ) -> str:
-    """The plans as a table: strategy, result, predicted ms, bytes received by all ranks together,
-    flops of all ranks together, and the steps. Steps in brackets are one op with the product.
-    Local, as `plans`."""
+    """Show the plans as a table: strategy, result, predicted ms, bytes received by all ranks
+    together, flops of all ranks together, and the steps. Steps in brackets are one op with the
+    product. Local, as `plans`."""
     problem = _problem(x, w, out_placements, wire_dtype)
     machine = known_machine(x.device_mesh)
     mesh = " x ".join(map(str, problem.mesh_shape))
@@ -227,7 +228,7 @@ class Product:
     strategy: str
 
     def text(self, place: execution.Place) -> str:
-        """For errors, and for the comparison of the ranks' products."""
+        """Describe the product for errors, and for the comparison with other ranks'."""
         one = self.problem
         out = "any" if one.out is None else text_of(one.out)
         return (
@@ -239,7 +240,7 @@ class Product:
 
 
 def _run(product: Product, x: DTensor, w: DTensor, place: execution.Place) -> DTensor:
-    """The product by the plan of all ranks, which is made in the first call."""
+    """Compute the product by the plan of all ranks, which is made in the first call."""
     known: Known[tuple[MatmulPlan, str]] = known_on(place.mesh)
     key = product, place.wire_dtype, place.algorithm
     planned, text = known.get(key), ""
@@ -305,8 +306,8 @@ class _ShardedMatmul(torch.autograd.Function):
 
 
 def _gradient(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> DTensor:
-    """A product of the backward, with the placements of the gradient of an operand that has those
-    ``of``. Each addend of a Partial operand has the gradient of the sum.
+    """Compute a product of the backward, with the placements of the gradient of an operand that has
+    those ``of``. Each addend of a Partial operand has the gradient of the sum.
 
     The groups are those of the forward: DTensor keeps meshes in caches by value, and a transposed
     DTensor may be on an equal mesh whose groups have ended.

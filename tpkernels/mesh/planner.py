@@ -61,13 +61,13 @@ class MatmulProblem:
     partial_itemsize: int | None = None
 
     def itemsize_of(self, operand: str, placements: Placements) -> int:
-        """Bytes of an element of "x", "w" or "out" on its way from or to the product."""
+        """Return the bytes of an element of "x", "w" or "out" on its way from or to the product."""
         if operand == "out" and self.partial_itemsize is not None and Partial() in placements:
             return self.partial_itemsize
         return self.itemsize
 
     def shape(self, operand: str) -> tuple[int, int]:
-        """Of the whole "x", "w" or "out"."""
+        """Return the shape of the whole "x", "w" or "out"."""
         return {"x": (self.m, self.k), "w": (self.k, self.n), "out": (self.m, self.n)}[operand]
 
 
@@ -99,7 +99,7 @@ class Step:
         return self.kind != "slice"
 
     def after(self, placements: Placements) -> Placements:
-        """The placements that the step leaves behind."""
+        """Return the placements that the step leaves behind."""
         to: Placement = Replicate()
         split = self.tensor_dim if self.kind in ("reduce_scatter", "slice") else self.scatter_dim
         if split is not None:
@@ -143,7 +143,7 @@ class MatmulPlan:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, in order."""
+        """Return all steps, in order."""
         return (*self.before, *([self.fused] if self.fused else []), *self.after)
 
     def __str__(self) -> str:
@@ -165,8 +165,8 @@ def steps_from(
     itemsize: int,
     partial_itemsize: int,
 ) -> list[Step]:
-    """Every step that can be taken. An element has ``itemsize`` bytes, or ``partial_itemsize`` as
-    long as the tensor is Partial anywhere.
+    """Return every step that can be taken. An element has ``itemsize`` bytes, or
+    ``partial_itemsize`` as long as the tensor is Partial anywhere.
 
     A mesh dim can gather or split a tensor dim only if no later mesh dim splits it: mesh dims
     split from left to right, so the later one's shards are shards of this one's.
@@ -196,7 +196,7 @@ def steps_from(
 def _changes(
     placements: Placements, mesh_dim: int, ndim: int
 ) -> Iterator[tuple[str, int | None, int | None]]:
-    """(kind, tensor_dim, scatter_dim) of the steps on a mesh dim."""
+    """Yield (kind, tensor_dim, scatter_dim) of the steps on a mesh dim."""
     free = [dim for dim in range(ndim) if Shard(dim) not in placements[mesh_dim + 1 :]]
     placement = placements[mesh_dim]
     if isinstance(placement, Replicate):
@@ -216,7 +216,11 @@ def _nbytes(
     mesh_shape: tuple[int, ...],
     itemsizes: Sequence[int],
 ) -> int:
-    """What all ranks receive together in a step. ``itemsizes``: of an element before and after."""
+    """Count the bytes that all ranks receive together in a step.
+
+    Args:
+        itemsizes: of an element before and after.
+    """
     before, after = itemsizes
     if step.scatter_dim is not None:
         moved = exchanged_elements(shape, placements, mesh_shape, step.mesh_dim, step.scatter_dim)
@@ -236,8 +240,8 @@ def _routes(
     itemsize: int,
     partial_itemsize: int,
 ) -> Mapping[Placements, tuple[Step, ...]]:
-    """The steps that move the fewest bytes from ``start`` to each placement that can be reached;
-    among these the fewest steps."""
+    """Find the steps that move the fewest bytes from ``start`` to each placement that can be
+    reached; among these the fewest steps."""
     order = itertools.count()  # placements do not compare
     queue: list[tuple[int, int, int, Placements, tuple[Step, ...]]] = [(0, 0, 0, start, ())]
     found: dict[Placements, tuple[Step, ...]] = {}
@@ -253,8 +257,8 @@ def _routes(
 
 
 def _fusable(step: Step) -> bool:
-    """Whether an op does the step and the product: the ops gather rows of their left operand, or of
-    w^T by ``w^T x^T``, but not the dim that the product sums over."""
+    """Return whether an op does the step and the product: the ops gather rows of their left
+    operand, or of w^T by ``w^T x^T``, but not the dim that the product sums over."""
     if step.operand == "out":
         return step.kind in ("reduce_scatter", "all_reduce")
     return step.kind == "all_gather" and step.tensor_dim == "xw".index(step.operand)
@@ -300,8 +304,8 @@ def _cost(plan: MatmulPlan) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
-    """One plan for each strategy that can give the result, the cheapest first: the fewest bytes,
-    then the fewest flops, then the fewest steps."""
+    """Make one plan for each strategy that can give the result, the cheapest first: the fewest
+    bytes, then the fewest flops, then the fewest steps."""
 
     def routes(operand: str, start: Placements) -> Mapping[Placements, tuple[Step, ...]]:
         shape, mesh = problem.shape(operand), problem.mesh_shape
@@ -323,7 +327,7 @@ def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
 
 
 def choose(problem: MatmulProblem, strategy: str) -> MatmulPlan:
-    """The plan of that strategy; for "auto" the one that moves the fewest bytes.
+    """Return the plan of that strategy; for "auto" the one that moves the fewest bytes.
 
     Raises:
         ValueError: there is no such strategy, or it cannot give the result.
@@ -332,7 +336,7 @@ def choose(problem: MatmulProblem, strategy: str) -> MatmulPlan:
 
 
 def by_name(plans: tuple[MatmulPlan, ...], problem: MatmulProblem, strategy: str) -> MatmulPlan:
-    """The first of ``plans`` with that strategy; the first of all for "auto".
+    """Return the first of ``plans`` with that strategy; the first of all for "auto".
 
     Raises:
         ValueError: there is none.

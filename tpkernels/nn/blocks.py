@@ -58,7 +58,7 @@ class ParallelMLP(nn.Module):
         residual: torch.Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """x [..., hidden_size] -> the same shape.
+        """Map x [..., hidden_size] to the same shape.
 
         Args:
             x: the input.
@@ -133,8 +133,8 @@ class ParallelAttention(nn.Module):
         residual: torch.Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """x [sequence, batch, hidden_size], or [batch, sequence, hidden_size] with
-        ``sequence_dim=1`` -> the same shape.
+        """Map x [sequence, batch, hidden_size], or [batch, sequence, hidden_size] with
+        ``sequence_dim=1``, to the same shape.
 
         Args:
             x: the input.

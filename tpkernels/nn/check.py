@@ -13,7 +13,7 @@ from tpkernels.local.packed import check_packable
 
 
 def plain_parameter(value: torch.Tensor | None, what: str) -> None:
-    """Checks that a parameter can be split.
+    """Check that a parameter can be split.
 
     Raises:
         NotImplementedError: it is quantised, packed or distributed, or no op takes its dtype.
@@ -30,7 +30,7 @@ def plain_parameter(value: torch.Tensor | None, what: str) -> None:
 
 
 def linear(module: nn.Module, name: str) -> nn.Linear:
-    """``module``, if it is a plain ``nn.Linear``.
+    """Return ``module`` if it is a plain ``nn.Linear``.
 
     Raises:
         TypeError: it is something else, such as a parallel layer or an adapter.
@@ -48,13 +48,13 @@ def linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def linears(modules: Mapping[str, nn.Module]) -> None:
-    """`linear` of each of several modules."""
+    """Check several modules as `linear` does."""
     for name, module in modules.items():
         linear(module, name)
 
 
 def packable(model: nn.Module) -> None:
-    """Checks that the weights of a model's linear layers can be packed.
+    """Check that the weights of a model's linear layers can be packed.
 
     Raises:
         NotImplementedError: they cannot, because of their device or dtype.
@@ -65,7 +65,7 @@ def packable(model: nn.Module) -> None:
 
 
 def embedding(module: nn.Module, name: str) -> nn.Embedding:
-    """``module``, if it is a plain ``nn.Embedding``.
+    """Return ``module`` if it is a plain ``nn.Embedding``.
 
     Raises:
         TypeError: it is something else.

@@ -49,7 +49,7 @@ class ShardTensor(torch.Tensor):
         return tensor
 
     def full_tensor(self) -> torch.Tensor:
-        """The unsharded tensor, on every rank. Collective: all ranks call it."""
+        """Gather the unsharded tensor on every rank. Collective: all ranks call it."""
         split = self.placement
         return all_gather(self.local, self.group, split.dim, shard_sizes=split.sizes)
 
@@ -85,7 +85,7 @@ class ShardTensor(torch.Tensor):
         )
 
     def untyped_storage(self) -> NoReturn:
-        """Raises TypeError. safetensors and others call it to save the unsharded memory, which no
+        """Raise TypeError. safetensors and others call it to save the unsharded memory, which no
         rank has."""
         raise TypeError(
             "a ShardTensor is one rank's shard and has no storage of the unsharded tensor: save "
@@ -129,8 +129,8 @@ class ShardTensor(torch.Tensor):
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
-    """The state dict of the unsharded module, with plain tensors for ``torch.save`` or for the
-    ``load_state_dict`` of an unsharded model. Collective: all ranks call it.
+    """Gather the state dict of the unsharded module, with plain tensors for ``torch.save`` or for
+    the ``load_state_dict`` of an unsharded model. Collective: all ranks call it.
 
     Args:
         module: a module with sharded layers.
@@ -144,7 +144,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
 
 
 def gathered(module: nn.Module, shards: Mapping[str, Any], rank0_only: bool) -> dict[str, Any]:
-    """`full_state_dict` for ``shards``, a state dict of the module or a part of one."""
+    """Return `full_state_dict` for ``shards``, a state dict of the module or a part of one."""
     # Keyed by the parameter's identity: tied parameters are gathered once, on every rank, and stay
     # one tensor.
     identity = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}

@@ -14,9 +14,9 @@ from tpkernels.ops.all_reduce import all_reduce
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for a module with sharded layers: scales all gradients so
-    that their 2-norm over all ranks is at most ``max_norm``. torch's function would take the norm
-    of each rank's own gradients, and replicated parameters would drift apart.
+    """Run ``torch.nn.utils.clip_grad_norm_`` for a module with sharded layers: scale all gradients
+    so that their 2-norm over all ranks is at most ``max_norm``. torch's function would take the
+    norm of each rank's own gradients, and replicated parameters would drift apart.
 
     A sharded parameter counts with the shards of all ranks, a replicated one once. Sums are in
     float64. Collective: all ranks call it, with gradients for the same parameters.
@@ -46,11 +46,11 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Groups in the order of the modules, which is the same on every rank.
     for group in dict.fromkeys([None, *shards.values()]):
-        own = torch.zeros(1, dtype=torch.float64, device=device)
+        squares = torch.zeros(1, dtype=torch.float64, device=device)
         for gradient, owner in gradients:
             if owner == group:
-                own += gradient.detach().to(torch.float64).square().sum()
-        total += (own if group is None else all_reduce(own, group)).squeeze()
+                squares += gradient.detach().to(torch.float64).square().sum()
+        total += (squares if group is None else all_reduce(squares, group)).squeeze()
     norm = total.sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
@@ -61,7 +61,7 @@ def clip_grad_norm_(
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
-    """The sharded parameters and their groups."""
+    """Yield the sharded parameters and their groups."""
     for part in module.modules():
         if isinstance(part, ShardedModule):
             for name in part.splits:

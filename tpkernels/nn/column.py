@@ -74,7 +74,7 @@ class ColumnParallelLinear(ParallelLinear):
     def from_linear(
         cls, linear: nn.Linear, group: GroupLike, **options: Unpack[ColumnOptions]
     ) -> Self:
-        """A layer with copies of this rank's shards of ``linear``'s parameters.
+        """Make a layer with copies of this rank's shards of ``linear``'s parameters.
 
         Args:
             linear: the unsharded layer; features, bias, device and dtype are taken from it.
@@ -88,11 +88,11 @@ class ColumnParallelLinear(ParallelLinear):
 
     @property
     def out_sizes(self) -> tuple[int, ...]:
-        """Output features of each rank."""
+        """Return the output features of each rank."""
         return self.splits["weight"].sizes
 
     def forward(self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features of this rank, or all].
+        """Map x [..., in_features] to [..., out_features of this rank, or all].
 
         Args:
             x: the input.
@@ -101,13 +101,13 @@ class ColumnParallelLinear(ParallelLinear):
         return column_parallel(x, [self], shard_sizes=shard_sizes)[0]
 
     def _zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Zero weight and bias for a rank without features. The ops need a column on every rank,
-        and the padding keeps this rank's backward in step with the others'."""
+        """Return zero weight and bias for a rank without features. The ops need a column on every
+        rank, and the padding keeps this rank's backward in step with the others'."""
         weight, bias, width = self.weight, self.bias, max(self.stand_in, 1)
         return F.pad(weight, (0, 0, 0, width)), None if bias is None else F.pad(bias, (0, width))
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
-        """The layer's output, given its matmul's result ``y``."""
+        """Return the layer's output, given its matmul's result ``y``."""
         if self.empty and (self.gather_output or not self.stand_in):
             y = y[..., :0]
         if self.gather_output:
@@ -129,7 +129,7 @@ def column_parallel(
     shard_sizes: Sequence[int] | None = None,
     sequence_parallel: bool | None = None,
 ) -> list[torch.Tensor]:
-    """Applies several column-parallel layers of one group to the same input, as one operation: with
+    """Apply several column-parallel layers of one group to the same input, as one operation: with
     sequence parallelism they share one all-gather, without it one all-reduce of the input's
     gradient.
 
@@ -166,7 +166,7 @@ def column_parallel(
         biases.append(bias)
         biased = biased or bias is not None
         finished = finished and not (layer.empty or layer.gather_output)
-    each_bias = biases if biased else None
+    bias_per_layer = biases if biased else None
     outputs: list[torch.Tensor]
     if rows_split:
         _, outputs = run_all_gather_matmul(
@@ -174,11 +174,11 @@ def column_parallel(
             weights,
             first.group,
             first.sequence_dim,
-            bias_list(x, each_bias),
+            bias_list(x, bias_per_layer),
             shard_sizes=shard_sizes,
         )
     else:
-        outputs = column_matmul(x, weights, first.group, each_bias)
+        outputs = column_matmul(x, weights, first.group, bias_per_layer)
     if finished:
         return outputs
     return [layer._finish(y) for layer, y in zip(layers, outputs, strict=True)]

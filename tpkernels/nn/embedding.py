@@ -27,7 +27,7 @@ Embedding = TypeVar("Embedding", bound="VocabParallelEmbedding")
 def local_ids(
     ids: torch.Tensor, split: Split, allowed: torch.Tensor | None, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids relative to this rank's shard of the vocabulary.
+    """Return ids relative to this rank's shard of the vocabulary.
 
     Args:
         ids: ids of the whole vocabulary.
@@ -90,7 +90,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the vectors as ``nn.Embedding`` does."""
+        """Draw the vectors as ``nn.Embedding`` does."""
 
         def draw(whole: torch.Tensor) -> None:
             nn.init.normal_(whole)
@@ -103,7 +103,7 @@ class VocabParallelEmbedding(ShardedModule):
     def from_embedding(
         cls, embedding: nn.Embedding, group: GroupLike, **options: Unpack[SequenceOptions]
     ) -> Self:
-        """A layer with a copy of this rank's shard of ``embedding``'s vectors.
+        """Make a layer with a copy of this rank's shard of ``embedding``'s vectors.
 
         Args:
             embedding: the unsharded embedding.
@@ -119,7 +119,7 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(
         self, ids: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """ids [...] -> [..., embedding_dim], all rows or this rank's.
+        """Map ids [...] to [..., embedding_dim], all rows or this rank's.
 
         Args:
             ids: integers of any shape, the same on all ranks.
@@ -152,7 +152,7 @@ class VocabParallelEmbedding(ShardedModule):
 def sharded_embedding(
     kind: type[Embedding], embedding: nn.Embedding, group: GroupLike, **options: Any
 ) -> Embedding:
-    """``kind.from_embedding`` for an embedding that `check.embedding` has accepted."""
+    """Run ``kind.from_embedding`` for an embedding that `check.embedding` has accepted."""
     layer = kind(
         embedding.num_embeddings,
         embedding.embedding_dim,
@@ -175,7 +175,7 @@ class ParallelLMHead(ColumnParallelLinear):
     """
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Makes this layer use the embedding's weight.
+        """Make this layer use the embedding's weight.
 
         Raises:
             ValueError: the two differ in size, group or split.

@@ -40,21 +40,21 @@ class Heads:
 
     @property
     def query_sizes(self) -> list[int]:
-        """Query features of each rank."""
+        """Return the query features of each rank."""
         return self._sizes(self._query_group)
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """The projections, by their names in `QKV`."""
+        """Return the projections, by their names in `QKV`."""
         query = Projection(self.query_sizes, self._query_group)
         key_value = Projection(self._sizes(self.head_dim), self.head_dim)
         return dict(zip(QKV, (query, key_value, key_value), strict=True))
 
     @property
     def _query_group(self) -> int:
-        """Features of the query heads of one key-value group."""
+        """Return the features of the query heads of one key-value group."""
         return self.heads // self.kv_heads * self.head_dim
 
     def _sizes(self, features: int) -> list[int]:
-        """Features of each rank, with ``features`` in a key-value group."""
+        """Return the features of each rank, with ``features`` in a key-value group."""
         return [groups * features for groups in shard_sizes(self.kv_heads, self.world)]

@@ -60,7 +60,7 @@ class ParallelLinear(ShardedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws weight and bias as ``nn.Linear`` does, by the unsharded fan-in."""
+        """Draw weight and bias as ``nn.Linear`` does, by the unsharded fan-in."""
 
         def draw(whole: torch.Tensor) -> None:
             bound = self.in_features**-0.5
@@ -71,7 +71,7 @@ class ParallelLinear(ShardedModule):
                 self.fill(name, draw)
 
     def pack_(self, *, drop: bool = False) -> Self:
-        """Packs the weight for inference on CPUs; see `tpkernels.pack`. Returns the layer.
+        """Pack the weight for inference on CPUs; see `tpkernels.pack`. Return the layer.
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
         the new weight. Other changes of ``weight`` do not reach the packed one: pack it again.
@@ -96,7 +96,7 @@ class ParallelLinear(ShardedModule):
         return self
 
     def unpack_(self) -> Self:
-        """Undoes `pack_`: the values are those that were packed if the plain weight was dropped.
+        """Undo `pack_`: the values are those that were packed if the plain weight was dropped.
         Returns the layer."""
         if self._dropped:
             self.weight = self._dense_weight()
@@ -104,12 +104,12 @@ class ParallelLinear(ShardedModule):
         return self
 
     def _dense_weight(self) -> nn.Parameter:
-        """The weight as it was before `pack_` dropped it."""
+        """Return the weight as it was before `pack_` dropped it."""
         return nn.Parameter(self.weight.detach().to_dense(), self.weight.requires_grad)
 
     @contextmanager
     def _plain_weight(self) -> Iterator[None]:
-        """The layer is not packed within the block, and packed again after it."""
+        """Unpack the layer within the block, and pack it again after it."""
         packed, drop = self._packed is not None, self._dropped
         self.unpack_()
         yield
@@ -120,7 +120,7 @@ class ParallelLinear(ShardedModule):
                 raise NotImplementedError(f"{error}; call unpack_() before") from None
 
     def _factor(self, x: torch.Tensor) -> torch.Tensor:
-        """What the ops get as the weight."""
+        """Return what the ops get as the weight."""
         if self._packed is None:
             return self.weight.t()
         if torch.is_grad_enabled():
@@ -128,7 +128,7 @@ class ParallelLinear(ShardedModule):
         return self._packed
 
     def _refuse_gradient(self, x: torch.Tensor) -> None:
-        """Raises where a packed layer would need a gradient."""
+        """Raise where a packed layer would need a gradient."""
         parts = (x, self.weight, self.bias)
         if any(part is not None and part.requires_grad for part in parts):
             raise NotImplementedError(
@@ -170,7 +170,7 @@ class ParallelLinear(ShardedModule):
 
 
 def pack_(module: Module, *, drop: bool = False) -> Module:
-    """Packs every parallel linear layer in a module; see `ParallelLinear.pack_`. Returns the
+    """Pack every parallel linear layer in a module; see `ParallelLinear.pack_`. Returns the
     module, which is unchanged if a layer cannot be packed."""
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
     for layer in layers:
@@ -184,7 +184,7 @@ def pack_(module: Module, *, drop: bool = False) -> Module:
 def sharded_linear(
     kind: type[Linear], linear: nn.Linear, group: GroupLike, **options: Any
 ) -> Linear:
-    """``kind.from_linear`` for a layer that `check.linear` has accepted."""
+    """Run ``kind.from_linear`` for a layer that `check.linear` has accepted."""
     layer = kind(
         linear.in_features,
         linear.out_features,

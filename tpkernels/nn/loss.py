@@ -26,7 +26,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def _statistics(logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
-    """[3, rows]: the maximum, the sum of exp(logit - maximum), the target's logit or 0."""
+    """Return [3, rows]: the maximum, the sum of exp(logit - maximum), the target's logit or 0."""
     rows = logits.shape[0]
     if not logits.shape[1]:
         empty = logits.new_zeros(3, rows)
@@ -88,8 +88,8 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """``torch.nn.functional.cross_entropy`` of logits that are split by vocabulary. Collective: all
-    ranks call it.
+    """Compute ``torch.nn.functional.cross_entropy`` of logits that are split by vocabulary.
+    Collective: all ranks call it.
 
     Args:
         logits: [..., columns of this rank], as `ParallelLMHead` returns them: the vocabulary is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,10 +19,34 @@ from tpkernels.nn.sharding import LayerOptions, SequenceOptions
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-Merged = TypeVar("Merged", bound=nn.Module)
+
+class _MergedLinear(nn.Module):
+    """Column-parallel layers of one input, by name."""
+
+    @property
+    def layers(self) -> list[ColumnParallelLinear]:
+        """Return the layers, in order."""
+        return cast("list[ColumnParallelLinear]", list(self.children()))
+
+    def pack_(self, *, drop: bool = False) -> Self:
+        """Pack each layer's weight; see `ColumnParallelLinear.pack_`."""
+        return pack_(self, drop=drop)
+
+    def _adopt(self, linears: Mapping[str, nn.Linear]) -> Self:
+        """Give the layers copies of this rank's shards of ``linears``. The layers have biases;
+        those whose linear has none lose theirs."""
+        for (name, linear), layer in zip(linears.items(), self.layers, strict=True):
+            if cast("torch.Tensor | None", linear.bias) is None:
+                layer.bias = None
+                layer.splits.pop("bias", None)
+            try:
+                layer.adopt(linear)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return self
 
 
-class MergedColumnParallelLinear(nn.Module):
+class MergedColumnParallelLinear(_MergedLinear):
     """Several `ColumnParallelLinear` of one input, such as gate and up, as one operation.
 
     Args:
@@ -49,11 +73,6 @@ class MergedColumnParallelLinear(nn.Module):
             layer = ColumnParallelLinear(in_features, features, group, bias=bias, **options)
             self.add_module(name, layer)
 
-    @property
-    def layers(self) -> list[ColumnParallelLinear]:
-        """The layers, in order."""
-        return cast("list[ColumnParallelLinear]", list(self.children()))
-
     @classmethod
     def from_linear(
         cls,
@@ -61,7 +80,8 @@ class MergedColumnParallelLinear(nn.Module):
         group: GroupLike,
         **options: Unpack[SequenceOptions],
     ) -> MergedColumnParallelLinear:
-        """The layers with copies of this rank's shards, each with a bias if its linear has one.
+        """Make the layers with copies of this rank's shards, each with a bias if its linear has
+        one.
 
         Args:
             linears: the unsharded layers, by name.
@@ -86,16 +106,12 @@ class MergedColumnParallelLinear(nn.Module):
             dtype=first.weight.dtype,
             **options,
         )
-        return _adopt(layer, linears)
-
-    def pack_(self, *, drop: bool = False) -> Self:
-        """Packs each layer's weight; see `ColumnParallelLinear.pack_`."""
-        return pack_(self, drop=drop)
+        return layer._adopt(linears)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
-        """x [..., in_features] -> [..., out_features of this rank] for each layer, in order.
+        """Map x [..., in_features] to [..., out_features of this rank] for each layer, in order.
 
         Args:
             x: the input.
@@ -104,7 +120,7 @@ class MergedColumnParallelLinear(nn.Module):
         return column_parallel(x, self.layers, shard_sizes=shard_sizes)
 
 
-class QKVParallelLinear(nn.Module):
+class QKVParallelLinear(_MergedLinear):
     """The query, key and value projections of grouped-query attention, as one operation.
 
     Each rank gets whole key-value groups: a key head, its value head and the query heads that
@@ -154,11 +170,6 @@ class QKVParallelLinear(nn.Module):
             )
             self.add_module(name, layer)
 
-    @property
-    def layers(self) -> list[ColumnParallelLinear]:
-        """The projections of queries, keys and values."""
-        return [self.q_proj, self.k_proj, self.v_proj]
-
     @classmethod
     def from_linear(
         cls,
@@ -169,8 +180,8 @@ class QKVParallelLinear(nn.Module):
         group: GroupLike,
         **options: Unpack[SequenceOptions],
     ) -> QKVParallelLinear:
-        """The projections with copies of this rank's shards, each with a bias if its linear has
-        one.
+        """Make the projections with copies of this rank's shards, each with a bias if its linear
+        has one.
 
         Args:
             q, k, v: the unsharded projections.
@@ -204,16 +215,12 @@ class QKVParallelLinear(nn.Module):
             dtype=q.weight.dtype,
             **options,
         )
-        return _adopt(layer, linears)
-
-    def pack_(self, *, drop: bool = False) -> Self:
-        """Packs each projection's weight; see `ColumnParallelLinear.pack_`."""
-        return pack_(self, drop=drop)
+        return layer._adopt(linears)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [..., hidden_size] -> queries [..., heads of this rank * head_dim], keys and values
+        """Map x [..., hidden_size] to queries [..., heads of this rank * head_dim], keys and values
         [..., key-value heads of this rank * head_dim].
 
         Args:
@@ -222,19 +229,3 @@ class QKVParallelLinear(nn.Module):
         """
         q, k, v = column_parallel(x, self.layers, shard_sizes=shard_sizes)
         return q, k, v
-
-
-def _adopt(merged: Merged, linears: Mapping[str, nn.Linear]) -> Merged:
-    """Gives the layers of ``merged`` copies of this rank's shards of ``linears``. The layers have
-    biases; those whose linear has none lose theirs."""
-    for name, linear in linears.items():
-        layer = merged.get_submodule(name)
-        assert isinstance(layer, ColumnParallelLinear)
-        if cast("torch.Tensor | None", linear.bias) is None:
-            layer.bias = None
-            layer.splits.pop("bias", None)
-        try:
-            layer.adopt(linear)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return merged

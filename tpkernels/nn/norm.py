@@ -42,16 +42,16 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the weight to ones."""
+        """Set the weight to ones."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden_size] -> the same shape and dtype."""
+        """Normalise x [..., hidden_size]; the result has its shape and dtype."""
         weight = self.shared_weight().to(x.dtype)
         return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
 
     def shared_weight(self) -> torch.Tensor:
-        """The weight, whose gradient is summed over the ranks if each has a part of the input."""
+        """Return the weight; its gradient is summed if each rank has a part of the input."""
         return self.weight if self.group is None else copy_to_ranks(self.weight, self.group)
 
     def extra_repr(self) -> str:

@@ -70,7 +70,7 @@ def check_dim(x: torch.Tensor, dim: int) -> None:
 
 
 def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
-    """Returns ``x``, and sums its gradient over the ranks: Megatron-LM's "f".
+    """Return ``x``, and sum its gradient over the ranks: Megatron-LM's "f".
 
     For a tensor that is the same on all ranks and that each of them uses in its own way, such as a
     replicated parameter that each rank applies to its own rows or heads.
@@ -86,7 +86,7 @@ def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
 def gather_from_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Concatenates the ranks' shards. All ranks must then use the result in the same way: the
+    """Concatenate the ranks' shards. All ranks must then use the result in the same way: the
     gradient of a shard is this rank's shard of the gradient.
 
     Args:
@@ -113,8 +113,8 @@ def gather_from_ranks(
 def split_over_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """This rank's shard of a tensor that is the same on all ranks; the gradients of the shards are
-    gathered.
+    """Return this rank's shard of a tensor that is the same on all ranks; the gradients of the
+    shards are gathered.
 
     Args:
         x: the same on all ranks.

@@ -65,13 +65,13 @@ class RowParallelLinear(ParallelLinear):
     def from_linear(
         cls, linear: nn.Linear, group: GroupLike, **options: Unpack[RowOptions]
     ) -> Self:
-        """A layer with copies of this rank's shards of ``linear``'s parameters; see
+        """Make a layer with copies of this rank's shards of ``linear``'s parameters; see
         `ColumnParallelLinear.from_linear`."""
         return sharded_linear(cls, check.linear(linear, "linear"), group, **options)
 
     @property
     def in_sizes(self) -> tuple[int, ...]:
-        """Input features of each rank."""
+        """Return the input features of each rank."""
         return self.splits["weight"].sizes
 
     def forward(
@@ -82,7 +82,7 @@ class RowParallelLinear(ParallelLinear):
         shard_sizes: Sequence[int] | None = None,
         sequence_parallel: bool | None = None,
     ) -> torch.Tensor:
-        """x [..., in_features of this rank] -> [..., out_features], all rows or this rank's.
+        """Map x [..., in_features of this rank] to [..., out_features], all rows or this rank's.
 
         Args:
             x: the input.

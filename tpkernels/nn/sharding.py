@@ -63,7 +63,7 @@ class ShardedModule(nn.Module):
         self._factory: Mapping[str, Any] = {"device": device, "dtype": dtype}
 
     def add_parameter(self, name: str, shape: Sequence[int], split: Split | None) -> None:
-        """Creates a parameter, uninitialised.
+        """Create a parameter, uninitialised.
 
         Args:
             shape: of the unsharded parameter.
@@ -75,7 +75,7 @@ class ShardedModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(*shape, **self._factory)))
 
     def fill(self, name: str, draw: Callable[[torch.Tensor], Any]) -> None:
-        """Draws the unsharded parameter and keeps this rank's shard, so that ranks with the same
+        """Draw the unsharded parameter and keep this rank's shard, so that ranks with the same
         random state get the values of the unsharded module. Needs memory for the unsharded
         parameter. Does nothing on the meta device."""
         parameter = self.get_parameter(name)
@@ -88,17 +88,17 @@ class ShardedModule(nn.Module):
             parameter.copy_(whole if split is None else split.shard(whole))
 
     def adopt(self, module: nn.Module) -> None:
-        """Replaces the parameters with copies of this rank's shards of ``module``'s parameters, of
+        """Replace the parameters with copies of this rank's shards of ``module``'s parameters, of
         the same dtype, device and ``requires_grad``.
 
         Raises:
             ValueError: ``module`` has different parameters, or different shapes.
         """
-        theirs = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
-        mine = {name: list(self.whole_shape(name)) for name, _ in self.named_parameters()}
-        if theirs != mine:
-            raise ValueError(f"{module} has parameters {theirs}, expected {mine}")
-        for name in mine:
+        whole_shapes = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
+        expected = {name: list(self.whole_shape(name)) for name, _ in self.named_parameters()}
+        if whole_shapes != expected:
+            raise ValueError(f"{module} has parameters {whole_shapes}, expected {expected}")
+        for name in expected:
             whole = module.get_parameter(name)
             value = whole.detach()
             if name in self.splits:
@@ -107,7 +107,7 @@ class ShardedModule(nn.Module):
         self.train(module.training)
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """The unsharded shape of a parameter."""
+        """Return the unsharded shape of a parameter."""
         shape = tuple(self.get_parameter(name).shape)
         return self.splits[name].whole_shape(shape) if name in self.splits else shape
 
@@ -134,26 +134,30 @@ class ShardedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        mine = dict(state_dict)
+        values = dict(state_dict)
         # Cloned before it is assigned: a view would keep the unsharded tensor alive.
         assign = local_metadata.get("assign_to_params_buffers", False)
         for name, split in self.splits.items():
             key = prefix + name
-            if key not in mine or self._parameters.get(name) is None:
+            if key not in values or self._parameters.get(name) is None:
                 continue
             try:
-                shard = _shard_of(mine[key], split, self.get_parameter(name).shape)
+                shard = _shard_of(values[key], split, self.get_parameter(name).shape)
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
                 shard = self.get_parameter(name).detach()
-            mine[key] = shard.clone() if assign else shard
+            values[key] = shard.clone() if assign else shard
         super()._load_from_state_dict(
-            mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            values, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 
 def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Tensor:
-    """This rank's shard of a value in a state dict; ``shape`` is that of the parameter here."""
+    """Return this rank's shard of a value in a state dict.
+
+    Args:
+        shape: of the parameter on this rank.
+    """
     whole = split.whole_shape(shape)
     if tuple(value.shape) != whole:
         raise ValueError(

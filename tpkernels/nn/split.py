@@ -14,21 +14,21 @@ _PLANNED = "tpkernels: ranks that are planned, "  # followed by their number
 
 
 def planned(world: int) -> str:
-    """The name of a group that does not exist, of which this process is rank 0. Modules can be made
-    for it, to see how they would be split over ``world`` ranks; calls of them fail."""
+    """Name a group that does not exist, of which this process is rank 0. Modules can be made for
+    it, to see how they would be split over ``world`` ranks; calls of them fail."""
     return f"{_PLANNED}{world}"
 
 
 def position(group: str) -> tuple[int, int]:
-    """(rank, world) in a group, by the group's name.
+    """Return (rank, world) in a group, by the group's name.
 
     Raises:
         ValueError: this rank has no such group.
     """
     if group.startswith(_PLANNED):
         return 0, int(group.removeprefix(_PLANNED))
-    own = groups.get(group)
-    return own.rank, own.world
+    members = groups.get(group)
+    return members.rank, members.world
 
 
 # What torch.compiler.assume_constant_result does. That function imports the whole compiler, and
@@ -48,7 +48,7 @@ class Split:
     def of(
         cls, dim: int, total: int, sizes: Sequence[int] | None, rank: int, world: int, what: str
     ) -> Split:
-        """A split of ``total`` entries: into ``sizes``, or balanced if ``sizes`` is None.
+        """Split ``total`` entries: into ``sizes``, or balanced if ``sizes`` is None.
 
         Args:
             dim: the dim that is split.
@@ -70,27 +70,27 @@ class Split:
 
     @property
     def offset(self) -> int:
-        """Index of the first entry of this rank's shard."""
+        """Return the index of the first entry of this rank's shard."""
         return sum(self.sizes[: self.rank])
 
     @property
     def size(self) -> int:
-        """Size of this rank's shard."""
+        """Return the size of this rank's shard."""
         return self.sizes[self.rank]
 
     @property
     def total(self) -> int:
-        """The unsharded size."""
+        """Return the unsharded size."""
         return sum(self.sizes)
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of an unsharded tensor, as a view."""
+        """Return this rank's shard of an unsharded tensor, as a view."""
         return whole.narrow(self.dim, self.offset, self.size)
 
     def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The shape of this rank's shard of a tensor of shape ``whole``."""
+        """Return the shape of this rank's shard of a tensor of shape ``whole``."""
         return (*whole[: self.dim], self.size, *whole[self.dim + 1 :])
 
     def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """The unsharded shape of a tensor of which this rank's shard has shape ``local``."""
+        """Return the unsharded shape of a tensor whose shard has shape ``local`` on this rank."""
         return (*local[: self.dim], self.total, *local[self.dim + 1 :])

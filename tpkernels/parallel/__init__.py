@@ -10,7 +10,7 @@ __all__ = ["FusedColwiseParallel", "FusedRowwiseParallel", "from_pretrained", "p
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the styles lazily: they import DTensor, which takes half as long as torch itself."""
+    """Import the styles lazily: they import DTensor, which takes half as long as torch itself."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tpkernels.parallel import styles

@@ -25,7 +25,7 @@ from tpkernels.nn.column import ColumnParallelLinear
 
 
 def attach(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Lets ``generate_batch`` and ``init_continuous_batching`` of a model of transformers run on
+    """Let ``generate_batch`` and ``init_continuous_batching`` of a model of transformers run on
     all ranks of ``mesh``, a mesh of one dim. Does nothing to other models. Does not communicate."""
     start = getattr(type(model), "init_continuous_batching", None)
     if start is None:
@@ -39,7 +39,7 @@ def attach(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _init(start: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
-    """``model.init_continuous_batching``.
+    """Run ``model.init_continuous_batching``.
 
     Raises:
         NotImplementedError: this version of transformers makes its cache in another way.
@@ -73,7 +73,7 @@ class _ForOwnHeads:
 
 @contextlib.contextmanager
 def _own_heads(model: Any) -> Iterator[None]:
-    """In the block, ``model.config`` has the heads of this rank."""
+    """Give ``model.config`` the heads of this rank within the block."""
     whole = model.config
     own = copy.copy(whole)
     attention = model.base_model.layers[0].self_attn
@@ -88,7 +88,7 @@ def _own_heads(model: Any) -> Iterator[None]:
 
 
 def _features(projection: nn.Module) -> int:
-    """Output features on this rank."""
+    """Return the output features on this rank."""
     if not isinstance(projection, ColumnParallelLinear):
         return int(projection.out_features)  # type: ignore[arg-type]
     return projection.out_sizes[projection.rank] or projection.stand_in

@@ -81,7 +81,8 @@ def apply(
     ffn_only: bool = False,
     pack: bool,
 ) -> None:
-    """See `tpkernels.parallelize`. All modules are checked before the first is replaced.
+    """Apply `tpkernels.parallelize` without a plan. All modules are checked before the first is
+    replaced.
 
     Args:
         group: a group's name, which may be `tpkernels.nn.split.planned`.
@@ -137,7 +138,8 @@ def _replace_all(
 
 
 def architecture_of(config: Any, what: str) -> Architecture:
-    """The architecture that a ``config`` of transformers is of; ``what`` has it, for messages.
+    """Return the architecture of a ``config`` of transformers; ``what`` names its owner in
+    messages.
 
     Raises:
         NotImplementedError: it is not supported.
@@ -202,7 +204,7 @@ def _parts(base: nn.Module, prefix: str, architecture: Architecture, world: int)
 
 
 def _norm(norm: Any, group: str, rows: Rows | None = None) -> RMSNorm:
-    """The norm that each rank applies to its rows, or without ``rows`` to its heads."""
+    """Make the norm that each rank applies to its rows, or without ``rows`` to its heads."""
     size, eps = norm.weight.shape[0], norm.variance_epsilon
     if rows is None:
         parallel = RMSNorm(size, eps, group=group, device="meta")

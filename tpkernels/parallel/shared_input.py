@@ -59,7 +59,7 @@ class Rows:
     sizes: list[int] | None = None  #: rows of each rank; None: not split
 
     def split(self, tokens: int) -> None:
-        """Begins a sequence of this many tokens."""
+        """Begin a sequence of this many tokens."""
         self.sizes = shard_sizes(tokens, self.world) if tokens >= self.fewest else None
 
 

@@ -94,7 +94,7 @@ class Work:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """See `together`."""
+        """Do the work; see `together`."""
         group = groups.get(self._group)
         with group.lock:  # else the thread would wait for a call that waits for this block
             group.check_usable()
