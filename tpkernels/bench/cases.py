@@ -210,8 +210,8 @@ def settle(case: Case, seconds: float) -> None:
     group.forget_calls()
     begin = time.perf_counter()
     run_tpkernels(case.copy())
-    (each,) = slowest([time.perf_counter() - begin])
-    if each * MOST_CALLS > seconds:
+    (call_seconds,) = slowest([time.perf_counter() - begin])
+    if call_seconds * MOST_CALLS > seconds:
         return
     while any(isinstance(call.function, Tried) for call in group.planned_calls()):
         run_tpkernels(case.copy())
@@ -308,8 +308,9 @@ def _all_to_all(x: torch.Tensor, sizes: tuple[int, ...], columns: list[int]) -> 
     mine = columns[dist.get_rank()]
     sent = torch.cat([part.reshape(-1) for part in x.split(columns, 1)])
     whole = x.new_empty(sum(sizes), mine)
-    given, taken = [x.shape[0] * each for each in columns], [size * mine for size in sizes]
-    dist.all_to_all_single(whole.view(-1), sent, taken, given)
+    lengths_out = [x.shape[0] * count for count in columns]
+    lengths_in = [size * mine for size in sizes]
+    dist.all_to_all_single(whole.view(-1), sent, lengths_in, lengths_out)
     return whole
 
 

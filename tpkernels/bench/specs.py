@@ -158,11 +158,11 @@ def spec_of_extents(
     needs."""
     ops_named([op])
     needed, unused = "--m, --n and --k", "--bytes"
-    given, excluded = None not in extents, sizes is not None
+    complete, excluded = None not in extents, sizes is not None
     if not OPS[op].has_matmul:
         needed, unused = unused, needed
-        given, excluded = excluded, any(extent is not None for extent in extents)
-    if excluded or not given:
+        complete, excluded = excluded, any(extent is not None for extent in extents)
+    if excluded or not complete:
         raise UsageError(f"{op} takes {needed}, not {unused}")
     return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
 

@@ -145,8 +145,8 @@ def best_config(
 
 
 def _use(spec: Spec, group: Group, device: str, config: Config) -> None:
-    one = measurement(spec, group.world, {"fused": 1.0}, device, config)
-    group.use_times(device, Table((one,)))
+    forced = measurement(spec, group.world, {"fused": 1.0}, device, config)
+    group.use_times(device, Table((forced,)))
 
 
 def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -> bool:
@@ -192,7 +192,7 @@ def check_cache() -> None:
 def medians(reports: list[TuneReport]) -> dict[str, float]:
     """Return the milliseconds of the slowest rank, by algorithm."""
     names = reports[0].samples
-    return {name: summary([each.samples[name] for each in reports]).median for name in names}
+    return {name: summary([report.samples[name] for report in reports]).median for name in names}
 
 
 def keep(spec: Spec, reports: list[TuneReport]) -> tuple[Path, Plan]:
