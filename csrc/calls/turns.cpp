@@ -61,7 +61,10 @@ Turns* Turns::of(PyObject* name) {
   Turns* const turns = found->second;
   const auto own = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(turns->group_.ptr()));
   if (!own) return PyErr_Clear(), nullptr;
-  return is_present(own) || own.is(resolved(name)) ? turns : nullptr;
+  if (is_present(own)) return turns;
+  if (!own.is(resolved(name))) return nullptr;
+  const auto again = admitted().find(std::string(text, static_cast<std::size_t>(size)));
+  return again != admitted().end() && again->second == turns ? turns : nullptr;  // Python has run
 }
 
 std::shared_ptr<Planned> Turns::find(const std::string& key) const {
@@ -71,8 +74,9 @@ std::shared_ptr<Planned> Turns::find(const std::string& key) const {
 
 void Turns::remember(const std::string& key, std::shared_ptr<Planned> planned) {
   if (planned->generation != generation_) return;  // forgotten while it was planned
-  if (planned_.size() >= kMostCalls) planned_.clear();
-  planned_[key] = std::move(planned);
+  std::unordered_map<std::string, std::shared_ptr<Planned>> dropped;  // see `forget`
+  if (planned_.size() >= kMostCalls) dropped.swap(planned_);
+  planned_[key].swap(planned);
 }
 
 py::list Turns::planned() const {

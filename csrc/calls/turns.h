@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "calls/bound.h"
 #include "calls/lock.h"
@@ -41,7 +42,7 @@ class Turns {
   // All calls are to be planned anew, on all ranks from the same call on: also one that has been
   // found already and waits for its turn, which compares generations.
   void forget() {
-    planned_.clear();
+    const auto forgotten = std::exchange(planned_, {});  // finalizers may plan further calls
     ++generation_;
   }
   std::uint64_t generation() const { return generation_; }

@@ -185,10 +185,16 @@ void bind_channel(py::module_& m) {
       .def(
           "set_look",
           [](Channel& c, const py::object& f) {
-            c.set_poll([f] {
+            // The last to have it may be a wait without the GIL, during which it was replaced.
+            const std::shared_ptr<py::object> look(new py::object(f), [](py::object* last) {
+              stay_if_python_ends();
+              const py::gil_scoped_acquire gil;
+              delete last;
+            });
+            c.set_poll([look] {
               poll_signals();
               const py::gil_scoped_acquire gil;
-              f();
+              (*look)();
             });
           },
           py::arg("f"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +19,7 @@ from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, planned_in_python, report
 from tests.support.refusals import packable
+from tpkernels import groups
 
 WORLD = 3
 OPS = (
@@ -288,3 +292,70 @@ def arguments_job() -> list[str]:
 
 def test_arguments_that_the_op_does_not_have(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(1).run(arguments_job) for failure in rank)
+
+
+def other_calls_job() -> list[str]:
+    """Finalizers make calls of their own, while a call looks for its plan and while plans go."""
+    failures = []
+    with fresh_group() as group:
+        turns, x, y = groups.get(group.group_name), torch.ones(3), torch.ones(5, 2)
+        nested: list[Callable[[], object]] = []
+
+        def process_group() -> dist.ProcessGroup:  # in place of the weak reference
+            while nested:
+                nested.pop()()
+            return group
+
+        turns.admit(group.group_name, process_group)
+        for _ in range(2):
+            tpkernels.all_reduce(x, group, algorithm="direct")
+            tpkernels.all_gather(y, group, algorithm="direct")
+        nested.append(lambda: tpkernels.all_gather(y, group, algorithm="direct"))
+        got = tpkernels.all_reduce(x, group, algorithm="direct")
+        if not torch.equal(got, x * group.size()):
+            failures.append(f"the plan of another call: {got}")
+        call = next(one for one in turns.planned_calls() if one.problem.op == "all_gather")
+        act = functools.partial(tpkernels.all_reduce, torch.ones(7), group)
+        call.kept["last"] = _AtTheEnd(act)
+        del call
+        turns.forget_calls()
+        planned = [one.problem.shape for one in turns.planned_calls()]
+        if planned != [(7,)]:
+            failures.append(f"planned while the others were forgotten: {planned}")
+    return failures
+
+
+class _AtTheEnd:
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def __del__(self) -> None:
+        self.act()
+
+
+def test_calls_that_finalizers_make_meanwhile(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(other_calls_job) for failure in rank)
+
+
+def replaced_look_job() -> None:
+    """A look that replaces itself during a wait has its last reference there."""
+    with fresh_group() as group:
+        channel = faults.workspace_of(group).channel
+        gone: list[str] = []
+
+        class Look:
+            def __call__(self) -> None:
+                channel.set_look(lambda: None)
+
+            def __del__(self) -> None:
+                gone.append(threading.current_thread().name)
+
+        channel.set_look(Look())
+        if dist.get_rank() == 1:
+            time.sleep(0.2)
+        tpkernels.all_reduce(torch.ones(3), group)
+        assert gone or dist.get_rank() == 1, "the wait never looked"
+
+
+def test_a_look_that_is_replaced_during_a_wait(ranks: RanksFixture) -> None:
+    ranks(2).run(replaced_look_job)
