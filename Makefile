@@ -22,12 +22,12 @@ CXX_FILES = $(shell find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-thorough test-slow faults lint format sanitize bench docs docs-links wheel \
+.PHONY: help demo test test-thorough test-slow test-machines faults lint format sanitize bench docs docs-links wheel \
 	clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo '  ARGS=... is passed on by demo, test, test-thorough, test-slow, faults, sanitize and bench'
+	@echo '  ARGS=... is passed on by demo, test, test-thorough, test-slow, test-machines, faults, sanitize and bench'
 
 demo: $(EXT) $(MODEL)  ## a transformer layer on four processes, and a model that speaks on 1 to 3
 	@$(BIN)/tpkernels demo $(ARGS)
@@ -41,6 +41,9 @@ test-thorough: $(EXT)  ## the same with more of its sweeps: about 20 minutes
 
 test-slow: $(EXT)  ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-machines: $(EXT)  ## those that depend on the processor, on it with less than it has: about 6 minutes
+	@$(BIN)/python -m tests.support.machines $(ARGS)
 
 faults: $(EXT)  ## random faults at random moments: nobody hangs, nothing is wrong
 	@$(BIN)/python -m tests.support.campaign $(ARGS)

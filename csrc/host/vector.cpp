@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <stdexcept>
 
 namespace tpkernels::host {
@@ -43,11 +44,16 @@ void sum_double(void* out, const std::vector<const std::byte*>& partials, std::s
 std::vector<const VectorUnit*> available_units() {
   std::vector<const VectorUnit*> units{&plain_unit()};
 #if defined(__x86_64__)
+  // Torch's variable caps these units, too. It warns of values that it does not know.
+  const char* const variable = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string capability = variable == nullptr ? "" : variable;
+  if (capability == "default") return units;
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
       __builtin_cpu_supports("fma")) {
     units.push_back(&avx2_unit());
   }
+  if (capability == "avx2") return units;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     units.push_back(&avx512_unit());

@@ -52,7 +52,7 @@ const VectorUnit& avx512_unit();
 const VectorUnit& avx512_bf16_unit();
 #endif
 
-// The units that this processor supports, the fastest last.
+// The units that this processor supports, up to ATEN_CPU_CAPABILITY, the fastest last.
 std::vector<const VectorUnit*> available_units();
 // The unit in use: the fastest, unless `use_unit` chose another.
 const VectorUnit& vector_unit();

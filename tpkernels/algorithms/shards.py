@@ -69,7 +69,7 @@ def _cut(total: int, step: int) -> set[int]:
 def parts_of(problem: Problem, step: int, columns: int) -> frozenset[tuple[int, int]]:
     """Rows and columns of the products of a matmul that is split by rank, ``step`` rows of each
     rank at a time; the whole has ``columns``."""
-    ranks = range(problem.world)
+    ranks, step = range(problem.world), max(1, step)
     if problem.dim is None:
         edges = edges_of(problem.rows, problem.world)
         rows = set().union(*(_cut(b - a, step) for a, b in itertools.pairwise(edges)))
