@@ -175,9 +175,11 @@ _IN_STEP = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, Me
 
 
 def break_if_left(group: GroupLike | None, error: BaseException) -> None:
-    """Breaks the group of an op that ended in an error which can come at any time, such as Ctrl-C:
+    """Break the group of an op that ended in an error which can come at any time, such as Ctrl-C:
     this rank may not have made the call. If it has, it lacks the result all the same."""
-    if group is not None and not isinstance(error, _IN_STEP):
+    # Activation checkpointing ends a recomputation by an error of its own, behind the last call.
+    recomputed = type(error).__module__ == "torch.utils.checkpoint"
+    if group is not None and not recomputed and not isinstance(error, _IN_STEP):
         with contextlib.suppress(Exception):
             get(name_of(group)).break_between_calls(error)
 
