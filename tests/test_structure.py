@@ -1,5 +1,5 @@
 """The tree is a table of contents: one name for an op through all layers, imports that point one
-way, files that can be read in one go."""
+way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tpkernels.backends import OPS, SCALED, TABLES
 from tpkernels.planning.algorithms import ALGORITHMS
 
 PACKAGE = ROOT / "tpkernels"
-MOST_LINES = 300
 
 # What the modules of a layer may import of the package; imports that only type checkers see count.
 # ops -> planning, call, backends -> algorithms -> local, transport, kernels, cuda -> symm -> _C.
@@ -150,17 +149,3 @@ def test_what_is_promised_is_there() -> None:
     for name in tpkernels.__all__:
         assert getattr(tpkernels, name) is not None
     assert sorted(tpkernels.__all__, key=str.lower) == sorted(set(tpkernels.__all__), key=str.lower)
-
-
-def sources() -> Iterator[Path]:
-    for folder in ("tpkernels", "csrc", "tests", "benchmarks", "examples"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in {".py", ".pyi", ".cpp", ".h", ".inc", ".cu", ".cuh"}:
-                yield path
-
-
-def test_files_can_be_read_in_one_go() -> None:
-    lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in sources()}
-    assert len(lengths) > 30
-    long = {str(path): lines for path, lines in lengths.items() if lines >= MOST_LINES}
-    assert not long, f"files of {MOST_LINES} lines or more: {long}"
