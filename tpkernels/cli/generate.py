@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from typing import Annotated
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
 
 from tpkernels.cli import options
@@ -16,7 +20,7 @@ from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
 from tpkernels.integrations.transformers.generator import Generator, Sampling
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
-from tpkernels.launch.group import driving
+from tpkernels.launch import Executor, GroupExecutor, Ranks, serve_group
 from tpkernels.launch.session import backend_of, device_named, under_torchrun, world_size
 from tpkernels.terminal import UsageError, check_workers, dtype_named
 
@@ -81,14 +85,12 @@ def generate(
                 preload()
             with ThreadPoolExecutor(1) as loading:
                 tokenizer = loading.submit(load_tokenizer, model)
-                with driving(
+                with _driving(
                     world,
-                    Generator,
                     model,
                     where,
                     dtype_name,
                     ffn_only,
-                    torchrun=under_torchrun(),
                     backend=backend_of(world, where),
                     threads=threads,
                     timeout=timeout,
@@ -110,6 +112,32 @@ def generate(
         except (OSError, ValueError, ImportError) as error:
             raise UsageError(str(error)) from error
         _show(completions, prompt, world, stream=stream, as_json=as_json)
+
+
+@contextmanager
+def _driving(
+    world: int, *model: Any, backend: str, threads: int, timeout: float
+) -> Iterator[Executor | None]:
+    """Yield an executor on ``world`` ranks that hold a `Generator`: new ones, or torchrun's if this
+    process is one of them. Yield None on ranks of torchrun that are driven: they have done their
+    part by then. No process is left behind."""
+    if not under_torchrun():
+        with Ranks(
+            world, Generator, *model, backend=backend, threads=threads, timeout=timeout
+        ) as ranks:
+            yield ranks
+        return
+    torch.set_num_threads(threads)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
+        if dist.get_rank() == 0:
+            with GroupExecutor(Generator, *model, timeout=timeout) as group:
+                yield group
+        else:
+            serve_group(timeout=timeout)
+            yield None
+    finally:
+        dist.destroy_process_group()
 
 
 def _show(

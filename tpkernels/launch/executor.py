@@ -4,9 +4,9 @@ Problem: a sharded model lives in several processes, and its user wants to call 
 one. Calls must be quick, cost nothing while idle, carry tensors, and end with an error that names
 the rank, whatever happens to it.
 
-Algorithm: a `Job` is a message to all ranks and one last reply of each (`tpkernels.launch.worker`).
-The executor sends the message, then receives replies until none is pending, a rank is lost, or time
-is up. `Ranks` and `GroupExecutor` add the transport.
+Algorithm: a `Job` is a message to all ranks and a last reply of each (`tpkernels.launch.worker`).
+The executor receives replies until none is pending, a rank is lost, or time is up. `Ranks` and
+`GroupExecutor` are its transports.
 """
 
 from __future__ import annotations
@@ -99,17 +99,17 @@ class Job:
         kind, *fields = reply
         if kind == "error":
             text, name, seconds = fields
-            self._record(Outcome(rank, error=text, error_type=name, seconds=seconds))
-            self._shorten(self.after_error)
+            outcome = Outcome(rank, error=text, error_type=name, seconds=seconds)
+            self._record(outcome, self.after_error)
         else:
             value = fields[0] if kind == "result" else None
             self._record(Outcome(rank, value=value, seconds=fields[-1]))
 
     def lose(self, outcome: Outcome) -> None:
         """Record the end of a rank that has given no last reply."""
-        self._record(replace(outcome, seconds=time.monotonic() - self.begun))
+        seconds = time.monotonic() - self.begun
+        self._record(replace(outcome, seconds=seconds), self.after_death)
         self.lost = True
-        self._shorten(self.after_death)
 
     def by_rank(self) -> list[Outcome]:
         """Return all outcomes; ranks that have not answered have timed out."""
@@ -117,12 +117,10 @@ class Job:
         late = {rank: Outcome(rank, timed_out=True, seconds=seconds) for rank in self.pending}
         return [(self.outcomes | late)[rank] for rank in range(self.world)]
 
-    def _record(self, outcome: Outcome) -> None:
+    def _record(self, outcome: Outcome, grace: float = math.inf) -> None:
         self.outcomes[outcome.rank] = outcome
         self.pending.discard(outcome.rank)
-
-    def _shorten(self, seconds: float) -> None:
-        self.deadline = min(self.deadline, time.monotonic() + seconds)
+        self.deadline = min(self.deadline, time.monotonic() + grace)
 
 
 class Executor(ABC):
@@ -327,7 +325,7 @@ class Executor(ABC):
     # Checks.
 
     @contextlib.contextmanager
-    def _my_turn(self, timeout: float) -> Iterator[None]:
+    def _my_turn(self, timeout: float, collecting: bool = False) -> Iterator[None]:
         self._check_open()
         if self._streaming == threading.get_ident():
             raise RuntimeError("a stream is open; exhaust or close its iterator first")
@@ -335,7 +333,8 @@ class Executor(ABC):
             raise TimeoutError(f"calls of other threads took longer than {timeout:g} s")
         try:
             self._check_open()
-            self._check_idle()
+            if not collecting:
+                self._check_idle()
             yield
         finally:
             self._turn.release()

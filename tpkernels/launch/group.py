@@ -32,7 +32,6 @@ import torch.distributed as dist
 from tpkernels.launch import messages, worker
 from tpkernels.launch.executor import TIMEOUT, Executor, GiveUp, Job, Outcome, request
 from tpkernels.launch.messages import Message
-from tpkernels.launch.ranks import Ranks
 
 _MESSAGES_PER_TIMEOUT = 4
 _LENGTH = struct.Struct("<Q")
@@ -84,18 +83,11 @@ class GroupExecutor(Executor):
         )
         self._keeper.start()
 
-    def stream(
-        self,
-        method: str,
-        *args: Any,
-        timeout: float | None = None,
-        rank: int = 0,
-        **kwargs: Any,
-    ) -> Iterator[Any]:
+    def stream(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Iterator[Any]:
         """As `Ranks.stream`; only rank 0's items can be had."""
         if rank != 0:
             raise NotImplementedError(f"items of rank {rank}: a group's stream yields rank 0's")
-        return super().stream(method, *args, timeout=timeout, **kwargs)
+        return super().stream(method, *args, **kwargs)
 
     def describe(self, outcome: Outcome) -> str:
         """Return what went wrong on a rank, for an error's message."""
@@ -167,40 +159,6 @@ def serve_group(group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT
         ) from error
     finally:
         wire.close()
-
-
-@contextlib.contextmanager
-def driving(
-    world: int,
-    factory: str | Callable[..., Any],
-    *args: Any,
-    torchrun: bool,
-    backend: str = "gloo",
-    threads: int = 1,
-    timeout: float = TIMEOUT,
-    **kwargs: Any,
-) -> Iterator[Executor | None]:
-    """Yield an executor on ``world`` ranks, each with an object: new ones, or torchrun's if this
-    process is one of them. Yield None on ranks of torchrun that are driven: they have done their
-    part by then. No process is left behind. Arguments and errors are those of `Ranks` and
-    `GroupExecutor`."""
-    if not torchrun:
-        with Ranks(
-            world, factory, *args, backend=backend, threads=threads, timeout=timeout, **kwargs
-        ) as ranks:
-            yield ranks
-        return
-    torch.set_num_threads(threads)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    try:
-        if dist.get_rank() == 0:
-            with GroupExecutor(factory, *args, timeout=timeout, **kwargs) as group:
-                yield group
-        else:
-            serve_group(timeout=timeout)
-            yield None
-    finally:
-        dist.destroy_process_group()
 
 
 class _Wire:

@@ -174,8 +174,7 @@ class Ranks(Executor):
         Ranks that do not answer within ``timeout`` seconds are reported as timed out and keep
         running: a later call waits for them again, and closing kills them.
         """
-        with self._turn:
-            self._check_open()
+        with self._my_turn(self._timeout, collecting=True):
             self._job.deadline = time.monotonic() + timeout
             try:
                 self._drain(self._job)

@@ -1,0 +1,483 @@
+"""Functions on ranks, and faults: each is reported in time, by rank, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.cases import RanksFixture
+from tests.support.held import Held
+from tests.support.tiers import sweep
+from tpkernels import launch
+from tpkernels.launch import RankError, Ranks, executor, worker
+
+BIG = worker.RING_BYTES * 8
+
+# Run in the ranks.
+
+
+def sum_of_ranks(*terms: int, scale: int = 1) -> float:
+    total = torch.tensor([float(dist.get_rank() + sum(terms))])
+    dist.all_reduce(total)
+    return total.item() * scale
+
+
+def surroundings() -> tuple[int, str | None, str | None, str | None]:
+    names = ("OMP_NUM_THREADS", "TPKERNELS_TEST_GIVEN", "TPKERNELS_TEST_PARENT")
+    return torch.get_num_threads(), *(os.environ.get(name) for name in names)
+
+
+def raise_on(rank: int, then_wait: bool = False) -> int:
+    if dist.get_rank() == rank:
+        raise ArithmeticError(f"rank {rank} was told to")
+    if then_wait:
+        dist.barrier()
+    return dist.get_rank()
+
+
+def exit_on(rank: int, code: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(code)
+
+
+def signal_on(rank: int, number: int) -> str:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), number)
+    return "went on"
+
+
+def child_process() -> int:
+    return subprocess.Popen(["sleep", "100"]).pid
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def die(rank: int) -> None:
+    """A factory."""
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+
+def gone(pids: Iterable[int], within: float = 20.0) -> bool:
+    """No process of ``pids`` is left; a zombie that waits for init to reap it does not count."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    deadline = time.monotonic() + within
+    while left := [pid for pid in pids if runs(pid)]:
+        if time.monotonic() > deadline:
+            print("still there:", left)
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def failure_of(ranks: Ranks, act: Callable[[], object]) -> RankError:
+    """The error of a call that closes the ranks."""
+    pids = ranks.pids
+    with pytest.raises(RankError) as caught:
+        act()
+    assert "The executor is closed: start a new one." in str(caught.value)
+    assert gone(pids) and not ranks.healthy
+    with pytest.raises(RuntimeError, match=r"this executor is closed \(.* failed\)"):
+        ranks.call("rank")
+    return caught.value
+
+
+# Functions.
+
+
+def test_run_returns_the_results_in_rank_order(ranks: RanksFixture) -> None:
+    for world in (1, 3):
+        total = world * (world - 1) / 2
+        assert ranks(world).run(sum_of_ranks) == [total] * world
+        assert ranks(world).run(sum_of_ranks, 1, 2, scale=10) == [(total + 3 * world) * 10] * world
+    big = {"any": {torch.float16, Path}, "more": bytes(BIG)}  # larger than rings and pipes
+    assert ranks(2).run(echo, big) == [big, big]
+
+
+def test_threads_and_environment_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPKERNELS_TEST_PARENT", "parent")  # long after the fork server started
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with Ranks(1) as one:
+        assert one.run(surroundings) == [(1, "1", None, "parent")]
+    with Ranks(1, threads=2, env={"TPKERNELS_TEST_GIVEN": "given"}) as two:
+        assert two.run(surroundings) == [(2, "2", "given", "parent")]
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_ranks_find_modules_by_the_path_of_the_moment(
+    ranks: RanksFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool = ranks(2)
+    (tmp_path / "just_written.py").write_text("def job():\n    return 'found'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert pool.run(importlib.import_module("just_written").job) == ["found"] * 2
+
+
+def test_refusals_leave_the_ranks_usable(ranks: RanksFixture) -> None:
+    with pytest.raises(ValueError, match="world=0"):
+        Ranks(0)
+    with pytest.raises(ValueError, match="threads=3, not OMP_NUM_THREADS"):
+        Ranks(1, env={"OMP_NUM_THREADS": "3"})
+    with pytest.raises(ValueError, match="timeout"):
+        Ranks(1, timeout=0)
+    with pytest.raises(RankError, match=r"start failed on 2(?s:.*)no_such_backend"):
+        Ranks(2, backend="no_such_backend")
+    pool = ranks(2)
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        pool.run(sum_of_ranks, lambda: None)
+    pool.submit(time.sleep, 0.1)
+    for use in (pool.submit, pool.run):
+        with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] are still busy"):
+            use(sum_of_ranks)
+    assert not pool.healthy
+    assert all(outcome.ok and outcome.seconds >= 0.1 for outcome in pool.collect(30))
+    pool.submit(unpicklable)
+    assert all("pickle" in str(outcome.error) for outcome in pool.collect(30))
+    pool.submit(sys.exit, 3)
+    assert [outcome.error_type for outcome in pool.collect(30)] == ["SystemExit"] * 2
+    assert pool.run(sum_of_ranks) == [1.0, 1.0]
+
+
+def test_an_exception_comes_back_with_its_traceback_and_is_not_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Ranks(3) as pool:
+        error = failure_of(pool, lambda: pool.run(raise_on, 1))
+    good, bad, other = error.outcomes
+    assert str(error).startswith("raise_on failed on 1 of 3 ranks")
+    assert (good.value, other.value) == (0, 2)
+    assert bad.error_type == "ArithmeticError" and bad.error.startswith("Traceback")
+    assert "in raise_on" in bad.error and "rank 1 was told to" in str(error)
+    assert str(Path(launch.__file__).parent) not in bad.error  # only the function's own frames
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_rank_that_waits_for_one_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "GRACE_SECONDS", 0.3)
+    for use in ("run", "call"):
+        begin = time.monotonic()
+        with Ranks(2, Held) as pool:
+            act = {
+                "run": lambda: pool.run(raise_on, 0, then_wait=True),
+                "call": lambda: pool.call("fail", [0], how="then wait"),
+            }[use]
+            message = str(failure_of(pool, act))
+        assert time.monotonic() - begin < 20
+        assert "rank 0 was told to" in message and "still running" in message
+        assert "in raise_on" in message or "in fail" in message  # where rank 1 was
+
+
+# Deaths.
+
+
+@pytest.mark.parametrize(
+    ("job", "argument", "exitcode", "message"),
+    sweep(
+        [
+            (signal_on, signal.SIGSEGV, -signal.SIGSEGV, "killed by SIGSEGV"),
+            (exit_on, 0, 0, "exit code 0"),
+            (exit_on, 3, 3, "exit code 3"),
+        ],
+        2,
+    ),
+)
+def test_a_dead_rank_is_reported(job: Any, argument: int, exitcode: int, message: str) -> None:
+    with Ranks(2) as pool:
+        pool.submit(job, 1, argument)
+        alive, dead = pool.collect(30)
+        assert alive.ok and not dead.ok and dead.exitcode == exitcode
+        pool.submit(dist.get_rank)  # the others can be asked all the same
+        alive, dead = pool.collect(30)
+        assert alive.value == 0 and dead.exitcode == exitcode
+        with pytest.raises(RankError, match=message):
+            pool.run(dist.get_rank)
+    assert pool.exitcodes == [-signal.SIGKILL, exitcode]
+
+
+def test_a_rank_that_dies_in_a_call_is_reported_within_a_second() -> None:
+    with Ranks(3, Held) as ranks:
+        pid = ranks.pids[1]
+        error = failure_of(ranks, lambda: ranks.call("signal", 1, int(signal.SIGKILL)))
+    dead = error.outcomes[1]
+    assert dead.seconds < 1 and dead.exitcode == -signal.SIGKILL
+    assert f"rank 1 (pid {pid}), after 0." in str(error) and "killed by SIGKILL" in str(error)
+    assert str(error).startswith("signal failed on 3 of 3 ranks\n\nrank 0: no answer\n\n")
+    assert ranks.exitcodes[1] == -signal.SIGKILL
+    with pytest.raises(RankError, match=r"die failed on 2 of 2(?s:.*)rank 1 (?s:.*)SIGKILL"):
+        Ranks(2, "tests.launch.test_ranks:die", 1)
+
+
+def test_a_rank_that_dies_while_idle_is_noticed() -> None:
+    with Ranks(2, Held) as ranks:
+        os.kill(ranks.pids[1], signal.SIGKILL)
+        begin = time.monotonic()
+        while ranks.healthy:
+            assert time.monotonic() - begin < 1
+            time.sleep(0.01)
+        error = failure_of(ranks, lambda: ranks.call("rank"))
+    assert error.outcomes[0].value == 0 and error.outcomes[1].exitcode == -signal.SIGKILL
+
+
+def test_a_reader_that_dies_does_not_block_the_writer() -> None:
+    """The message does not fit into the ring, and one rank of two never reads it."""
+    with Ranks(2, Held) as ranks:
+        os.kill(pid := ranks.pids[0], signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+        begin = time.monotonic()
+        error = failure_of(ranks, lambda: ranks.call("echo", torch.zeros(BIG)))
+    assert 0.3 < time.monotonic() - begin < 10
+    assert error.outcomes[0].exitcode == -signal.SIGKILL
+
+
+def test_a_writer_that_dies_in_a_message_is_reported() -> None:
+    with Ranks(2, Held) as ranks:
+        items = ranks.stream("count", 3, BIG)
+        next(items)  # the next item fills the ring, and waits for room
+        time.sleep(0.2)
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        error = failure_of(ranks, lambda: list(items))
+    assert error.outcomes[0].exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("step", sweep([2, 40]))
+def test_a_rank_that_dies_in_a_stream_is_reported(step: int) -> None:
+    with Ranks(2, Held) as ranks:
+        error = failure_of(ranks, lambda: list(ranks.stream("die_in_step", step, 1)))
+    assert error.outcomes[1].exitcode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_random_moments() -> None:
+    """Every call ends in time, with its results or with an error that names the rank."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(40):
+        delay = torch.rand(1, generator=generator).item() * 0.05
+        victim = int(torch.randint(0, 2, (1,), generator=generator))
+        with Ranks(2, Held, timeout=20) as ranks:
+            ranks.call("kill_soon", victim, delay)
+            begin = time.monotonic()
+            with pytest.raises(RankError) as caught:
+                while time.monotonic() - begin < 10:
+                    ranks.call("echo", torch.zeros(400_000))
+                    list(ranks.stream("uneven", [executor.STREAM_AHEAD * 3] * 2))
+            assert time.monotonic() - begin < 5
+            assert caught.value.outcomes[victim].exitcode == -signal.SIGKILL
+
+
+# Time.
+
+
+@pytest.mark.parametrize("size", [0, BIG])
+def test_a_stopped_rank_is_reported_when_time_is_up(size: int) -> None:
+    """It cannot hold up a large message either."""
+    with Ranks(2, Held) as ranks:
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        begin = time.monotonic()
+        error = failure_of(ranks, lambda: ranks.call("echo", torch.zeros(size), timeout=0.5))
+    assert 0.5 <= time.monotonic() - begin < 10
+    assert error.outcomes[0].ok == (size == 0) and error.outcomes[1].timed_out
+    assert "no answer: stopped by a signal" in str(error)
+
+
+def test_a_stopped_rank_may_come_back() -> None:
+    with Ranks(2) as pool:
+        pool.submit(signal_on, 1, signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while (outcomes := pool.collect(0.2))[0].timed_out and time.monotonic() < deadline:
+            pass
+        went_on, stopped = outcomes
+        assert went_on.value == "went on" and stopped.timed_out and not stopped.ok
+        os.kill(pool.pids[1], signal.SIGCONT)
+        assert [outcome.value for outcome in pool.collect(30)] == ["went on", "went on"]
+
+
+def test_a_call_that_takes_too_long_says_where_the_ranks_are() -> None:
+    with Ranks(2, Held, timeout=0.5) as ranks:
+        error = failure_of(ranks, lambda: ranks.call("sleep", 100))
+    assert all(outcome.timed_out for outcome in error.outcomes)
+    assert "still running" in str(error) and "in sleep" in str(error)
+
+
+@pytest.mark.thorough
+def test_a_stream_waits_for_each_item_only() -> None:
+    with Ranks(1, Held, timeout=0.6) as ranks:
+        for _ in ranks.stream("count", 3):
+            time.sleep(0.5)
+        assert list(ranks.stream("paced", 4, 0.25)) == [0, 1, 2, 3]  # 1 s in all
+        error = failure_of(ranks, lambda: list(ranks.stream("late", 0, timeout=0.05)))
+    assert error.outcomes[0].timed_out
+
+
+# What ends ranks from outside, and what is left then: nothing.
+
+
+@pytest.mark.parametrize("how", ["call", "stream"])
+def test_an_interrupt_ends_a_call(how: str) -> None:
+    with Ranks(2, Held) as ranks:
+        pids = ranks.pids
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            if how == "call":
+                ranks.call("sleep", 100)
+            else:
+                list(ranks.stream("count", 1 << 40))
+        if how == "call":
+            with pytest.raises(RuntimeError, match=r"\(a call was left with KeyboardInterrupt\)"):
+                ranks.call("rank")
+    assert gone(pids)
+
+
+def test_closing_ends_the_call_of_another_thread() -> None:
+    ranks = Ranks(2, Held)
+    pids, errors = ranks.pids, list[BaseException]()
+
+    def call() -> None:
+        try:
+            ranks.call("sleep", 100)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.2)
+    ranks.close()
+    thread.join(5)
+    assert not thread.is_alive() and gone(pids)
+    assert isinstance(errors[0], RuntimeError) and "closed during a call" in str(errors[0])
+
+
+def test_close_takes_along_busy_stopped_and_grandchild_processes() -> None:
+    with Ranks(3) as pool:
+        pids = [*pool.pids, *pool.run(child_process)]
+        pool.submit(time.sleep, 100)
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 20  # they would sleep for 100
+    assert pool.exitcodes == [-signal.SIGKILL] * 3
+    assert gone(pids)
+
+
+PARENT = """
+import os, signal, sys, threading, time
+import torch
+from tpkernels.launch import Ranks
+if __name__ == "__main__":
+    ranks = Ranks(2, "tests.support.held:Held")
+    print(*ranks.pids, flush=True)
+    how = sys.argv[1]
+    if how != "exit":
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if how == "call":
+        ranks.call("sleep", 100)
+    elif how == "stopped":
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        ranks.call("echo", torch.zeros(1 << 24))
+    elif how == "stream":
+        next(ranks.stream("count", 1 << 40, 1 << 20))
+        time.sleep(100)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "how",
+    ["stopped", *(pytest.param(h, marks=pytest.mark.slow) for h in ("call", "stream")), "exit"],
+)
+def test_a_killed_driver_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
+    script, temporary = tmp_path / "script.py", tmp_path / "tmp"
+    script.write_text(PARENT)
+    temporary.mkdir()
+    path = os.pathsep.join(sys.path)
+    parent = subprocess.run(
+        [sys.executable, str(script), how],
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    assert parent.returncode == (0 if how == "exit" else -signal.SIGKILL)
+    pids = [int(pid) for pid in parent.stdout.split()]
+    assert len(pids) == 2 and gone(pids)
+    deadline = time.monotonic() + 20  # for the fork server to notice, and to clean up
+    while (left := list(temporary.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+def test_a_fork_is_not_the_driver() -> None:
+    with Ranks(1, Held) as ranks:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                ranks.call("rank")
+            except RuntimeError as error:
+                code = 0 if "this process is a fork" in str(error) else 2
+            ranks.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert ranks.call("rank") == [0]
+
+
+def test_ranks_leave_no_descriptors_and_no_mappings() -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()  # what earlier tests have left
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels")
+
+    def use() -> None:
+        with Ranks(2, Held) as ranks:
+            ranks.call("echo", torch.zeros(10))
+            next(ranks.stream("count", 100))
+            for pid in [os.getpid(), *ranks.pids]:  # the memory is held without a descriptor
+                links = [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+                assert not [link for link in links if "memfd:tpkernels (" in link]
+                assert "/memfd:tpkernels (deleted)" in Path(f"/proc/{pid}/maps").read_text()
+
+    use()
+    before = held()
+    for _ in range(4):
+        use()
+    assert held() == before
+
+
+def listening(port: int) -> list[str]:
+    """The addresses on which sockets of this machine listen on a port, in hexadecimal."""
+    lines = [
+        line.split()
+        for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+        if path.exists()
+        for line in path.read_text().splitlines()[1:]
+    ]
+    local = [fields[1].split(":") for fields in lines if fields[3] == "0A"]
+    return [address for address, at in local if int(at, 16) == port]
+
+
+def test_the_store_listens_on_loopback_only(ranks):
+    assert listening(ranks(2)._store.port) == ["0100007F"]  # 127.0.0.1 on a little-endian machine
