@@ -3,10 +3,11 @@
     python -m tests.support.campaign --count 300 --seed 1
 
 Each trial runs one op again and again on 2 to 4 ranks, with random delays in its protocol, until
-one rank is killed, stopped, interrupted or forked, raises, runs out of memory or makes a different
-call. Then all ranks must notice in time and report the right error; no result may ever be wrong;
-other groups must go on; nothing may be left behind. A trial follows from its seed, except for the
-timing.
+one rank is killed, stopped, interrupted (also while it waits for another thread's call) or forked,
+raises, runs out of memory, makes a different call, comes when the others have left and overwritten
+their symmetric input, or uses a group from before another initialisation. Then all ranks must
+notice in time and report the right error; no result may ever be wrong; other groups must go on;
+nothing may be left behind. A trial follows from its seed, except for the timing.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from tpkernels import backends, groups
 from tpkernels.launch import Outcome
 
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
+KINDS += ("turn", "late", "destroyed")
 CALLS = 200  # of a rank in a trial that ends well
 BY_SIGNAL = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+INTERRUPTS = ("interrupt", "turn")
 STOP_TIMEOUT = 1.5
 MOST_DELAY_US = 3000
 
@@ -68,7 +71,8 @@ class Trial:
     @property
     def timeout(self) -> float:
         """The group's."""
-        return STOP_TIMEOUT if self.kind == "stop" or self.in_set_up else faults.PATIENCE
+        short = self.kind in ("stop", "late") or self.in_set_up
+        return STOP_TIMEOUT if short else faults.PATIENCE
 
     @property
     def at_call(self) -> int:
@@ -91,6 +95,7 @@ def job(trial: Trial) -> Report:
     """What each rank does."""
     rank = dist.get_rank()
     lives = [r for r in range(trial.world) if r != trial.victim or trial.kind != "kill"]
+    destroyed = _destroyed_group() if trial.kind == "destroyed" else None
     other = faults.new_group(ranks=lives) if rank in lives else None
     group = faults.group_of(dist.new_group())
     victim = rank == trial.victim
@@ -98,7 +103,7 @@ def job(trial: Trial) -> Report:
         tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
         faults.run_op(trial.op, group, trial.algorithm)
     with _disturbed(trial, group) if victim else contextlib.nullcontext() as fork:
-        ending = faults.ending_of(functools.partial(_calls, trial, group, victim))
+        ending = faults.ending_of(functools.partial(_calls, trial, group, victim, destroyed))
     broken = faults.ending_of(lambda: faults.run_op("all_reduce", group, rows=61))
     last = None
     if other is not None and trial.kind != "stop":  # one of its ranks is still stopped
@@ -108,25 +113,86 @@ def job(trial: Trial) -> Report:
     return Report(ending, broken, last, at, "".join(fork or []))
 
 
-def _calls(trial: Trial, group: dist.ProcessGroup, victim: bool) -> None:
+def _destroyed_group() -> dist.ProcessGroup:
+    """A group of some ranks, used and destroyed with all others; torch gives its name again."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group(list(range(world - 1)) if world > 2 else None)
+    if rank < world - 1 or world == 2:
+        faults.run_op("all_gather", faults.group_of(group))
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
+    return group
+
+
+def _calls(
+    trial: Trial,
+    group: dist.ProcessGroup,
+    victim: bool,
+    destroyed: dist.ProcessGroup | None,
+) -> None:
     # Does nothing if the group is set up already.
     tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
     workspace = faults.workspace_of(group)
     workspace.set_chaos(seed=trial.seed * 8 + group.rank(), max_delay_us=MOST_DELAY_US)
-    for number in range(1, (50 if trial.kind in BY_SIGNAL else 1) * CALLS + 1):
+    if trial.kind == "late":
+        return _calls_until_one_is_late(trial, group, victim)
+    if trial.kind == "turn" and victim:
+        return _calls_of_two_threads(trial, group)
+    for number in range(1, (50 if trial.kind in (*BY_SIGNAL, "turn") else 1) * CALLS + 1):
+        if victim and number == trial.at_call and trial.kind == "destroyed":
+            ending = faults.ending_of(lambda: tpkernels.all_reduce(torch.ones(5), destroyed))
+            if ending.error not in ("ValueError", "TypeError"):  # TypeError: never was in it
+                raise AssertionError(f"wrong result of a group that was destroyed: {ending}")
         odd = victim and trial.kind == "mismatch" and number == trial.at_call
         lacking = victim and trial.kind == "no memory" and number == trial.at_call
         with no_memory(1 + trial.seed % 3 if lacking else 0):
             faults.run_op(trial.op, group, trial.algorithm, rows=120 if odd else 60)
 
 
+def _calls_until_one_is_late(trial: Trial, group: dist.ProcessGroup, victim: bool) -> None:
+    """The others pass symmetric tensors, and overwrite them once they have given up."""
+    x = tpkernels.empty(60, 48, group=group).fill_(1)
+    for _ in range(trial.at_call):
+        faults.run_op(trial.op, group, trial.algorithm, x=x)
+    if victim:
+        dist.barrier()
+        return faults.run_op(trial.op, group, trial.algorithm)
+    try:
+        faults.run_op(trial.op, group, trial.algorithm, x=x)
+    finally:
+        x.fill_(9)
+        dist.barrier()
+
+
+def _calls_of_two_threads(trial: Trial, group: dist.ProcessGroup) -> None:
+    """This thread is interrupted, mostly while it waits for the calls of the other."""
+    endings: list[Ending] = []
+    over = threading.Event()
+
+    def calls() -> None:
+        while not over.is_set():
+            faults.run_op(trial.op, group, trial.algorithm)
+
+    thread = threading.Thread(target=lambda: endings.append(faults.ending_of(calls)))
+    thread.start()
+    try:
+        calls()
+    finally:
+        over.set()
+        thread.join()
+        if "wrong result" in endings[0].text:
+            raise AssertionError(endings[0].text)
+
+
 @contextlib.contextmanager
 def _disturbed(trial: Trial, group: dist.ProcessGroup) -> Iterator[list[str]]:
     """Makes the fault happen to this rank within the block. Yields what its fork reports."""
     fork: list[str] = []
-    if trial.kind in BY_SIGNAL:
+    if trial.kind in (*BY_SIGNAL, "turn"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        faults.disturb_later(trial.moment, BY_SIGNAL[trial.kind])
+        faults.disturb_later(trial.moment, BY_SIGNAL.get(trial.kind, signal.SIGINT))
     elif trial.kind == "fork":
         threading.Timer(trial.moment, lambda: fork.append(_fork(group))).start()
     elif trial.kind == "exception":
@@ -217,7 +283,7 @@ def _judged(trial: Trial, rank: int, report: Report) -> list[str]:
         wrong.append(f"a fork of rank {rank}: {report.fork}")
     if "wrong result" in ending.text:
         wrong.append(f"rank {rank}: {ending}")
-    between_calls = victim and trial.kind == "interrupt"  # then the others find it in another call
+    between_calls = victim and trial.kind in INTERRUPTS  # then the others find it in another call
     if ending.error and not between_calls and report.broken.error != "GroupBrokenError":
         wrong.append(f"rank {rank}: the next call: {report.broken}")
     if report.other is not None and report.other.error:
@@ -240,12 +306,14 @@ def _allowed(trial: Trial, victim: bool) -> set[str]:
         # A rank in the call sees that the numbers of rows differ; a rank that waits for one of
         # these ranks sees it leave.
         return {"CollectiveMismatchError", *lost}
-    if trial.kind == "fork":
+    if trial.kind in ("fork", "destroyed"):
         return {""}
-    own = {"interrupt": "KeyboardInterrupt", "exception": "ArithmeticError"}
+    if trial.kind == "late":  # it may find all that it needs in workspaces, which stay as they are
+        return {"", *late, *lost} if victim else {*late, *lost}
+    own = {kind: "KeyboardInterrupt" for kind in INTERRUPTS} | {"exception": "ArithmeticError"}
     if victim:
         return {own.get(trial.kind, "MemoryError"), ""}
-    return {"", "CollectiveMismatchError", *lost} if trial.kind == "interrupt" else {"", *lost}
+    return {"", "CollectiveMismatchError", *lost} if trial.kind in INTERRUPTS else {"", *lost}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -84,10 +84,16 @@ def new_group(timeout: float = PATIENCE, ranks: list[int] | None = None) -> dist
     return group
 
 
-def run_op(op: str, group: dist.ProcessGroup, algorithm: str = "auto", rows: int = 60) -> None:
-    """One call with known numbers; checks the result."""
+def run_op(
+    op: str,
+    group: dist.ProcessGroup,
+    algorithm: str = "auto",
+    rows: int = 60,
+    x: torch.Tensor | None = None,
+) -> None:
+    """One call with known numbers; checks the result. ``x``: where its ones are."""
     world, k, n = group.size(), 48, 40
-    x, w = torch.ones(rows, k), torch.ones(k, n)
+    x, w = torch.ones(rows, k) if x is None else x, torch.ones(k, n)
     function = getattr(tpkernels, op)
     factors = [x, w] if "matmul" in op else [x]
     if OPS[op].scaled:
