@@ -22,6 +22,11 @@ from tests.algorithms.test_unfused_cuda import (
 from tpkernels.planning.problem import ORDERED, VENDOR
 
 
+def by_torch(launches: list[str]) -> bool:
+    """Whether torch normalises: by what, and in how many launches, differs by its version."""
+    return bool(launches) and not {A2A, AG, AR, SUM, "rms_norm"} & set(launches)
+
+
 @pytest.mark.parametrize(
     ("op", "make", "vendor", "ordered"),
     [
@@ -43,11 +48,9 @@ from tpkernels.planning.problem import ORDERED, VENDOR
 def test_a_normalisation_follows_the_sum(
     op: str, make: Callable[[], dict[str, Any]], vendor: list[str], ordered: list[str]
 ) -> None:
-    """Torch's for the vendor's sum; ours where bits are promised. What torch launches for it is not
-    counted: on fake tensors it is made of several."""
+    """Torch's for the vendor's sum; ours where bits are promised."""
     found = queue_of(f"{op}_rms_norm", VENDOR, make).launches
-    assert found[: len(vendor)] == vendor
-    assert "mean" in found[len(vendor) :] and SUM not in found[len(vendor) :]
+    assert found[: len(vendor)] == vendor and by_torch(found[len(vendor) :])
     assert queue_of(f"{op}_rms_norm", ORDERED, make).launches == [*ordered, "rms_norm"]
 
 
@@ -56,4 +59,4 @@ def test_torch_normalises_rows_that_are_no_whole_vectors() -> None:
         return {"x": fake(64, 33), "weight": fake(33)}
 
     found = queue_of(f"{AR}_rms_norm", ORDERED, make).launches
-    assert found[:3] == [A2A, SUM, AG] and "mean" in found[3:]
+    assert found[:3] == [A2A, SUM, AG] and by_torch(found[3:])

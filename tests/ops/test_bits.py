@@ -117,17 +117,14 @@ def _random_case(rng: random.Random, world: int) -> Case:
     shape = (*rng.choice([(1 + rng.randrange(400),), (3, 40), (5, 2, 24)]), width)
     dims = len(shape) - (op == "all_gather_matmul")
     dim = 0 if op == "matmul_all_reduce" else rng.randrange(dims)
-    sizes = None
-    if op != "matmul_all_reduce":
-        edges = [0, *sorted(rng.randint(0, shape[dim]) for _ in range(world - 1)), shape[dim]]
-        sizes = tuple(b - a for a, b in itertools.pairwise(edges))
-    others = tuple(rng.choice([1, 5, 96, 512, 1000, 2048]) for _ in range(2))
-    gathers = op == "all_gather_matmul"
+    edges = [0, *sorted(rng.randint(0, shape[dim]) for _ in range(world - 1)), shape[dim]]
+    sizes = tuple(b - a for a, b in itertools.pairwise(edges))
+    others, gathers = tuple(rng.choices([1, 5, 96, 512, 1000], k=2)), op == "all_gather_matmul"
     return Case(
         op=op,
         shape=shape,
         dim=dim,
-        sizes=sizes,
+        sizes=None if op == "matmul_all_reduce" else sizes,
         dtype=rng.choice(DTYPES),
         n=others if gathers else (),
         k=() if gathers else others,
@@ -139,11 +136,9 @@ def _random_case(rng: random.Random, world: int) -> Case:
 
 def random_bits_job(seed: int, count: int) -> list[str]:
     """Each case by every algorithm, in workspaces that cut it into other steps."""
-    rng, failures = random.Random(seed), []
+    rng, failures, first = random.Random(seed), [], list[str]()
     cases = [_random_case(rng, dist.get_world_size()) for _ in range(count)]
-    sizes = [1 << 20, *(rng.randrange(1 << 16, 1 << 18) for _ in range(2))]
-    first: list[str] = []
-    for size in sizes:
+    for size in (1 << 20, rng.randrange(1 << 16, 1 << 18), 1 << 16):
         with fresh_group(size) as group:
             for i, case in enumerate(cases):
                 for name in MATMUL_ALGORITHMS:
