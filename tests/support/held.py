@@ -44,9 +44,6 @@ class Held:
     def mine(self, sizes: list[int]) -> torch.Tensor:
         return torch.full((sizes[dist.get_rank()],), float(dist.get_rank()))
 
-    def surroundings(self) -> tuple[int, str | None]:
-        return torch.get_num_threads(), os.environ.get("TPKERNELS_TEST_GIVEN")
-
     def unsendable(self, ranks: list[int]) -> Any:
         return [0, {"a": {1}}] if dist.get_rank() in ranks else 1
 
