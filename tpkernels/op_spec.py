@@ -6,6 +6,7 @@ name for its nature.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -40,17 +41,17 @@ class OpSpec:
         if not self.runs_as:
             object.__setattr__(self, "runs_as", self.name)
 
-    @property
+    @functools.cached_property
     def scaled(self) -> bool:
         """Whether the op multiplies operands with scales."""
         return self.runs_as != self.name
 
-    @property
+    @functools.cached_property
     def exchanges(self) -> bool:
         """Whether the op exchanges shards along one dim for shards along another."""
         return self.scatters and not self.reduces
 
-    @property
+    @functools.cached_property
     def keeps_sum(self) -> bool:
         """Whether every rank keeps the whole sum."""
         return self.reduces and not self.scatters

@@ -14,7 +14,24 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.support.cases import RanksFixture
 from tpkernels.launch import RankError
+
+
+def listening(port: int) -> list[str]:
+    """The addresses on which sockets of this machine listen on a port, in hexadecimal."""
+    lines = [
+        line.split()
+        for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+        if path.exists()
+        for line in path.read_text().splitlines()[1:]
+    ]
+    local = [fields[1].split(":") for fields in lines if fields[3] == "0A"]
+    return [address for address, at in local if int(at, 16) == port]
+
+
+def test_the_store_listens_on_loopback_only(ranks: RanksFixture) -> None:
+    assert listening(ranks(2)._store.port) == ["0100007F"]  # 127.0.0.1 on a little-endian machine
 
 
 def test_a_closure_on_a_mesh() -> None:

@@ -63,7 +63,6 @@ def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
         refusals.matmul_operands,
         refusals.packed_weights,
         refusals.local_products,
-        refusals.placements,
         refusals.epilogues,
         refusals.shards,
         refusals.collectives,
@@ -72,6 +71,7 @@ def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
         scaled_refusals.operands,
         scaled_refusals.scales,
         scaled_refusals.options,
+        scaled_refusals.placements,
     ],
     ids=lambda table: table.__name__,
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 import tpkernels
+from tests.support import refusals
 from tests.support.refusals import Refusal, no, ones
 from tests.support.scaled import BF16, E4M3, E5M2, E8M0, FP4
 
@@ -113,3 +115,65 @@ def options() -> Iterator[Refusal]:
     yield no(ValueError, wrong, SCATTER, fp8(5, 32), w, ONE, ONE)
     wrong = r"x has 4 rows in the gathered dim, but shard_sizes \[3, 3\] gives rank"
     yield no(ValueError, wrong, GATHER, x, w, ONE, ONE, shard_sizes=[3, 3])
+
+
+def placements() -> Iterator[Refusal]:
+    """Arguments on another device than x, one at a time, and ones that are not dense."""
+    x, w, columns, rows, shard = ones(4, 6), ones(6, 8), ones(8), ones(4, 8), ones(2, 8)
+    fp8, scale = torch.float8_e4m3fn, torch.ones(())
+    scaled = {"x": x.to(fp8), "scale_x": scale, "w": w.t().to(fp8).t(), "scale_w": scale}
+    listed = {"weights": scaled["w"], "scales_w": scale}
+    added, normed = {"bias": columns, "residual": rows}, {"residual": rows, "weight": columns}
+    arguments: dict[Callable[..., Any], dict[str, torch.Tensor]] = {
+        refusals.GATHER: {"x": x, "weights": w, "biases": columns},
+        refusals.SCATTER: {"x": x, "w": w, "bias": columns, "residual": shard},
+        refusals.REDUCE: {"x": x, "w": w, **added},
+        tpkernels.all_reduce_rms_norm: {"x": rows, **normed},
+        tpkernels.matmul_all_reduce_rms_norm: {"x": x, "w": w, **added, "norm_weight": columns},
+        GATHER: {"x": scaled["x"], "scale_x": scale, **listed},
+        SCATTER: scaled,
+        REDUCE: scaled,
+    }
+    for op, tensors in arguments.items():
+        for name in tensors:
+            wrong = {**tensors, name: tensors[name].to("meta")}
+            pattern = f"is on {'cpu but x is on meta' if name == 'x' else 'meta but x is on cpu'}"
+            yield Refusal(
+                ValueError, pattern, lambda group, op=op, wrong=wrong: op(group=group, **wrong)
+            )
+    for product in (w, tpkernels.LocalProduct(lambda x: x @ w, (6, 8), torch.float32)):
+        pattern = "w is on|x is on meta"
+        yield Refusal(
+            ValueError if product is w else NotImplementedError,
+            pattern,
+            lambda group, w=product: refusals.REDUCE(x.to("meta"), w, group),
+        )
+        pattern = "residual is on meta but x is on cpu"
+        yield no(ValueError, pattern, refusals.REDUCE, x, product, residual=rows.to("meta"))
+    pattern = r"biases\[0\] is nested; the ops take dense tensors"
+    yield no(
+        NotImplementedError,
+        pattern,
+        refusals.GATHER,
+        x,
+        w,
+        biases=torch.nested.nested_tensor([w], layout=torch.jagged),
+    )
+    pattern = "x has layout torch._mkldnn; the ops take dense tensors"
+    yield no(
+        NotImplementedError,
+        pattern,
+        tpkernels.all_reduce_rms_norm,
+        rows.to_mkldnn(),
+        columns,
+    )
+    for layer, given in (
+        (tpkernels.nn.ColumnParallelLinear, x),
+        (tpkernels.nn.RowParallelLinear, x[:, :3]),
+        (tpkernels.nn.VocabParallelEmbedding, torch.ones(2, dtype=torch.int64)),
+    ):
+        yield Refusal(
+            ValueError,
+            "w.* is on meta but x is on cpu",
+            lambda group, layer=layer, x=given: layer(6, 8, group, device="meta")(x),
+        )

@@ -72,6 +72,8 @@ def name_of(group: GroupLike) -> str:
     if isinstance(given, str):
         return given
     if isinstance(given, dist.ProcessGroup):
+        if is_dynamo_compiling() or given in distributed_c10d._pg_map:
+            return given.group_name
         return _name_of_present(given)
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
@@ -91,18 +93,14 @@ def name_of(group: GroupLike) -> str:
 
 
 def _name_of_present(pg: dist.ProcessGroup) -> str:
-    """The name of a process group, which a later one may have taken over."""
+    """Return the name of a process group, which a later one may have taken over."""
     name: str = pg.group_name
-    if (
-        not is_dynamo_compiling()
-        and pg not in distributed_c10d._pg_map
-        and _resolved(name) is not pg
-    ):
-        raise ValueError(
-            f"process group '{name}' was destroyed on this rank; pass one that was made after the "
-            "last init_process_group, and make meshes and layers anew"
-        )
-    return name
+    if is_dynamo_compiling() or pg in distributed_c10d._pg_map or _resolved(name) is pg:
+        return name
+    raise ValueError(
+        f"process group '{name}' was destroyed on this rank; pass one that was made after the "
+        "last init_process_group, and make meshes and layers anew"
+    )
 
 
 def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup:

@@ -262,3 +262,14 @@ def scattered_shape(
     shard, at = list(shape), dim(scatter_dim, len(shape), "scatter_dim")
     shard[at] = shard[at] // group.world if sizes is None else sizes[group.rank]
     return shard
+
+
+def empty_shards(options: Mapping[str, Any]) -> str:
+    """The sizes among an op's options that give a rank no rows; empty if none do. In a compiled
+    graph inductor makes what reads a result without elements read nothing. Then it drops the op, or
+    no longer orders it before the next one, on that rank alone."""
+    for name in ("shard_sizes", "gather_sizes", "scatter_sizes"):
+        sizes = options.get(name)
+        if sizes is not None and any(size == 0 for size in sizes):
+            return f"{name}={list(sizes)}"
+    return ""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._guards import TracingContext
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from tpkernels import _C, backends, groups
 from tpkernels.call import Call
@@ -96,7 +97,7 @@ def define(
         given = arguments.named(args, options)
         group = groups.get(given.group)
         # The functions of this package break the graph there.
-        if TracingContext.try_get() is not None and (sizes := empty_shards(given._asdict())):
+        if TracingContext.try_get() is not None and (sizes := _check.empty_shards(given._asdict())):
             raise NotImplementedError(
                 f"torch.ops.tpkernels.{op} in a compiled graph with {sizes}: a rank without rows "
                 f"would drop or move its call. Call tpkernels.{op}, or give each rank a row"
@@ -106,17 +107,6 @@ def define(
 
     kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
     define_local(schema, run=kernel, fake=fake_kernel)
-
-
-def empty_shards(options: Mapping[str, Any]) -> str:
-    """The sizes among an op's options that give a rank no rows; empty if none do. In a compiled
-    graph inductor makes what reads a result without elements read nothing. Then it drops the op, or
-    no longer orders it before the next one, on that rank alone."""
-    for name in ("shard_sizes", "gather_sizes", "scatter_sizes"):
-        sizes = options.get(name)
-        if sizes is not None and any(size == 0 for size in sizes):
-            return f"{name}={list(sizes)}"
-    return ""
 
 
 def kernel_of(op: str) -> Callable[..., Any]:
@@ -274,8 +264,8 @@ _run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _products(op: str, *args: Any, **options: Any) -> Any:
-    args = _without_negative(args)
-    options = dict(zip(options, _without_negative(options.values()), strict=True))
+    # As the dispatcher does.
+    args, options = tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, options))
     for x in _tensors([*args, *options.values()]):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
@@ -295,18 +285,6 @@ def _products(op: str, *args: Any, **options: Any) -> Any:
                 f"not one with the dispatch keys {keys}"
             )
     return _KERNELS[op](*args, **options)
-
-
-def _without_negative(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Values, and those in lists, with negative views made tensors, as the dispatcher does."""
-    return tuple(
-        _without_negative(x)
-        if isinstance(x, (list, tuple))
-        else x.resolve_neg()
-        if isinstance(x, torch.Tensor)
-        else x
-        for x in values
-    )
 
 
 def bias_list(

@@ -161,7 +161,7 @@ def all_gather_matmul(  # type: ignore[misc]
             each,
             name_of(group),
             gather_dim,
-            biases=bias_list(x, each_bias),
+            biases=None if biases is None else bias_list(x, each_bias),
             out_dtype=out_dtype,
             return_gathered=return_gathered or keep,
             shard_sizes=shard_sizes,

@@ -72,7 +72,7 @@ class Problem:
             numerics=numerics,
         )
 
-    @property
+    @functools.cached_property
     def spec(self) -> OpSpec:
         """What the op does."""
         return OPS[self.op]
