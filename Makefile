@@ -74,7 +74,7 @@ docs-links: $(EXT)  ## the documentation's links to other sites; needs the netwo
 
 wheel: $(DEPS)  ## source archive and wheel, into $(DIST)
 	@mkdir -p build
-	@$(BIN)/python -m build --no-isolation --outdir $(DIST) >build/wheel.log 2>&1 \
+	@TPKERNELS_BUILD=$(CURDIR)/build $(BIN)/python -m build --no-isolation --outdir $(DIST) >build/wheel.log 2>&1 \
 		|| { cat build/wheel.log; exit 1; }
 	@tail -n 1 build/wheel.log
 

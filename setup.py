@@ -5,6 +5,9 @@ The extension holds no torch headers, so one build serves every torch version, a
 
 Where there is nvcc (CUDA_HOME, PATH, /usr/local/cuda) the CUDA kernels are compiled into it; where
 there is none, or with TPKERNELS_CUDA=0 in the environment, NVRTC compiles them at first use.
+
+What has been compiled is kept in build/, or in the folder TPKERNELS_BUILD, which several trees of
+the same sources, as a checkout and what was unpacked from its source archive, may share.
 """
 
 import hashlib
@@ -32,6 +35,7 @@ HEADERS = sorted(str(path) for glob in ("*.h", "*.inc") for path in Path("csrc")
 DEVICE_CODE = ["arguments.h", "device.cuh", "sync.cuh", "reduce.cuh", "all_reduce.cuh"]
 DEVICE_CODE += ["paced_copy.cuh", "shards.cuh", "lines.cuh", "low_latency.cuh"]
 DEVICE_CODE += ["whole_lines.cuh", "rms_norm.cuh", "normed.cuh", "kernels.cu"]
+BUILD = Path(os.environ.get("TPKERNELS_BUILD", "build")).absolute()
 ARCHITECTURES = (80, 90, 100)
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Icsrc", "-Werror", "all-warnings"]
 NVCC_FLAGS += ["-Xcompiler", "-Wall,-Wextra", "-Xfatbin", "-compress-all"]
@@ -99,10 +103,10 @@ class BuildExt(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         tag = f"{sys.implementation.cache_tag}-pybind11-{pybind11.__version__}"
-        self.build_temp = str(Path("build", f"objects-{tag}"))
+        self.build_temp = str(BUILD / f"objects-{tag}")
 
     def build_extension(self, ext: Pybind11Extension) -> None:
-        ext.sources.append(write_image(Path("build", "cuda")))
+        ext.sources.append(write_image(BUILD / "cuda"))
         super().build_extension(ext)
 
 

@@ -172,8 +172,8 @@ def test_a_rank_that_does_not_come(ranks: RanksFixture, fake_nccl: Build, absent
         if rank != absent:
             assert ending.error == "CollectiveTimeoutError" and ending.peer == absent, ending
             assert SHORT <= ending.seconds < SHORT + PROMPT, ending
-            text = f"rank {rank} waited 0.6 s for rank {absent}, which did not arrive"
-            assert text in ending.text, ending
+            # Its own wait, or that of the third rank, which may have given up a moment before.
+            assert f"waited 0.6 s for rank {absent}, which did not arrive" in ending.text, ending
 
 
 def no_cuda_job() -> Ending:
