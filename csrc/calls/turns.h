@@ -1,4 +1,4 @@
-// Whose turn it is on a group, and the calls that were planned for it. tpkernels/groups/turns.py
+// Whose turn it is on a group, and the calls that were planned for it. tpkernels/groups/group.py
 // says who may have a turn; here is what a warm call needs of it. All of it under the GIL.
 #pragma once
 

@@ -134,7 +134,7 @@ def measured_job(ms: dict[str, float] | None) -> dict[str, int]:
         key = spec.problem(group.size(), "cuda").tuning_key
         if ms is not None and key is not None:
             found = Measurement(*key, other=spec.other, ms=ms, date="2026-11-23")
-            groups.get(name).times["cuda"] = Table((found,))
+            groups.get(name).measured.tables["cuda"] = Table((found,))
 
         def function(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
             return block(h, x, w, llama_norm, ours, name)

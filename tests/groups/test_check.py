@@ -19,7 +19,7 @@ from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import apart
 from tpkernels import defaults, groups
-from tpkernels.groups import timeouts
+from tpkernels.groups.group import timeout_on_gpus
 
 
 def healthy_job() -> list[str]:
@@ -152,7 +152,7 @@ def test_without_a_backend_for_gpus_it_is_that_of_nccl() -> None:
             raise RuntimeError("no backend")
 
     pg: object = NoBackend()
-    assert timeouts.of_process_group(pg) == 600.0  # type: ignore[arg-type]
+    assert timeout_on_gpus(pg) == 600.0  # type: ignore[arg-type]
 
 
 def late_host_job(driver: str) -> list[str]:

@@ -20,7 +20,7 @@ from tests.support.cases import RanksFixture
 from tests.support.ranked import report
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.groups import agreements
+from tpkernels.planning import store
 
 WORLD = 2
 
@@ -28,13 +28,13 @@ WORLD = 2
 def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str]:
     """Two threads make the same first call on a new group at once. Rank 0 takes a while to read
     the measured times of the machine."""
-    load, failures = agreements.store.load, list[str]()
+    load, failures = store.load, list[str]()
 
     def load_slowly(machine: Any) -> Any:
         time.sleep(look)
         return load(machine)
 
-    agreements.store.load = load_slowly
+    store.load = load_slowly
     for _ in range(rounds):
         group = faults.group_of(dist.new_group())
         if autotune is not None:
@@ -57,7 +57,7 @@ def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str
         for thread in threads:
             thread.join()
         dist.destroy_process_group(group)
-    agreements.store.load = load
+    store.load = load
     return failures
 
 

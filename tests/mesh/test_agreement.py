@@ -18,7 +18,7 @@ import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, Placements, R, draw, error_of, make_mesh
 from tests.support.ranked import TIMEOUT, apart, messages_of
-from tpkernels.groups.agreements import Agreements
+from tpkernels.groups.group import Group
 from tpkernels.mesh import agreement
 
 AT_ONCE = TIMEOUT / 2  # s: nobody waits until the timeout
@@ -117,13 +117,13 @@ def test_gradients_of_different_operands(ranks: RanksFixture) -> None:
 def counted() -> Iterator[list[str]]:
     """The exchanges of this rank."""
     found: list[str] = []
-    usual = Agreements.numbers_of_all
+    usual = Group.numbers_of_all
 
     def count(group: Any, purpose: str, *args: Any) -> Any:
         found.append(purpose)
         return usual(group, purpose, *args)
 
-    with mock.patch.object(Agreements, "numbers_of_all", count):
+    with mock.patch.object(Group, "numbers_of_all", count):
         yield found
 
 

@@ -79,7 +79,7 @@ def slow_rank_job() -> tuple[str, dict[str, float]]:
         seconds["direct"] = 0.06
     with fresh_group() as group, watched(seconds), tpkernels.autotune(group):
         call("matmul_all_reduce", group)
-        (measured,) = own(group).times["cpu"].measurements
+        (measured,) = own(group).measured.tables["cpu"].measurements
         return plan_of(group).algorithm, dict(measured.ms)
 
 
@@ -123,7 +123,7 @@ def overwritten_job() -> list[float]:
     with fresh_group() as group, tpkernels.autotune(group):
         x = torch.arange(6.0) + dist.get_rank()
         tpkernels.all_reduce_(x, group)
-        assert len(own(group).times["cpu"].measurements) == 1
+        assert len(own(group).measured.tables["cpu"].measurements) == 1
         return x.tolist()
 
 

@@ -86,7 +86,7 @@ def planned_job() -> tuple[str, list[str]]:
     ):
         warnings.simplefilter("ignore")
         call("matmul_all_reduce", group)
-        (left,) = own(group).left_out.values()
+        (left,) = own(group).measured.left_out.values()
         return plan_of(group).algorithm, sorted(left)
 
 
@@ -142,7 +142,7 @@ def left_job() -> tuple[int, int, int]:
         for power in range(2, 8):
             tune(group, 100 << power)
         after = count()
-        assert len(own(group).times["cpu"].measurements) == 8
+        assert len(own(group).measured.tables["cpu"].measurements) == 8
     descriptors, mappings, keys = (then - now for now, then in zip(before, after, strict=True))
     return descriptors, mappings, keys
 

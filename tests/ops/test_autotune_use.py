@@ -25,7 +25,7 @@ def saved_job(folder: str, blocked: str) -> tuple[bool, list[str]]:
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
         with fresh_group() as group, tpkernels.autotune(group, save=True):
             call("matmul_all_reduce", group)
-            kept = own(group).times["cpu"].measurements
+            kept = own(group).measured.tables["cpu"].measurements
         with fresh_group() as group:
             read = own(group).tuned("cpu").measurements
     with (
@@ -75,13 +75,13 @@ def cuda_job(driver: str) -> list[str]:
     with pretending() as patch:
         patch.setattr(Group, "by_gloo", lambda *_: False)
         group = faults.new_group()
-        own(group).times["cuda"] = Table()
+        own(group).measured.tables["cuda"] = Table()
         x = torch.full((8, 4), float(dist.get_rank() + 1))
         with tpkernels.autotune(group):
             for captured in (True, False):
                 patch.setattr(capture, "is_captured", lambda _, captured=captured: captured)
                 got = tpkernels.all_gather(x, group)
-                measured = own(group).times["cuda"].measurements
+                measured = own(group).measured.tables["cuda"].measurements
                 if bool(measured) == captured or got[:, 0].tolist() != [1.0] * 8 + [2.0] * 8:
                     failures.append(f"captured {captured}: {measured}")
             tpkernels.all_gather(x, group)

@@ -106,7 +106,7 @@ def test_the_fastest_stays(ranks: RanksFixture, op: str, fast: str) -> None:
 
 def warm_job() -> list[str]:
     with fresh_group() as group:
-        while not any(one.over for one in groups.get(group.group_name).trials.values()):
+        while not any(one.over for one in groups.get(group.group_name).measured.trials.values()):
             call("matmul_all_reduce", group)
         call("matmul_all_reduce", group)
         x, w = operands("matmul_all_reduce")
@@ -131,7 +131,7 @@ def off_job(op: str) -> list[str]:
     with fresh_group() as group, counted(op) as made:
         own = groups.get(group.group_name)
         call(op, group)
-        (key,) = own.trials
+        (key,) = own.measured.trials
         ms = {"unfused": 1.0, "direct": 2.0, "pipelined": 3.0}
         known = Measurement(key[0], key[1], other=64, ms=ms, date="2026-11-22")
         own.use_times("cpu", Table((known,)))
@@ -202,7 +202,7 @@ def threads_job() -> list[str]:
     with fresh_group() as group, counted(op, seconds) as made:
         own, (x, w) = groups.get(group.group_name), operands(op)
         expected = tpkernels.matmul_all_reduce(x, w, group)
-        (trial,) = own.trials.values()
+        (trial,) = own.measured.trials.values()
         while sum(made.values()) < UNTRIED_CALLS + 5 * len(ELIGIBLE) - 1:  # `direct` alone is fast
             tpkernels.matmul_all_reduce(x, w, group)
         late: list[torch.Tensor] = []

@@ -35,17 +35,17 @@ def style_job(op: str, ms: dict[str, float] | None, width: int) -> tuple[str, bo
     linear, whole = nn.Linear(24, 40), nn.Linear(24, 40)
     whole.load_state_dict(linear.state_dict())
     group = groups.get(mesh.get_group().group_name)
-    group.times.pop("cuda", None)
+    group.measured.tables.pop("cuda", None)
     if ms is not None:
         shape = (64, 40, width) if op == "all_gather_matmul" else (64, width, 24)
         spec = Spec(op, shape, F32)
         key = spec.problem(world, "cuda").tuning_key
         assert key is not None
         one = Measurement(*key, other=spec.other, ms=ms, date="2026-11-22")
-        group.times["cuda"] = Table((one,))
+        group.measured.tables["cuda"] = Table((one,))
     with mock.patch.object(styles, "_has_gpus", lambda mesh: True):
         parallelize_module(linear, mesh, STYLES[op]())
-    group.times.pop("cuda", None)
+    group.measured.tables.pop("cuda", None)
     x = torch.randn(8, 24)
     rank, column = dist.get_rank(), op == "all_gather_matmul"
     y = linear(x.chunk(world)[rank] if column else x.chunk(world, 1)[rank])

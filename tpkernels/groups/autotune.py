@@ -49,7 +49,7 @@ def autotune(
     if not limit > 0:
         raise ValueError(f"limit must be positive, in seconds, not {limit}")
     tuned = named_or_default(group)
-    before = tuned.tuning
+    before = tuned.measured.tuning
     tuned.tune_by(Tuning(float(limit), save))
     try:
         yield

@@ -1,38 +1,58 @@
-"""A process group as the ops see it: its ranks, the workspace they share, what they agreed on."""
+"""A process group as the ops see it: its ranks, the workspace that they share, whose turn it is,
+what its ranks have agreed on, and how it ends."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import constants
 
-from tpkernels import defaults
-from tpkernels.errors import CaptureError, GroupBrokenError
-from tpkernels.groups import timeouts
-from tpkernels.groups.agreements import Agreements
+from tpkernels import _C, defaults
+from tpkernels.errors import (
+    CaptureError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    TpkernelsError,
+)
 from tpkernels.groups.numerics import CudaNumerics
-from tpkernels.groups.tuning import Tuning
+from tpkernels.groups.tuning import Measured, Tuning
 from tpkernels.groups.waiting_thread import Waiter
+from tpkernels.planning import store
+from tpkernels.planning.machine import this_machine
+from tpkernels.planning.problem import ORDERED, Problem
+from tpkernels.planning.table import Table
 from tpkernels.symm import capture
 from tpkernels.symm.colocation import probe_colocation
-from tpkernels.symm.exchange import Participant, Presence
+from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
-from tpkernels.text import named_values
+from tpkernels.text import named_values, of_error
+
+_NCCL = timedelta(minutes=10)  # torch's default, where this torch was built without NCCL
 
 
-class Group(Agreements):
-    """A process group with its workspace."""
+class Group(_C.calls.Turns):
+    """A process group with its workspace.
+
+    Who holds ``lock`` has the turn. ``in_call`` is set while the ranks do something together on
+    that thread. ``open`` says that calls can run; where it is false, `check_usable` says why.
+    """
 
     def __init__(
         self, pg: dist.ProcessGroup, forget: Callable[[Group], None], name: str | None = None
     ) -> None:
-        super().__init__(pg.group_name if name is None else name)
+        super().__init__()
+        self.name: str = pg.group_name if name is None else name
         # Not ours to keep alive: a destroyed process group takes its workspace with it.
         self._pg = weakref.ref(pg, lambda _: forget(self))
         self.rank: int = pg.rank()
@@ -49,6 +69,13 @@ class Group(Agreements):
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` is to give
         self.looks: list[Callable[[], None]] = []  #: see `look_in_waits`
+        self.cuda_sums = CudaNumerics()
+        self.measured = Measured()
+        self.on_meshes: dict[Hashable, Any] = {}  #: what a mesh's ranks agreed on; see mesh/
+        self._known: dict[str, str] = {}  # what `from_rank_0` has returned
+        self._broken: str | None = None
+        self._closed: str | None = None  # by what
+        self._owner: int | None = None  # the process that has the group, where it is not this one
         self._ready = False
         self._presence = Presence()
         self._presence_of_second = Presence()
@@ -68,19 +95,6 @@ class Group(Agreements):
             self.init(None, defaults.WORKSPACE_BYTES, defaults.AUTOTUNE, device=device)
         return self
 
-    @property
-    def usable_bytes(self) -> int:
-        """What each data buffer may grow to, as far as the group is set up."""
-        memory = self.node or self.workspace
-        return self.workspace_bytes if memory is None else memory.usable_bytes
-
-    def by_gloo(self, device: str) -> bool:
-        """Whether gloo, which moves the host's memory, has the group's tensors of a device type."""
-        try:
-            return self.pg._get_backend(torch.device(device)).name() == "gloo"
-        except RuntimeError:  # no backend has
-            return False
-
     def init(
         self,
         timeout: float | None,
@@ -91,7 +105,7 @@ class Group(Agreements):
     ) -> None:
         """See ``tpkernels.init``; ``device``: the type of the tensors that it is done for."""
         own = defaults.TIMEOUT if timeout is None else timeout
-        gpu_timeout = timeouts.of_process_group(self.pg) if timeout is None else timeout
+        gpu_timeout = timeout_on_gpus(self.pg) if timeout is None else timeout
         options: dict[str, Any] = {
             "timeout": own,
             "workspace_bytes": workspace_bytes,
@@ -124,8 +138,8 @@ class Group(Agreements):
                     )
             self._set_timeouts(own, gpu_timeout)
             self.workspace_bytes, self.autotune = workspace_bytes, autotune
-            if autotune and self.tuning is None:
-                self.tuning = Tuning()
+            if autotune and self.measured.tuning is None:
+                self.measured.tuning = Tuning()
             self.numerics, self.cuda_sums = numerics, CudaNumerics(numerics)
             self._ready = True
 
@@ -143,7 +157,7 @@ class Group(Agreements):
             self.timeout_on(device), self.workspace_bytes, False, self.numerics, device=device
         )
         made._set_timeouts(self.timeout, self.gpu_timeout)
-        made.times, made.cuda_sums = self.times, self.cuda_sums
+        made.measured.tables, made.cuda_sums = self.measured.tables, self.cuda_sums
         return made
 
     def _set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
@@ -170,33 +184,330 @@ class Group(Agreements):
             self.hosts = len({other["host"] for other in said})
         return one_machine
 
-    def unsupported_kernels(
-        self, device: torch.device, kernels: str, own: str | None
-    ) -> str | None:
-        """Why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's being
-        ``device``; None: they can. ``own`` is what this rank knows already. The ranks find out
-        together, at the first call, by trying: collective."""
-        if self.workspace is None:
-            return own
-        key = device, kernels
-        if key not in self._unsupported_kernels:
-            if capture.is_captured(device):
-                raise CaptureError(
-                    f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
-                    "before the capture of a graph"
-                )
-            with self.together():
-                if key not in self._unsupported_kernels:  # another thread was first
-                    self._unsupported_kernels[key] = self._try_gpu_kernels(device, kernels, own)
-        return self._unsupported_kernels[key]
+    # What the group is made of.
 
-    def _try_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
+    @property
+    def shared_memory(self) -> bool:
+        """Whether all ranks map each other's memory."""
+        return self.workspace is not None
+
+    @property
+    def nearby(self) -> HostWorkspace | None:
+        """What this rank shares with those of its host: all ranks, or those of its node."""
+        return self.workspace if self.node is None else self.node.workspace
+
+    @property
+    def usable_bytes(self) -> int:
+        """What each data buffer may grow to, as far as the group is set up."""
+        memory = self.node or self.workspace
+        return self.workspace_bytes if memory is None else memory.usable_bytes
+
+    def participant(self, timeout: float) -> Participant:
+        """This rank's place in the group, for an exchange through its store."""
+        return Participant(
+            store=self.pg.get_group_store(),
+            group=self.name,
+            rank=self.rank,
+            world=self.world,
+            timeout=timeout,
+            presence=self._presence,
+            process_group=self.pg.group_name,
+        )
+
+    def by_gloo(self, device: str) -> bool:
+        """Whether gloo, which moves the host's memory, has the group's tensors of a device type."""
         try:
-            assert self.workspace is not None  # the caller has looked
-            self.workspace.open_cuda(device, kernels, own)
-        except NotImplementedError as reason:
-            return f"does not run here: {reason}"
-        return None
+            return self.pg._get_backend(torch.device(device)).name() == "gloo"
+        except RuntimeError:  # no backend has
+            return False
+
+    def timeout_on(self, device: str) -> float:
+        """Seconds that a wait in a call on tensors of a device type may take."""
+        return self.gpu_timeout if device == "cuda" else self.timeout
+
+    # Whose turn it is: one call at a time.
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """A call: waits for those of other threads. What a signal handler asks for meanwhile is
+        refused."""
+        with self.lock:
+            self.check_usable()
+            try:
+                self.in_call = True
+                yield
+            finally:
+                self.in_call = False
+
+    def check_usable(self) -> None:
+        """Raises ``GroupBrokenError`` after a failure, once closed, and in a fork of the rank;
+        ``RuntimeError`` within a call. The caller holds ``lock``."""
+        if self._owner is not None:
+            raise GroupBrokenError(
+                f"group '{self.name}' belongs to process {self._owner}, and process {os.getpid()} "
+                "was forked from it: use the group there, or make a process group here"
+            )
+        if self.in_call:  # of this thread, which holds the lock
+            raise RuntimeError(
+                f"group '{self.name}' is in a call already on this thread: a signal handler, or a "
+                "callback, cannot use it within a call"
+            )
+        if self._broken is not None:
+            raise GroupBrokenError(
+                f"group '{self.name}' is broken and can run no more calls; make a new group. "
+                f"It broke with: {self._broken}"
+            )
+        if self._closed is not None:
+            raise GroupBrokenError(
+                f"group '{self.name}' was closed by {self._closed} before this call had its turn"
+            )
+
+    def within_call(self) -> bool:
+        """Whether this very thread is in a call."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self.in_call
+        finally:
+            self.lock.release()
+
+    def look_in_waits(self, look: Callable[[], None]) -> None:
+        """Has a wait on the host call ``look`` some 50 times a second; its error ends the wait."""
+        self.looks.append(look)
+        if self.nearby is not None and len(self.looks) == 1:
+            looks = self.looks  # the channel must not keep the group alive
+            self.nearby.channel.set_look(lambda: [each() for each in looks])
+
+    def warn(self) -> None:
+        """Gives the warnings that have come up in calls, after these: a warning may be an error,
+        with which rank 0 alone would leave a call."""
+        notices, self.notices = self.notices, []
+        for notice in notices:
+            warnings.warn(notice, RuntimeWarning, stacklevel=3)
+
+    # How it ends: by a failure, by the end of its process group, with the process.
+
+    def break_between_calls(self, error: BaseException) -> None:
+        """This rank left with ``error`` on the way to a call, or between two. A call of another
+        thread ends first, but none begins."""
+        # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
+        if self._broken is None and not self.within_call():
+            self._broken, self.open = of_error(error), False
+            with self.lock:
+                self._tell_peers(error)
+
+    def mark_broken(self, error: BaseException) -> None:
+        """This rank left a call with ``error``: peers that wait for it are told, and no further
+        call can run."""
+        if self._broken is not None:
+            return
+        self._broken, self.open = of_error(error), False
+        self._tell_peers(error)
+
+    def _tell_peers(self, error: BaseException) -> None:
+        if self.nearby is None:
+            if not self._ready:
+                self._tell_in_store(error)
+        elif self.node is None or not isinstance(error, CollectiveMismatchError):
+            # Across hosts each rank detects a mismatch by itself, from the greetings.
+            peer = error.peer if isinstance(error, TpkernelsError) else None
+            late = isinstance(error, CollectiveTimeoutError)
+            self.nearby.abandon(of_error(error), late, -1 if peer is None else peer)
+
+    def tell_outside_calls(self, error: BaseException) -> None:
+        """Tells the ranks that may wait in the store for what this one was to say there. Those that
+        share its memory know already, and each rank detects a mismatch by itself."""
+        found_by_all = self.workspace is not None or isinstance(error, CollectiveMismatchError)
+        if self._ready and not found_by_all:
+            self._tell_in_store(error)
+
+    def _tell_in_store(self, error: BaseException) -> None:
+        with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
+            tell_left(self.participant(self.timeout), error)
+
+    def check_kernels(self, text: str) -> None:
+        """Raises what has failed in kernels on GPUs so far; ``text`` says what has found it."""
+        if self.workspace is not None:
+            self.workspace.check_kernels(text)
+
+    def check(self) -> None:
+        """See ``tpkernels.check``."""
+        with self.lock:
+            self.check_usable()
+            try:
+                if self.nearby is not None:
+                    self.nearby.check()
+            except TpkernelsError as error:
+                self.mark_broken(error)
+                raise
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the group belongs to another process, which this one was forked from."""
+        return self._owner is not None
+
+    def disown(self, owner: int) -> None:
+        """This process is a fork of the rank, process ``owner``: it can neither take its place nor
+        end its calls."""
+        if self._owner is None:  # otherwise it was a fork's already
+            self._owner = owner
+        self.open = False
+        self.in_call = False
+        self.renew_lock()  # a thread that the fork did not copy may have held it
+        self.waiter = Waiter()
+
+    def leave(self) -> None:
+        """For the end of the process."""
+        if self.nearby is not None and not self.is_forked:
+            self.nearby.leave()
+
+    def close(self, by: str) -> None:
+        """Refuses further calls and frees the workspace. Does nothing while a thread is in a call:
+        then the workspace goes with its last use."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self.in_call:
+                return
+            self._closed, self.open = by, False
+            self.forget_calls()
+            self.waiter.close()
+            nearby, self.workspace, self.node = self.nearby, None, None
+            if nearby is not None:
+                nearby.close()
+        finally:
+            self.lock.release()
+
+    # What its ranks agree on between calls.
+
+    @contextlib.contextmanager
+    def together(self, *alike: type[Exception]) -> Iterator[None]:
+        """What all ranks do together beside the calls of `backends.run`, in turn with them: an
+        error breaks the group, unless it is one of ``alike``, which all ranks raise."""
+        try:
+            with self.turn():
+                try:
+                    self.check_kernels("a step that all ranks take together")
+                    yield
+                except alike:
+                    raise
+                except BaseException as error:
+                    self.mark_broken(error)
+                    self.tell_outside_calls(error)
+                    raise
+        except BaseException as error:  # also of a signal handler, in the wait for the turn
+            if not isinstance(error, (TpkernelsError, *alike)):
+                self.break_between_calls(error)
+            raise
+
+    def exchange(self, purpose: str, say: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+        """The statements of all ranks, in rank order, within ``seconds``. Collective."""
+        if self.workspace is not None:
+            with self.workspace.waiting(seconds):
+                return self.workspace.exchange(purpose, say)
+        return exchange(self.participant(seconds), purpose, say)
+
+    def statements(self, purpose: str, say: dict[str, Any], device: str) -> list[dict[str, Any]]:
+        """The statements of all ranks, in rank order. Collective, in turn with the calls."""
+        with self.together():
+            return self.exchange(purpose, say, self.timeout_on(device))
+
+    def numbers_of_all(self, purpose: str, mine: Sequence[int], device: str) -> list[list[int]]:
+        """A few numbers below 2^53 of each rank, in rank order. Collective."""
+        seconds = self.timeout_on(device)
+        with self.together():
+            if self.workspace is not None:
+                with self.workspace.waiting(seconds):
+                    return self.workspace.numbers_of_all(purpose, mine)
+            said = self.exchange(purpose, {"numbers": list(mine)}, seconds)
+        return [each["numbers"] for each in said]
+
+    def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
+        """What rank 0's ``make`` returns at the first call for a purpose; collective then."""
+        if purpose not in self._known:
+            with self.together():
+                if purpose not in self._known:  # another thread was first
+                    text = make()
+                    if self.world > 1:
+                        text = self.exchange(purpose, {"text": text}, self.timeout)[0]["text"]
+                    self._known[purpose] = text
+        return self._known[purpose]
+
+    def known_from_rank_0(self, purpose: str) -> str | None:
+        """What `from_rank_0` has returned for a purpose, if it has been called."""
+        return self._known.get(purpose)
+
+    def cuda_numerics(self) -> str:
+        """How a reduction of CUDA tensors sums; the same on all ranks. Collective at the first call
+        and after each change of torch's flag."""
+        if self.world == 1 or self.by_gloo("cuda"):  # the host sums in order at no extra cost
+            return ORDERED
+        sums = self.cuda_sums
+        if not sums.settled:
+            with self.together(ValueError):
+                if not sums.settled:  # another thread was first
+                    say = {"numerics": sums.wanted}
+                    said = self.exchange("numerics", say, self.timeout_on("cuda"))
+                    sums.settle(self.rank, [each["numerics"] for each in said])
+        return sums.agreed
+
+    # What calls are planned by.
+
+    def has_times(self, device: str) -> bool:
+        """Whether measured times apply to tensors of a device type: those of GPUs are taken with
+        NCCL."""
+        return not (device == "cuda" and self.by_gloo("cuda"))
+
+    def tuned(self, device: str) -> Table:
+        """The times that rank 0 finds in its cache for tensors of a device type: what each rank
+        found by itself might differ, and with it the choices. Collective at the first call."""
+        if self.world > 1 and device not in self.measured.tables:
+            with self.together():
+                if device not in self.measured.tables:  # another thread was first
+                    self.measured.tables[device] = self._tuned_by_rank_0(device)
+        return self.measured.tables.get(device, Table())
+
+    def _tuned_by_rank_0(self, device: str) -> Table:
+        found, ignored = Table(), ""
+        if self.rank == 0:
+            machine = this_machine(device, self.world, self.hosts, self.shared_memory)
+            found, ignored = store.load(machine)
+        say, seconds = {"table": store.to_json(found)}, self.timeout_on(device)
+        said = self.exchange(f"the first call on {device}", say, seconds)
+        if ignored:
+            self.notices.append(ignored)
+        return store.from_json(said[0]["table"])
+
+    def use_times(self, device: str, table: Table) -> None:
+        """Plans calls by these times from now on. All ranks use the same, from the same call on."""
+        with self.lock:
+            self.measured.tables[device] = table
+            self.forget_calls()
+
+    def tune_by(self, tuning: Tuning | None) -> None:
+        """Plans calls anew, and tunes what they meet from now on; None: no longer. All ranks do so
+        from the same call on."""
+        with self.lock:
+            self.measured.tuning = tuning
+            self.forget_calls()
+
+    def is_met_in_capture(self, device: torch.device) -> bool:
+        """Whether a problem is planned while a graph is captured, where nothing is tuned. It is
+        planned again after the capture."""
+        captured = capture.is_captured(device)
+        self.untuned_in_capture = self.untuned_in_capture or captured
+        return captured
+
+    def forget_stale_calls(self, problem: Problem, device: torch.device) -> None:
+        """Forgets the calls on CUDA tensors if this one would be planned otherwise now: torch's
+        flag has changed, or the problem was met in a capture, where nothing is tuned."""
+        if self.untuned_in_capture and not capture.is_captured(device):
+            self.untuned_in_capture = False
+            self.forget_calls()
+        if problem.spec.reduces and self.cuda_sums.changed:
+            self.forget_calls()
+
+    # Memory and kernels.
 
     def make_room(self, nbytes: int, text: str) -> None:
         """Has the data buffers hold ``nbytes`` each for a call, as far as they may and can grow.
@@ -236,32 +547,44 @@ class Group(Agreements):
                 return self.workspace.make_symmetric_on(gpu, shape, dtype)
             return self.workspace.make_symmetric(shape, dtype)
 
-    def look_in_waits(self, look: Callable[[], None]) -> None:
-        """Has a wait on the host call ``look`` some 50 times a second; its error ends the wait."""
-        self.looks.append(look)
-        if self.nearby is not None and len(self.looks) == 1:
-            looks = self.looks  # the channel must not keep the group alive
-            self.nearby.channel.set_look(lambda: [each() for each in looks])
+    def unsupported_kernels(
+        self, device: torch.device, kernels: str, own: str | None
+    ) -> str | None:
+        """Why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's being
+        ``device``; None: they can. ``own`` is what this rank knows already. The ranks find out
+        together, at the first call, by trying: collective."""
+        if self.workspace is None:
+            return own
+        key = device, kernels
+        if key not in self._unsupported_kernels:
+            if capture.is_captured(device):
+                raise CaptureError(
+                    f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
+                    "before the capture of a graph"
+                )
+            with self.together():
+                if key not in self._unsupported_kernels:  # another thread was first
+                    self._unsupported_kernels[key] = self._try_gpu_kernels(device, kernels, own)
+        return self._unsupported_kernels[key]
 
-    def participant(self, timeout: float) -> Participant:
-        """This rank's place in the group, for an exchange through its store."""
-        return Participant(
-            store=self.pg.get_group_store(),
-            group=self.name,
-            rank=self.rank,
-            world=self.world,
-            timeout=timeout,
-            presence=self._presence,
-            process_group=self.pg.group_name,
-        )
-
-    def warn(self) -> None:
-        """Gives the warnings that have come up in calls, after these: a warning may be an error,
-        with which rank 0 alone would leave a call."""
-        notices, self.notices = self.notices, []
-        for notice in notices:
-            warnings.warn(notice, RuntimeWarning, stacklevel=3)
+    def _try_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
+        try:
+            assert self.workspace is not None  # the caller has looked
+            self.workspace.open_cuda(device, kernels, own)
+        except NotImplementedError as reason:
+            return f"does not run here: {reason}"
+        return None
 
 
 def _close(group: Group) -> None:
     group.close("the end of its process group")
+
+
+def timeout_on_gpus(pg: dist.ProcessGroup) -> float:
+    """Return the seconds that torch lets the collectives of a process group take on GPUs: the
+    timeout of its backend for CUDA tensors, or torch's default for NCCL where there is none."""
+    try:
+        limit = pg._get_backend(torch.device("cuda")).options._timeout
+    except (RuntimeError, AttributeError):  # no such backend, or one without options
+        limit = constants.default_pg_nccl_timeout or _NCCL
+    return min(limit.total_seconds(), defaults.LONGEST_TIMEOUT)

@@ -153,7 +153,9 @@ def get(name: str) -> Group:
 def known_times(device: str) -> dict[str, Table]:
     """The measured times that groups have for a device type, by the group's name."""
     return {
-        name: group.times[device] for name, group in list(_groups.items()) if device in group.times
+        name: group.measured.tables[device]
+        for name, group in list(_groups.items())
+        if device in group.measured.tables
     }
 
 
@@ -164,7 +166,9 @@ def positions() -> list[tuple[str, int, int]]:
 
 def tuned_on_the_spot() -> list[str]:
     """The names of the groups for which `autotune` is on."""
-    return sorted(name for name, group in list(_groups.items()) if group.tuning is not None)
+    return sorted(
+        name for name, group in list(_groups.items()) if group.measured.tuning is not None
+    )
 
 
 # What an op raises before anything is sent: its own checks, and torch's. A signal handler may raise

@@ -6,7 +6,7 @@ however far it has come, must leave the group usable and no rank behind.
 Algorithm: the ranks plan each algorithm on a second group with a workspace of its own
 (`Group.second`), and make the op's call there, with its own inputs: first each algorithm once, then
 the rounds of a `Contest`. After each run they exchange their times on the real group, and whether
-it failed (`_attempts.py`).
+it failed (`_Attempts`).
 
 Failure: a call that fails breaks the second group, which tells the peers, as in any group. So all
 ranks come to the exchange, leave the algorithm out, and go on with a new second group. No rank is
@@ -27,10 +27,11 @@ import torch
 
 from tpkernels import backends
 from tpkernels.call import Call
+from tpkernels.errors import CollectiveMismatchError, PeerLostError, TpkernelsError
 from tpkernels.groups.group import Group
-from tpkernels.ops._attempts import Attempts, Failed
-from tpkernels.ops._together import other_extent
+from tpkernels.ops._together import FLOAT64, exchanged, other_extent
 from tpkernels.planning import store
+from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import is_worth_trying
 from tpkernels.planning.contest import Contest, Sample
 from tpkernels.planning.machine import last_level_cache_bytes, this_machine
@@ -83,7 +84,83 @@ def _is_known(group: Group, problem: Problem) -> bool:
     """Whether the problem, or one of nearly the same extent, was measured, or nothing can be."""
     key = problem.tuning_key
     assert key is not None  # the caller has looked
-    return group.left_out_of(problem) is not None or group.tuned(problem.device).near(*key)
+    return group.measured.left_out_of(problem) is not None or group.tuned(problem.device).near(*key)
+
+
+class _Failed(Exception):
+    """An algorithm is to be left out, on all ranks."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(why)
+        self.name = name
+
+
+class _Attempts:
+    """What all ranks do on a second group, which a failure may break, for one problem. ``group`` is
+    the real one, whose turn the caller has."""
+
+    def __init__(self, group: Group, problem: Problem) -> None:
+        self._group, self._problem = group, problem
+
+    def agree(self) -> None:
+        """Checks that all ranks tune the same problem. Collective."""
+        seconds = self._group.timeout_on(self._problem.device)
+        texts = self._group.exchange("tuning", {"problem": str(self._problem)}, seconds)
+        for rank, said in enumerate(texts):
+            if said["problem"] != str(self._problem):
+                raise CollectiveMismatchError(
+                    f"rank {self._group.rank} tunes {self._problem}, but rank {rank} "
+                    f"{said['problem']}. The group is broken: make a new one.",
+                    peer=rank,
+                )
+
+    def exchanged(self, what: str, *mine: float) -> list[list[float]]:
+        """The numbers of all ranks, in rank order. Collective."""
+        numbers = torch.tensor(mine, **FLOAT64)
+        found: list[list[float]] = exchanged(self._group, self._problem, what, numbers).tolist()
+        return found
+
+    def make(
+        self, name: str, second: Group, run: Callable[[], Sequence[float]], count: int = 0
+    ) -> list[list[float]] | None:
+        """What all ranks do on the second group for an algorithm: the ``count`` numbers that each
+        returns, in rank order; None: it cannot run, on any rank. `_Failed` if it fails on one. No
+        rank goes on before all have left it."""
+        numbers: Sequence[float] = [0.0] * count
+        supported, error = True, None
+        try:
+            numbers = run()
+        except NotImplementedError:  # on all ranks
+            supported = False
+        except Exception as failure:  # whatever it is, the others go on without
+            second.mark_broken(failure)
+            if self._group.workspace is None:  # its calls go through the one process group
+                raise
+            error = failure
+        try:
+            everyone = self.exchanged(f"'{name}'", float(error is not None), *numbers)
+            if any(failed for failed, *_ in everyone):
+                raise self._failure(name, error)
+        finally:
+            error = None  # it has this frame, and what failed in it, in its traceback
+        return [theirs for _, *theirs in everyone] if supported else None
+
+    def _failure(self, name: str, error: Exception | None) -> Exception:
+        """An algorithm has failed on one rank or more: why, or what is to be raised if it cannot be
+        left out."""
+        # What a peer's failure has caused does not say why.
+        own = error is not None and not isinstance(error, TpkernelsError)
+        say = {"why": "" if error is None else of_error(error), "own": own}
+        seconds = self._group.timeout_on(self._problem.device)
+        said = self._group.exchange("a failure while tuning", say, seconds)
+        culprit = max(
+            range(len(said)), key=lambda rank: (said[rank]["own"], said[rank]["why"] != "", -rank)
+        )
+        why = f"rank {culprit}: {said[culprit]['why']}"
+        if ALGORITHMS[name].needs_shared_memory:
+            return _Failed(name, why)
+        text = f"{self._problem} by '{name}', which was tuned, failed on {why}"
+        return error or PeerLostError(text, peer=culprit)
 
 
 class _Tuner:
@@ -94,18 +171,18 @@ class _Tuner:
         self._x: torch.Tensor = given.x
         w = getattr(given, "weights", None) or getattr(given, "w", None)
         self._other = other_extent(given.x, w)
-        self._attempts = Attempts(group, problem)
+        self._attempts = _Attempts(group, problem)
         self._rounds = 0  # counted so far
         self._begun = self._reported = time.perf_counter()
 
     def tune(self, names: Sequence[str], make_run: MakeRun) -> None:
         """Times the algorithms and has the group use the times."""
         group, problem = self._group, self._problem
-        tuning, key = group.tuning, problem.tuning_key
+        tuning, key = group.measured.tuning, problem.tuning_key
         assert tuning is not None and key is not None  # the caller has looked
         if group.workspace is None:  # whose exchanges would tell that a rank is in another call
             self._attempts.agree()
-        left_out = group.left_out.setdefault(key, {})
+        left_out = group.measured.left_out.setdefault(key, {})
         contest = Contest(self._worth_trying(names))
         try:
             self._prepare(make_run)
@@ -114,7 +191,7 @@ class _Tuner:
                     with self._second() as second:
                         self._compete(contest, second, tuning.limit)
                     break
-                except Failed as failure:
+                except _Failed as failure:
                     name, why = failure.name, f"failed when it was tuned: {failure}"
                 contest.leave_out(name)
                 left_out[name] = why
@@ -164,7 +241,7 @@ class _Tuner:
 
     def _compete(self, contest: Contest, second: Group, limit: float) -> None:
         """Runs the candidates on the second group until the outcome is clear or the time is up.
-        `Failed` if one of them did."""
+        `_Failed` if one of them did."""
         calls: dict[str, Call] = {}
 
         def plan(name: str) -> tuple[()]:

@@ -52,11 +52,11 @@ def why_left_to_torch(
         dtype: its dtype.
         options: of the `Problem`.
     """
-    if device != "cuda" or group.tuning is not None:
+    if device != "cuda" or group.measured.tuning is not None:
         return None
     if width is None:
         return f"{_UNLESS}, and none are for this split"
-    known = group.times.get(device, Table())
+    known = group.measured.tables.get(device, Table())
     problem = Problem.evenly_split(
         op,
         device=device,

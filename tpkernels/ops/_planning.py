@@ -35,7 +35,7 @@ def plan_call(
     def plan(on_group: Group, name: str) -> Call:
         return _plan_call(on_group, problem, name, on)
 
-    if group.tuning is not None:
+    if group.measured.tuning is not None:
         names = candidates(call.problem, _means(group))
         return plan(group, "auto") if tuned(call, names, plan, make_run, given) else call
     return tried(call, functools.partial(plan, group))
@@ -59,7 +59,7 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
         problem = replace(problem, numerics=group.cuda_numerics())
     has_times = group.has_times(problem.device)
     tuned = group.tuned(problem.device) if has_times else NOTHING_TUNED
-    missing = dict(group.left_out_of(problem) or {}) if algorithm == "auto" else {}
+    missing = dict(group.measured.left_out_of(problem) or {}) if algorithm == "auto" else {}
     while True:
         means = _means(group, missing)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)

@@ -46,11 +46,11 @@ def tried(call: Call, plan: Callable[[str], Call]) -> Call:
     chosen = call.plan.algorithm
     if len(calls) < 2 or chosen not in calls:
         return call
-    trial = group.trials.get((*key, *calls))
+    trial = group.measured.trials.get((*key, *calls))
     if trial is None:
-        if len(group.trials) >= _MOST_TRIALS:
+        if len(group.measured.trials) >= _MOST_TRIALS:
             return call
-        trial = group.trials[(*key, *calls)] = Trial(*key, tuple(calls), chosen)
+        trial = group.measured.trials[(*key, *calls)] = Trial(*key, tuple(calls), chosen)
     return call if trial.over else replace(call, function=Tried(trial, calls))
 
 
