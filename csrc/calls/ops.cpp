@@ -55,6 +55,9 @@ class OfShards : public Bound {
       : collective_(std::move(collective)), layout_(std::move(layout)), shape_(std::move(shape)) {}
 
  protected:
+  // The one rank, which has nothing to copy.
+  bool is_alone() const { return layout_->sizes.size() == 1; }
+
   SharedCollective collective_;
   SharedLayout layout_;
   py::tuple shape_;
@@ -137,7 +140,7 @@ class MatmulReduceScatter final : public OfShards {
   py::object run(const Slots& slots, const Tensor& x) const override {
     const Added added(slots, kAddedToShard);
     const py::object partial = partial_of(slots, x, packed_);
-    py::object out = empty_like(partial.ptr(), shape_);
+    py::object out = is_alone() ? viewed(partial, shape_) : empty_like(partial.ptr(), shape_);
     collective_->reduce_scatter(tensor(partial), tensor(out), *layout_, added.addends);
     return out;
   }
@@ -157,8 +160,13 @@ class AllGatherMatmul final : public OfShards {
         return_gathered_(return_gathered) {}
 
   py::object run(const Slots& slots, const Tensor& x) const override {
-    py::object whole = empty_like(slots[kX], shape_);
-    collective_->all_gather(x, tensor(whole), *layout_);
+    py::object whole;
+    if (is_alone() && !return_gathered_) {
+      whole = py::reinterpret_borrow<py::object>(slots[kX]);
+    } else {
+      whole = empty_like(slots[kX], shape_);
+      collective_->all_gather(x, tensor(whole), *layout_);
+    }
     const py::object rows = as_rows(whole, x);
     py::list results;
     for (std::size_t i = 0; i < result_shapes_.size(); ++i) {

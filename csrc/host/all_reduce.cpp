@@ -39,8 +39,8 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
   const std::size_t out_element = size_of(epilogue.out_dtype);
   const auto world = static_cast<std::size_t>(channel.world());
   const auto rank = static_cast<std::size_t>(channel.rank());
-  // Two ranks move no more data in one step than in two.
-  const bool one_shot = count * element <= kLimits.one_shot_bytes || world == 2;
+  // Two ranks move no more data in one step than in two, and one moves none.
+  const bool one_shot = count * element <= kLimits.one_shot_bytes || world <= 2;
   // A buffer holds a chunk of the input, followed by this rank's part of the result.
   const std::size_t room = channel.capacity() * element / (element + out_element) - 128;
   const std::size_t step = align_down(std::min(kLimits.chunk_bytes * world, room)) / element;
@@ -62,6 +62,7 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
     const std::size_t result_at = ceil_div(step * element, 64) * 64;
     if (in.segment != 0) {
       channel.locate(in.segment, in.offset + begin * element);
+    } else if (world == 1) {  // nobody reads it
     } else if (one_shot) {
       share(channel, buffer, source, n * element);
     } else {  // all but the part that only this rank reads

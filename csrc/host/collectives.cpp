@@ -99,7 +99,7 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
     channel.sharing().begin(within(largest, begin, step));
     if (in.segment != 0) {
       channel.locate(in.segment, in.offset + begin);
-    } else {
+    } else if (channel.world() > 1) {
       share(channel, channel.buffer(rank), in.data + begin, n);
     }
     channel.publish(Phase::kData);

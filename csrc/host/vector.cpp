@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 namespace tpkernels::host {
@@ -86,12 +87,17 @@ void use_unit(const std::string& name) {
 
 void sum_partials(void* out, const std::vector<const std::byte*>& partials, DType wire,
                   std::size_t begin, std::size_t count, const Epilogue& epilogue) {
+  const bool only_sums = !epilogue.bias && !epilogue.residual && epilogue.out_dtype == wire;
+  if (partials.size() == 1 && only_sums) {
+    if (out != partials[0]) std::memcpy(out, partials[0], count * size_of(wire));
+    return;
+  }
   if (wire == DType::kF64) {
     sum_double(out, partials, begin, count, epilogue);
     return;
   }
   const VectorUnit& unit = vector_unit();
-  if (!epilogue.bias && !epilogue.residual && epilogue.out_dtype == wire) {
+  if (only_sums) {
     unit.sum[static_cast<int>(wire)](out, partials.data(), partials.size(), count);
     return;
   }

@@ -45,7 +45,9 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
     generation = group.generation
     if algorithm != "auto":
         check_algorithm(algorithm)
-    if group.world > 1 or algorithm not in ("auto", "unfused"):
+    # One rank's CUDA tensors, and what is asked of torch alone, need no workspace.
+    takes_torchs = ("unfused",) if problem.device == "cpu" else ("auto", "unfused")
+    if group.world > 1 or algorithm not in takes_torchs:
         group.ready(problem.device)
     by_sends = algorithm != "auto" and ALGORITHMS[algorithm].sends
     if by_sends and problem.device == "cuda" and group.by_gloo("cuda"):
@@ -76,7 +78,7 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
 
 def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
     """What the group offers, as far as it is set up."""
-    shared_memory = group.workspace is not None or group.world == 1
+    shared_memory = group.workspace is not None
     missing = dict(unsupported or {})
     return Means(shared_memory, group.usable_bytes, instructions(), missing, group.why_no_node)
 

@@ -110,7 +110,9 @@ def _cut(plan: Plan, tuned: Table, tuning_key: tuple[Series, int] | None) -> Pla
 def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     """The algorithm that the thresholds alone give, and why."""
     if problem.world == 1:
-        return "unfused", "one rank: nothing to communicate"
+        # `direct` then moves nothing either, and runs without Python.
+        name = "direct" if problem.device == "cpu" and means.shared_memory else "unfused"
+        return name, "one rank: nothing to communicate"
     if not means.shared_memory:
         return _across_hosts(problem, means)
     if problem.device == "cuda":
