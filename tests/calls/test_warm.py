@@ -92,8 +92,9 @@ def large_job(op: str) -> list[str]:
     return failures
 
 
-def test_a_warm_call_runs_no_python(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(WORLD).run(warm_job) for failure in rank)
+@pytest.mark.parametrize("world", [WORLD, 1])
+def test_a_warm_call_runs_no_python(ranks: RanksFixture, world: int) -> None:
+    report(failure for rank in ranks(world).run(warm_job) for failure in rank)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -206,6 +206,7 @@ def interrupted_everywhere_job(kind: str, step: int) -> list[str]:
     """Interrupts an op at every ``step``-th event, each on a group of its own."""
     x = torch.ones(4, 3, requires_grad=kind == "backward")
     w, failures, event, calls = torch.ones(3, 2), [], 2, 0
+    way = {"algorithm": "unfused"}  # in Python, even when it is warm
     made, run = list[Any](), backends.run
 
     def running(*args: Any) -> Any:
@@ -216,8 +217,8 @@ def interrupted_everywhere_job(kind: str, step: int) -> list[str]:
     while True:
         group = faults.group_of(dist.new_group())
         with mock.patch.object(backends, "run", running):
-            tpkernels.matmul_all_reduce(x, w, group)
-            out = tpkernels.all_gather_matmul(x, [w], group)[0].sum()
+            tpkernels.matmul_all_reduce(x, w, group, **way)
+            out = tpkernels.all_gather_matmul(x, [w], group, **way)[0].sum()
             made.clear()
             interrupt = _InterruptAt(event)
             sys.settrace(interrupt)
@@ -225,7 +226,7 @@ def interrupted_everywhere_job(kind: str, step: int) -> list[str]:
                 if kind == "backward":
                     out.backward()
                 else:
-                    tpkernels.matmul_all_reduce(x, w, group)
+                    tpkernels.matmul_all_reduce(x, w, group, **way)
             except KeyboardInterrupt:
                 pass
             finally:

@@ -86,9 +86,10 @@ def test_a_collective_alone_is_direct(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_one_rank_has_nothing_to_communicate(op: str) -> None:
     sizes = () if "all_reduce" in op else (LARGE,)
-    plan = choose(problem(op, world=1, sizes=sizes), Means(shared_memory=True))
-    assert plan.algorithm == "unfused"
-    assert "one rank" in plan.reason
+    one = problem(op, world=1, sizes=sizes)
+    plans = [choose(one, Means(shared_memory=shared)) for shared in (True, False)]
+    assert [plan.algorithm for plan in plans] == ["direct", "unfused"]
+    assert all("one rank" in plan.reason for plan in plans)
 
 
 def across_hosts(op: str, nbytes: int, rows: int = LARGE, node: bool = False) -> Plan:
