@@ -47,6 +47,7 @@ def test_a_malformed_limit_is_refused(monkeypatch: pytest.MonkeyPatch, limit: st
         defaults.result_pool_bytes()
 
 
+@pytest.mark.thorough
 def test_a_malformed_limit_is_reported_by_the_import() -> None:
     ended = run_python("import tpkernels", "many")
     assert ended.returncode == 1
@@ -62,6 +63,7 @@ def test_ranks_have_the_limit_of_their_environment() -> None:
         assert ranks.run(limit_job) == [12345]
 
 
+@pytest.mark.thorough
 def test_tensors_may_outlive_the_interpreter() -> None:
     code = (
         "import torch, tpkernels; from tpkernels.local.memory import empty;"

@@ -127,7 +127,7 @@ def tuned_job() -> list[str]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_tuned_block_sizes(interpreting: RanksFixture) -> None:
     for found in interpreting(2).run(tuned_job, timeout=120):
         assert not found, found
@@ -150,6 +150,7 @@ def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
         matmul_all_reduce.ONE_SHOT_BYTES = known
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_both_ways_to_reduce_everywhere(interpreting: RanksFixture, world: int, shots: int) -> None:
     """Also where there are fewer rows of tiles than ranks."""
@@ -159,6 +160,7 @@ def test_both_ways_to_reduce_everywhere(interpreting: RanksFixture, world: int, 
         assert not found, found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_of_one_size(interpreting: RanksFixture, world: int) -> None:
     """Kernels compute where they begin; others they look up. The last is two-shot."""
@@ -220,7 +222,7 @@ def world_rows() -> int:
     return 64 * dist.get_world_size()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_fifty_calls_with_delays_and_poison(interpreting: RanksFixture, world: int) -> None:
     for wrong in interpreting(world).run(protocol_job, world, 50, 2000, True, timeout=250):
@@ -256,7 +258,7 @@ def lagging_job(single_buffer: bool, delay_us: int) -> list[str]:
         return found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("single_buffer", [True, False])
 def test_one_buffer_is_not_enough(interpreting: RanksFixture, single_buffer: bool) -> None:
     """Where other work keeps the peers from being ahead, longer delays do not."""

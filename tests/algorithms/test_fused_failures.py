@@ -94,7 +94,7 @@ def woken_job(delay_at: int) -> list[Ending]:
     return [faults.ending_of(call)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "delay_at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 9))]
 )
@@ -122,6 +122,7 @@ def mismatched_job(watched: bool) -> tuple[Ending, tuple[int, ...] | None]:
     return ending, space.failure()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("watched", sweep([True, False]))
 def test_a_mismatch_is_found_on_all_ranks(interpreting: RanksFixture, watched: bool) -> None:
     told = interpreting(2).run(mismatched_job, watched)
@@ -152,6 +153,7 @@ def late_job() -> tuple[Ending, tuple[int, ...] | None] | None:
     return ending, space.failure()
 
 
+@pytest.mark.thorough
 def test_a_kernel_gives_up_at_its_deadline(interpreting: RanksFixture) -> None:
     told = interpreting(2).run(late_job)[0]
     assert told is not None

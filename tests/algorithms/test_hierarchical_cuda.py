@@ -89,6 +89,7 @@ def cases_job(driver: str, on: str, given: Sequence[Case]) -> tuple[list[str], L
 LAYOUTS = sweep(["0011", "001", "0111", "00112", "01122", "011111"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on", LAYOUTS)
 def test_results_and_order(ranks: RanksFixture, cuda_driver: str, on: str) -> None:
     given = [replace(case, algorithm="hierarchical") for case in cases(len(on))]

@@ -79,7 +79,7 @@ def test_what_is_unusable_is_refused(good: Path, report: Any, nothing_runs: None
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_damage_ends_in_a_traceback(good: Path, report: Any, nothing_runs: None) -> None:
     bad, failures, codes = good.with_name("bad.json"), [], set()
     kinds = list(altered(report, random.Random(SEED)))

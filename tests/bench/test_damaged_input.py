@@ -75,7 +75,7 @@ def yaml_kinds(pick: random.Random) -> Iterator[tuple[str, bytes]]:
         yield f"cut at {at}", text[:at]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_yaml_ends_in_a_traceback(tmp_path: Path, nothing_runs: None) -> None:
     path, codes = tmp_path / "sweep.yaml", Counter[int]()
     for what, content in yaml_kinds(random.Random(SEED)):

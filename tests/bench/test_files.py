@@ -76,7 +76,7 @@ def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) ->
     assert len(whole["runs"]) == 2 and len(whole["rooflines"]) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_resuming_what_is_complete_measures_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.thorough
 def test_the_json_of_a_run(folder: Path) -> None:
     report = valid(folder / "bench.json")
     assert report["complete"]
@@ -154,7 +155,7 @@ def test_a_browser_without_network_shows_plots_and_table(folder: Path, tmp_path:
     assert int(data["height"]) > 200
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_without_matplotlib_the_rest_is_there(folder: Path, tmp_path: Path) -> None:
     """In a process that cannot import it. One line says what is missing."""
     command = [sys.executable, "-c", "import importlib.util as u, sys\nfind = u.find_spec\n"]

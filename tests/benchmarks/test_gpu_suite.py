@@ -61,7 +61,7 @@ def test_a_stage_checks(stage: str) -> None:
     assert len(checked) >= 3 and all(result.ok for result in checked), results
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_budget_ends_a_stage() -> None:
     ended = _run("--device", "cpu", "--only", "matmul_check", "--budget-s", "0")
     assert ended.returncode == 0 and "budget exhausted" in ended.stdout
@@ -137,7 +137,7 @@ def test_the_report(tmp_path: Path) -> None:
 WRONG = [("--only", "speed"), ("--device", "tpu"), ("--device", "cpu", "--resume")]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", WRONG)
 def test_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
     ended = _run(*arguments)

@@ -82,6 +82,7 @@ def test_torch_has_the_interface() -> None:
     assert not tpkernels._C.calls.open_exchange(int, 0)
 
 
+@pytest.mark.thorough
 def test_a_torch_without_it_is_refused() -> None:
     code = "import torch; del torch.Tensor.__dlpack_c_exchange_api__; import tpkernels"
     command = [sys.executable, "-c", code]

@@ -19,6 +19,7 @@ from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, planned_in_python, report
 from tests.support.refusals import packable
+from tests.support.tiers import sweep
 from tpkernels import groups
 
 WORLD = 3
@@ -97,7 +98,7 @@ def test_a_warm_call_runs_no_python(ranks: RanksFixture, world: int) -> None:
     report(failure for rank in ranks(world).run(warm_job) for failure in rank)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sweep(OPS, 3, 2))
 def test_nor_does_one_with_a_large_result(ranks: RanksFixture, op: str) -> None:
     report(failure for rank in ranks(WORLD).run(large_job, op) for failure in rank)
 
@@ -199,7 +200,7 @@ def bits_job(op: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sweep(OPS, 3, 2))
 def test_the_bits_are_those_of_python(ranks: RanksFixture, op: str) -> None:
     report(failure for rank in ranks(WORLD).run(bits_job, op) for failure in rank)
 

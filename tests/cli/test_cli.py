@@ -154,6 +154,7 @@ def test_time_is_the_median_of_the_slowest_rank() -> None:
     assert (time.iterations, time.calls, time.warmup) == (3, 2, 1)
 
 
+@pytest.mark.thorough
 def test_bench_does_not_time_what_is_wrong(
     only_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

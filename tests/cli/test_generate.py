@@ -136,6 +136,7 @@ def test_refused_before_ranks_start(
     assert message in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [

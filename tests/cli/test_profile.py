@@ -157,6 +157,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", sweep(EXPECTED))
 def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
     options = ["--shape", "256,512,512", "--algorithm", algorithm, "--calls", "4"]
@@ -203,6 +204,7 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     check_picture(tmp_path / "timeline.png", "compute")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("body", "message"),
     [

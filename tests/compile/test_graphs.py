@@ -188,7 +188,7 @@ def test_four_ranks(ranks: RanksFixture, symbolic: bool) -> None:
     report(f for rank in ranks(4).run(job, F32, symbolic, list(FUSED), timeout=280) for f in rank)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(ranks: RanksFixture, dtype: torch.dtype) -> None:
     report(f for rank in ranks(3).run(job, dtype, False, list(FUSED), timeout=250) for f in rank)

@@ -73,6 +73,7 @@ def spoilt_job(driver: str) -> tuple[tuple[int, int], tuple[int, int]]:
         return launches_job(driver, "eager"), launches_job(driver, "captured")
 
 
+@pytest.mark.thorough
 def test_kernels_raise_flags_where_captures_have_no_writes(
     interpreting: RanksFixture, cuda_driver: str
 ) -> None:

@@ -70,7 +70,7 @@ def test_a_signal_leaves_its_multiprocessor_to_a_matmul() -> None:
             assert kernels[name].registers <= 32, f"{name} on {arch}: {kernels[name]}"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_spills_would_be_seen() -> None:
     """Negative control: blocks so many to an SM that registers are few."""
     ptx = cuda_builds.ptx_of(embedded())

@@ -16,6 +16,7 @@ from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending
 from tests.support.faults import Ending
+from tests.support.tiers import sweep
 from tpkernels import cuda
 from tpkernels.symm import capture
 from tpkernels.symm.device import FLAGS, FLAGS_AT
@@ -124,7 +125,7 @@ def unable_job(driver: str, refuses: bool) -> tuple[int, int]:
         return launches_job(driver, "unable")
 
 
-@pytest.mark.parametrize("way", ["eager", "captured", "unable", "refused"])
+@pytest.mark.parametrize("way", sweep(["eager", "captured", "unable", "refused"], 2, 2))
 def test_a_chunk_is_told_without_a_kernel(
     interpreting: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -158,6 +159,7 @@ def late_job(driver: str) -> tuple[bool, Ending] | None:
         return told
 
 
+@pytest.mark.thorough
 def test_a_call_that_gave_up_leaves_nan(interpreting: RanksFixture, cuda_driver: str) -> None:
     told = interpreting(2).run(late_job, cuda_driver)[0]
     assert told is not None

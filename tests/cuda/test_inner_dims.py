@@ -36,6 +36,7 @@ def batches_of(world: int) -> list[Case]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", sweep([3, 1, 2]))
 def test_shards_of_an_inner_dim(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
     cases = each(*batches_of(world), algorithms=WAYS, integers=(True,))

@@ -41,6 +41,7 @@ def late_job(op: str) -> tuple[bool, Ending] | None:
         return told
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", QUICK_OPS)
 def test_a_kernel_that_gave_up_leaves_nan(interpreting: RanksFixture, op: str) -> None:
     told = interpreting(2).run(late_job, op)[0]

@@ -153,6 +153,7 @@ def copied_job(driver: str, cases: Sequence[Case], max_delay_us: int) -> list[st
         return cases_job(driver, cases, max_delay_us)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "max_delay_us"),
     [thorough(2, 500), *(pytest.param(3, delay, marks=pytest.mark.slow) for delay in (0, 500))],

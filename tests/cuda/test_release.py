@@ -97,6 +97,7 @@ def test_an_orderly_end_lets_calls_end_first(ranks: RanksFixture, cuda_driver: s
         assert any(told.aborted) and not all(told.aborted) and not told.kept, vars(told)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["finalize", "failure"])
 def test_memory_of_kernels_that_do_not_end_is_never_freed(
     ranks: RanksFixture, cuda_driver: str, how: str

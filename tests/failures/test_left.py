@@ -89,6 +89,7 @@ def failed_groups_job(count: int, how: str) -> tuple[Held, Held]:
     return _held_before_and_after(count, use_one)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", sweep(["timeout", "exception", "memory"], 2))
 def test_failed_groups_leave_nothing_behind(how: str) -> None:
     with faults.watched_ranks(3) as ranks:
@@ -265,8 +266,8 @@ _ENDS = {
     ("end", "algorithm"),
     [
         pytest.param("with all in use", "direct", marks=pytest.mark.slow),
-        thorough("when names have gone", "direct"),
-        thorough("after a fork has ended", "direct"),
+        pytest.param("when names have gone", "direct", marks=pytest.mark.slow),
+        pytest.param("after a fork has ended", "direct", marks=pytest.mark.slow),
         thorough("after a peer was killed", "direct"),
         pytest.param("after a peer was killed", "unfused", marks=pytest.mark.slow),
         thorough("with a thread in a call", "direct"),

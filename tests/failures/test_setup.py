@@ -20,7 +20,7 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
 from tests.support.tiers import covering, sweep, thorough
-from tpkernels.symm import host, rendezvous, steps
+from tpkernels.symm import host, rendezvous
 
 WORLD = 4
 TIMEOUT = 1.5
@@ -62,7 +62,7 @@ def disturbed_job(
     elif rank == victim and step == "init":
         call = disturb
     elif rank == victim:
-        steps.make_arena = disturb  # type: ignore[assignment]
+        host.make_arena = disturb  # type: ignore[assignment]
     report = faults.report_of(lambda: call(group), group, others)
     if rank == victim:
         return None

@@ -103,7 +103,7 @@ def _soak(ranks: RanksFixture, task: Task, timeout: float) -> None:
     assert outcomes[0].epoch >= task.calls  # a call takes at least one
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_thousand_calls_in_a_row_are_exact(ranks: RanksFixture) -> None:
     _soak(ranks, Task(seed=1, calls=1000, max_delay_us=200), 280)
 
@@ -115,7 +115,7 @@ def test_more_calls_with_other_seeds(ranks: RanksFixture, max_delay_us: int) -> 
     _soak(ranks, Task(seed=11 + max_delay_us, calls=40_000, max_delay_us=max_delay_us), 840)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_rank_that_lags_behind_gets_the_same(ranks: RanksFixture) -> None:
     for slow_rank in (0, WORLD - 1):
         task = Task(seed=3 + slow_rank, calls=200, slow_rank=slow_rank, slow_seconds=0.01)

@@ -140,7 +140,7 @@ def destroyed_job() -> list[str]:
     return [] if closed else ["the third group was not closed"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_process_group_that_is_destroyed_while_finalize_waits() -> None:
     with Ranks(WORLD) as ranks:
         report(failure for rank in ranks.run(destroyed_job) for failure in rank)

@@ -171,6 +171,7 @@ def test_sub_groups(ranks: RanksFixture, members: list[tuple[int, ...]]) -> None
     report(failure for rank in results for failure in rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", sweep([2, 4]))
 def test_several_groups_in_turns(ranks: RanksFixture, world: int) -> None:
     results = ranks(world).run(in_turns, 3, timeout=120)

@@ -26,11 +26,7 @@ from tpkernels.symm import device
 from tpkernels.symm.device import DeviceWorkspace
 
 DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
-THOROUGH = {
-    (80, tl.bfloat16, False),
-    (90, tl.bfloat16, True),
-    (100, tl.bfloat16, False),
-}
+THOROUGH = {(80, tl.bfloat16, False), (100, tl.bfloat16, False)}
 
 
 def tier(arch: int, dtype: Any, few: bool) -> list[pytest.MarkDecorator]:
@@ -96,6 +92,7 @@ def smaller() -> Iterator[Any]:
         yield pytest.param(*given, id=what, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch", "dtype", "config"), list(smaller()))
 def test_less_shared_memory(name: str, arch: int, dtype: Any, config: MatmulConfig) -> None:
     """A wider wire too."""
@@ -132,7 +129,7 @@ def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
         assert 512 * found.scratch <= device.SCRATCH_BYTES, candidate
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
 def test_other_world_sizes_and_sizes(name: str, world: int) -> None:

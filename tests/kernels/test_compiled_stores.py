@@ -66,6 +66,7 @@ def test_a_tile_is_published_within_the_product_of_the_next(
         assert int(re.findall(r"Depth=(\d)", entered + tile)[-1]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PUSHES, "one_shot"])
 @pytest.mark.parametrize("arch", sweep([100, 90, 80]))
 def test_wide_partials_do_not_spill(name: str, arch: int) -> None:
@@ -86,6 +87,7 @@ def test_tma_stores_where_a_whole_tile_has_room() -> None:
     assert TABLE[90, 2, True].stores_by_tma(16, 32, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "in_flight"), [(8, 16), pytest.param(2, 4, marks=pytest.mark.slow), thorough(16, 12)]
 )

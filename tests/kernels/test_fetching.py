@@ -107,6 +107,7 @@ def pieces_job(sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int
     return wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sizes", "k", "dtype", "fetchers"),
     sweep(

@@ -35,6 +35,7 @@ def test_right(kind: str, world: int) -> None:
     expect("", KINDS[kind], world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", sweep((2, 3)))
 def test_right_in_any_order_of_calls(world: int) -> None:
     for calls in product(ALL_CALLS, repeat=3):

@@ -200,6 +200,7 @@ def test_a_rank_that_is_lost_in_a_call_is_reported(how: str) -> None:
     assert "rank 2 lost rank 0, which is gone or has closed the executor" in other.value[1]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_while_idle_is_reported() -> None:
     with Ranks(2) as ranks:
         ranks.submit(lost_job, "idle", 2.0)

@@ -407,7 +407,7 @@ if __name__ == "__main__":
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "how",
-    ["stopped", *(pytest.param(h, marks=pytest.mark.slow) for h in ("call", "stream")), "exit"],
+    ["stopped", *(pytest.param(h, marks=pytest.mark.slow) for h in ("call", "stream", "exit"))],
 )
 def test_a_killed_driver_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
     script, temporary = tmp_path / "script.py", tmp_path / "tmp"

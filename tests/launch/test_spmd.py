@@ -60,7 +60,7 @@ print([box.value for box in boxes], all(type(box) is Box for box in boxes))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a file", "standard input"])
 def test_a_script_needs_no_guard(tmp_path: Path, how: str) -> None:
     path = tmp_path / "script.py"

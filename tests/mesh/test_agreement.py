@@ -58,6 +58,7 @@ def apart_job(together: bool) -> tuple[list[str], float, list[str | None]]:
         return messages, seconds, [multiply(mesh, **each) for each in (ALONG_0, ALONG_1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_plans_without_a_common_group(ranks: RanksFixture, together: bool) -> None:
     rest = r"float32, partials in float32, strategy '\w+,\w+', algorithm 'auto', "

@@ -133,6 +133,7 @@ def test_as_many_bytes_travel_as_planned(
     run(ranks, mesh_shape, operands, DEFAULT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh_shape", "operands"),
     [
@@ -171,6 +172,7 @@ READ = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["direct", "pipelined"])
 @pytest.mark.parametrize(("mesh_shape", "operands", "shape"), READ)
 def test_as_many_bytes_are_read_as_planned(

@@ -137,6 +137,7 @@ def spread(products: list[Product]) -> list[Product]:
 FOUR_RANKS = [(2, 2), (1, 4), (4, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(2, 2), *map(thorough, [(1, 4), (4, 1), (3, 2)])], ids=str)
 def test_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
     """K is split by different mesh dims, the same dim by both, sums over both, and all at once."""
@@ -206,7 +207,7 @@ def test_every_algorithm(ranks: RanksFixture, algorithm: str) -> None:
     run(ranks, (2,), every_strategy(spread(every(1, algorithm=algorithm)), (2,)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(2, 2), slow((3, 2))], ids=str)
 def test_every_strategy_on_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
     products = spread(every(2))[::16]

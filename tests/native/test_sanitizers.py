@@ -185,7 +185,7 @@ def test_a_missing_ordering_is_reported(build: Build, case: str, ordering: str) 
     assert "WARNING: ThreadSanitizer: data race" in run.stdout, run.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_single_buffer_is_reported(build: Build) -> None:
     toolchain, program = build("thread")
     only = "--only=random_collectives_under_delays"

@@ -162,7 +162,7 @@ def test_the_real_library(real: str) -> None:
         assert all(loaded.features.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_real_library_without_a_gpu(real: str) -> None:
     """It fails in time, prints nothing, and goes on in a fork."""

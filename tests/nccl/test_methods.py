@@ -147,7 +147,7 @@ with pretending():
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_process_that_ends_aborts_what_is_open(fake_nccl: Build) -> None:
     code = LEAVING.format(root=str(ROOT), path=fake_nccl().path)
     ended = subprocess.run(

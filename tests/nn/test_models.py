@@ -62,6 +62,7 @@ def model_job(shape: Shape, sequence: bool, dim: int) -> list[str]:
     return [f"{shape} {sequence=} {dim=}: {failure}" for failure in failures]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", SWEEP)
 @pytest.mark.parametrize("sequence", sweep([True, False]), ids=["sequence", "replicated"])
 def test_a_model_of_layers_is_the_unsharded_one(

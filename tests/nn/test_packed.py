@@ -168,6 +168,7 @@ def compiled_job(backend: str) -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(ranks: RanksFixture, backend: str) -> None:
     results = ranks(2).run(compiled_job, backend, timeout=300)

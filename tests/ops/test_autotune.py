@@ -83,6 +83,7 @@ def slow_rank_job() -> tuple[str, dict[str, float]]:
         return plan_of(group).algorithm, dict(measured.ms)
 
 
+@pytest.mark.thorough
 def test_the_slowest_rank_decides(ranks: RanksFixture) -> None:
     told = ranks(WORLD).run(slow_rank_job)
     assert len({name for name, _ in told}) == 1 and told[0][0] != "direct", told

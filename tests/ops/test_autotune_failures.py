@@ -188,7 +188,7 @@ def test_a_rank_that_dies_while_tuning_is_reported() -> None:
             assert first.error == "PeerLostError" and first.peer == VICTIM, first
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_rank_that_stops_while_tuning_is_a_timeout() -> None:
     with faults.watched_ranks(WORLD) as ranks:
         ranks.submit(lost_job, signal.SIGSTOP, 3.0)

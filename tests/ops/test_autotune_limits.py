@@ -147,6 +147,7 @@ def left_job() -> tuple[int, int, int]:
     return descriptors, mappings, keys
 
 
+@pytest.mark.thorough
 def test_tuned_problems_leave_nothing(ranks: RanksFixture) -> None:
     for descriptors, mappings, keys in ranks(WORLD).run(left_job):
         assert (descriptors, mappings) == (0, 0) and keys <= 0, keys
@@ -173,5 +174,6 @@ def threads_job() -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 def test_a_thread_that_waits_while_another_tunes(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(WORLD).run(threads_job) for failure in rank)

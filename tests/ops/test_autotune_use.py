@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ def saved_job(folder: str, blocked: str) -> tuple[bool, list[str]]:
     return same and bool(kept), [str(each.message) for each in given]
 
 
+@pytest.mark.thorough
 def test_the_times_are_saved_if_asked_for(ranks: RanksFixture, tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.mkdir()

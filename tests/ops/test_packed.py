@@ -51,6 +51,7 @@ def _factors(op: str) -> dict[str, Any]:
     return {"n": (7, 300)} if op == GATHER else {"k": (24,)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", QUICK_WORLDS)
 @pytest.mark.parametrize("op", sweep(OPS))
 def test_bias_residual_and_layouts(ranks: RanksFixture, world: int, op: str) -> None:

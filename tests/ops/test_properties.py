@@ -158,14 +158,14 @@ def check(ranks: RanksFixture, example: Example) -> None:
     run_cases(ranks, world, by_every_algorithm(case), SMALLEST_WORKSPACE)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @each_example
 @given(all_gathers())
 def test_all_gather(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @each_example
 @given(reduce_scatters())
 def test_reduce_scatter(ranks: RanksFixture, example: Example) -> None:
@@ -179,14 +179,14 @@ def test_all_reduce(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @each_example
 @given(all_gather_matmuls())
 def test_all_gather_matmul(ranks: RanksFixture, example: Example) -> None:
     check(ranks, example)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @each_example
 @given(matmul_reduce_scatters())
 def test_matmul_reduce_scatter(ranks: RanksFixture, example: Example) -> None:

@@ -14,6 +14,7 @@ def training_job(steps: int) -> list[float]:
         return transformer.train(transformer.Parallel(group), steps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_it_ends_at_the_loss_of_the_unsharded_model(ranks: RanksFixture, steps: int) -> None:
     whole = transformer.train(transformer.Whole(), steps)

@@ -16,7 +16,7 @@ import tpkernels
 from tests.support import hf_folders, hf_models
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
-from tests.support.tiers import sweep, thorough
+from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
 from tpkernels.parallel.shard_files import plan_shards, write_shards
@@ -65,7 +65,7 @@ def check(ranks: RanksFixture, world: int, path: Path, whole: Path, **options: A
     report(f"{path.name}: {failure}" for rank in results for failure in rank)
 
 
-@pytest.mark.parametrize("world", [2, *map(thorough, (1, 3, 4))])
+@pytest.mark.parametrize("world", sweep([2, 3, 1, 4]))
 @pytest.mark.parametrize("model_type", sweep(["llama", "qwen3", "mistral", "qwen2"], 2))
 def test_a_folder(ranks: RanksFixture, tmp_path: Path, world: int, model_type: str) -> None:
     path = hf_folders.folder(tmp_path, model_type, tied=model_type == "qwen3", files=3)
@@ -79,6 +79,7 @@ def test_options(ranks: RanksFixture, tmp_path: Path, options: dict[str, Any]) -
     check(ranks, 2, path, path, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("made_for", "world"), sweep([(4, 3), (3, 2), (2, 4), (1, 2)], 2))
 def test_shards_of_another_number_of_ranks(
     ranks: RanksFixture, tmp_path: Path, made_for: int, world: int
@@ -90,6 +91,7 @@ def test_shards_of_another_number_of_ranks(
         check(ranks, world, shards, path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", sweep(["Q8_0", "F16"]))
 def test_a_gguf_file(ranks: RanksFixture, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("gguf")

@@ -240,6 +240,7 @@ def slow_job(path: str, step: str) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", ["package", "_restore_buffers"])
 def test_the_others_wait_for_a_slow_rank(ranks: RanksFixture, tmp_path: Path, step: str) -> None:
     """Such as one that takes long to import transformers, or to read."""
@@ -259,6 +260,7 @@ def dying_job(path: str) -> tuple[str, float]:
     return message, time.monotonic() - begin
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_while_it_reads(tmp_path: Path) -> None:
     path = hf_folders.folder(tmp_path)
     with Ranks(2) as pool:

@@ -14,7 +14,7 @@ import time
 
 TESTS = (
     "tests/local",
-    "tests/calls",
+    "tests/calls/test_warm.py",
     "tests/native/test_vectors.py",
     "tests/ops/test_bits.py",
     "tests/ops/test_packed.py",

@@ -34,7 +34,7 @@ def covering(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
         most = max(range(len(given)), key=lambda i: len(given[i][1] & missing))
         chosen.add(most)
         missing -= given[most][1]
-    return _left([case for case, _ in given], chosen, max(len(chosen), _THOROUGH))
+    return _left([case for case, _ in given], chosen, _THOROUGH)
 
 
 def _left(cases: list[Any], chosen: set[int], count: int) -> list[Any]:

@@ -79,7 +79,7 @@ _WITHOUT = """
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_python_without_the_functions_works_as_well(tmp_path: Path) -> None:
     """Conda's Python, and those built for old systems."""
     (tmp_path / "without.py").write_text(textwrap.dedent(_WITHOUT))

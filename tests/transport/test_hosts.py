@@ -84,7 +84,7 @@ def test_ops_work_across_hosts(
         assert found["same_bits"] == [True, True]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_two_levels_as_on_gpus(
     start: Callable[..., Started], tmp_path: Path, nproc: tuple[int, int]

@@ -141,6 +141,7 @@ def batch_job() -> tuple[list[list[int]], list[list[int]]]:
     return [got[name] for name in order], [row[0, 3:].tolist() for row in want]
 
 
+@pytest.mark.thorough
 def test_greedy_and_sampled_requests_share_a_batch(ranks: RanksFixture) -> None:
     results = ranks(2).run(batch_job, timeout=120)
     assert results[0][0] == results[1][0], "the ranks have drawn different tokens"
