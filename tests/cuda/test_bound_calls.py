@@ -24,8 +24,8 @@ from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import backends, groups
 from tpkernels.call import Call
-from tpkernels.ops import _planning
 from tpkernels.symm import capture
+from tpkernels.tuning import planned_calls
 
 # Functions of Python in a warm call, those of Triton's launcher included.
 MOST_FUNCTIONS = {"all_gather_matmul": 58, "matmul_reduce_scatter": 47, "matmul_all_reduce": 42}
@@ -162,7 +162,7 @@ def flag_job() -> list[str]:
         patch.setattr("tpkernels.groups.group.Group.by_gloo", lambda *_: False)
         patch.setattr("tpkernels.groups.group.Group.has_times", lambda *_: False)
         call, found = call_of("matmul_all_reduce", group), [""] * 6
-        plan = _planning._plan_call
+        plan = planned_calls._plan_call
         for at, flag in enumerate((False, False, True, True, True, False)):
 
             def note(*given: Any, at: int = at) -> Call:
@@ -170,7 +170,7 @@ def flag_job() -> list[str]:
                 found[at] = made.problem.numerics
                 return made
 
-            patch.setattr(_planning, "_plan_call", note)
+            patch.setattr(planned_calls, "_plan_call", note)
             torch.use_deterministic_algorithms(flag)
             call()
         return found

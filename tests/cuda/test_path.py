@@ -145,7 +145,9 @@ def unsupported_job(op: str, kind: str) -> list[Ending]:
         if unlucky and kind == "old":
             told = "needs compute capability 8.0; Tesla V100 has 7.0"
             lacking = {"fused": told}
-            patch.setattr("tpkernels.ops._planning.unsupported", lambda name, *_: lacking.get(name))
+            patch.setattr(
+                "tpkernels.tuning.planned_calls.unsupported", lambda name, *_: lacking.get(name)
+            )
         if unlucky and kind == "unlike":
             patch.setattr(gpu_memory, "_describe", lambda _: "H100 (sm_90, 114 processors)")
         if kind == "mps":

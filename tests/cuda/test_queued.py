@@ -216,7 +216,9 @@ def without_kernels_job(driver: str) -> list[Ending]:
         group = faults.new_group()
         if group.rank() == 1:
             lacking = {"direct": "needs the CUDA kernels: none here"}
-            patch.setattr("tpkernels.ops._planning.unsupported", lambda name, *_: lacking.get(name))
+            patch.setattr(
+                "tpkernels.tuning.planned_calls.unsupported", lambda name, *_: lacking.get(name)
+            )
         call = functools.partial(faults.run_op, "matmul_all_reduce", group)
         return [faults.ending_of(functools.partial(call, way)) for way in ("direct", "unfused")]
 

@@ -20,7 +20,7 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import CASES, SCALED_CASES, Ending
 from tests.support.tiers import covering, sweep
 from tpkernels.op_spec import OPS
-from tpkernels.ops import _autograd
+from tpkernels.ops import autograd
 
 WORLD, POOR = 3, 1
 
@@ -180,14 +180,14 @@ def backward_job(op: str) -> list[Ending]:
 
     step()
     if group.rank() == POOR:
-        product: Callable[..., Any] = _autograd.WeightGrad.product
+        product: Callable[..., Any] = autograd.WeightGrad.product
 
         def fail(*_: Any) -> None:
             raise MemoryError("simulated")
 
-        _autograd.WeightGrad.product = fail  # type: ignore[method-assign, assignment]
+        autograd.WeightGrad.product = fail  # type: ignore[method-assign, assignment]
         first = faults.ending_of(step)
-        _autograd.WeightGrad.product = product  # type: ignore[method-assign]
+        autograd.WeightGrad.product = product  # type: ignore[method-assign]
         return [first, faults.ending_of(step)]
     return [faults.ending_of(step), faults.ending_of(step)]
 

@@ -15,7 +15,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PATIENCE, Ending, Report
-from tpkernels.ops._column_matmul import column_matmul
+from tpkernels.ops.column_matmul import column_matmul
 
 WORLD = 3
 ODD = 1

@@ -14,7 +14,7 @@ from tests.support.nn_reference import Model, Shape, far, inputs
 from tests.support.ranked import fresh_group, messages_of, report
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
-from tpkernels.ops._column_matmul import column_matmul
+from tpkernels.ops.column_matmul import column_matmul
 
 BF16, F64 = torch.bfloat16, torch.float64
 

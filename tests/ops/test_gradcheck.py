@@ -19,7 +19,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.cases import COLLECTIVE_WAYS, MATMUL_WAYS, RanksFixture
 from tests.support.ranked import fresh_group
-from tpkernels.ops._column_matmul import column_matmul
+from tpkernels.ops.column_matmul import column_matmul
 
 Shape = tuple[int, ...]
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import faults
-from tpkernels import groups
-from tpkernels.ops import _check
+from tpkernels import groups, validation
 from tpkernels.symm import gpu_memory, host
 from tpkernels.symm.cuda import CudaWorkspace
 
@@ -51,8 +50,8 @@ class SharedMemory:
 def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
     """CPU tensors take the code path of CUDA tensors, and no kernel is unsupported."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_check, "device", lambda _: "cuda")
-        patch.setattr("tpkernels.ops._planning.unsupported", lambda *_: None)
+        patch.setattr(validation, "device", lambda _: "cuda")
+        patch.setattr("tpkernels.tuning.planned_calls.unsupported", lambda *_: None)
         patch.setattr(gpu_memory, "symmetric", memory)
         patch.setattr(host, "_FIRST_WORDS", 4)  # so that they have to grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)

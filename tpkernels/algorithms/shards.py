@@ -198,7 +198,7 @@ def partial_of_shard(
         if isinstance(w, _Multiplied):
             to.copy_(x[begin : begin + to.shape[0], first : first + to.shape[1]])
             return
-        assert isinstance(w, torch.Tensor)  # ops/_check.py: only those can be sliced
+        assert isinstance(w, torch.Tensor)  # validation.py: only those can be sliced
         columns = w[:, first : first + problem.sizes[owner]]
         part = x[begin : begin + to.shape[0]]
         local_matmul(part, columns, to, whole_rows=problem.rows, whole_columns=w.shape[1])

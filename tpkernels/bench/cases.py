@@ -23,11 +23,11 @@ from tpkernels.bench.specs import NORM_EPS, OPERANDS, Spec, matrix_of, square_of
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.scaled import scaled_matmul
 from tpkernels.op_spec import OPS
-from tpkernels.ops._trial import Tried
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.trials import MOST_CALLS
 from tpkernels.shards import shard_sizes
 from tpkernels.timing import slowest
+from tpkernels.tuning.trial import Tried
 
 Outputs = list[torch.Tensor]
 Scaled = tuple[torch.Tensor, torch.Tensor]  # an operand's elements and its scales

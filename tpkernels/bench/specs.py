@@ -14,8 +14,8 @@ from tpkernels.kernels import NO_GPU
 from tpkernels.launch.session import on_one_host
 from tpkernels.local.scales import Packing
 from tpkernels.op_spec import NO_OPTIONS, OPS
-from tpkernels.ops._reduction import reduction_options
-from tpkernels.ops._scaled import gather_options
+from tpkernels.ops.reduction import reduction_options
+from tpkernels.ops.scaled import gather_options
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost

@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from tpkernels import validation
 from tpkernels.bench.report import unsupported
 from tpkernels.bench.sweep import LAYER, MODELS, Model, projection
 from tpkernels.bench.tune import machine_by_name
@@ -23,7 +24,6 @@ from tpkernels.integers import ceil_div
 from tpkernels.mesh.cost import Estimate, fused_seconds, ranked
 from tpkernels.mesh.layout import Placements, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
-from tpkernels.ops import _check
 from tpkernels.planning.machines import MEASURED, Profile, machines
 from tpkernels.planning.rates import collective_seconds, product_seconds
 from tpkernels.terminal import (
@@ -412,7 +412,7 @@ def partial_itemsize(wire_dtype: str | None, dtype: torch.dtype) -> int:
     """Return the bytes of an element of a partial result that travels. ``UsageError`` for a dtype
     in which it cannot."""
     try:
-        wire = _check.wire_dtype(None if wire_dtype is None else dtype_named(wire_dtype), dtype)
+        wire = validation.wire_dtype(None if wire_dtype is None else dtype_named(wire_dtype), dtype)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return wire.itemsize

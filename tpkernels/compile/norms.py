@@ -33,7 +33,7 @@ from tpkernels.compile.graph import (
 from tpkernels.compile.layout import Layout, same, same_shape
 from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import moved_from, shape_of, through, value
-from tpkernels.ops._reduction import reduction_options
+from tpkernels.ops.reduction import reduction_options
 
 aten = torch.ops.aten
 

@@ -28,7 +28,7 @@ from tpkernels.compile.matmuls import Matmul, Scales
 from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import carriers, chain_to, shape_of, through, value
 from tpkernels.compile.scales import column_scale, options_of, padded, row_scale_of
-from tpkernels.ops._reduction import reduction_options
+from tpkernels.ops.reduction import reduction_options
 
 aten = torch.ops.aten
 

@@ -30,8 +30,8 @@ class Measured:
     """What calls are planned by; the same on all ranks."""
 
     tables: dict[str, Table] = field(default_factory=dict)  #: by device type; see `Group.tuned`
-    trials: dict[Hashable, Trial] = field(default_factory=dict)  #: see ops/_trial.py
-    tuning: Tuning | None = None  #: on the spot; see ops/_autotune.py
+    trials: dict[Hashable, Trial] = field(default_factory=dict)  #: see tuning/trial.py
+    tuning: Tuning | None = None  #: on the spot; see tuning/autotune.py
     #: The algorithms that failed when a problem was tuned, and why; empty if none did.
     left_out: dict[tuple[Series, int], dict[str, str]] = field(default_factory=dict)
 

@@ -18,7 +18,7 @@ import tpkernels
 from tpkernels import _C, dtypes, groups
 from tpkernels.integrations.vllm import MANY_ROWS, logger
 from tpkernels.local import packed
-from tpkernels.ops._autograd import matmul
+from tpkernels.ops.autograd import matmul
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
 TIMEOUT = 1800.0

@@ -74,7 +74,7 @@ class LocalProduct(Product):
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``out = function(x)``, checked. x [M, K], out [M, N]."""
-        assert bias is None  # ops/_check.py
+        assert bias is None  # validation.py
         with torch.no_grad():
             product = self.function(x)
             self._check(product, x, out)

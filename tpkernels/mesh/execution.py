@@ -19,11 +19,11 @@ from torch.distributed.tensor import Partial
 from tpkernels.groups import name_of
 from tpkernels.mesh.layout import Placements, split_sizes
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step
-from tpkernels.ops._autograd import algorithm_like, matmul
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.all_to_all import all_to_all
+from tpkernels.ops.autograd import algorithm_like, matmul
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.ops.reduce_scatter import reduce_scatter

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.mesh import cost, execution
 from tpkernels.mesh.agreement import (
     Known,
@@ -24,7 +24,6 @@ from tpkernels.mesh.agreement import (
 )
 from tpkernels.mesh.layout import Placements, checked, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose
-from tpkernels.ops import _check
 from tpkernels.planning.algorithms import check_algorithm
 
 _MOST_MESH_DIMS = 2
@@ -193,7 +192,7 @@ def _checked_problem(
         raise ValueError(
             f"x has shape {list(x.shape)} and w {list(w.shape)}: x's columns must be w's rows"
         )
-    wire = _check.wire_dtype(wire_dtype, x_dtype)
+    wire = validation.wire_dtype(wire_dtype, x_dtype)
     return _problem_of(x, w, out_placements, x_dtype, wire)
 
 

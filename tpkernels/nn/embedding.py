@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tpkernels import validation
 from tpkernels.groups import GroupLike
 from tpkernels.nn import check
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.sharding import LayerOptions, SequenceOptions, ShardedModule
 from tpkernels.nn.split import Split
-from tpkernels.ops import _check
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.reduce_scatter import reduce_scatter
 
@@ -128,7 +128,7 @@ class VocabParallelEmbedding(ShardedModule):
         Raises:
             RuntimeError: an id is outside the vocabulary.
         """
-        _check.tensors({"x": ids, "weight": self.weight})
+        validation.tensors({"x": ids, "weight": self.weight})
         split = self.splits["weight"]
         local, here = local_ids(ids, split, None, "an id is")
         weight = self.weight if split.size else F.pad(self.weight, (0, 0, 0, 1))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpkernels import dtypes
-from tpkernels.ops._autograd import WeightGrad, algorithm_like, bias_grads, matmul
+from tpkernels.ops.autograd import WeightGrad, algorithm_like, bias_grads, matmul
 
 
 def save(ctx: Any, given: Any, output: Any) -> None:

@@ -14,17 +14,16 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from tpkernels import _C, backends, groups
+from tpkernels import _C, backends, groups, validation
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct, Weight
-from tpkernels.ops import _check
 from tpkernels.ops._arguments import PLAIN_KEYS, arguments_of
 from tpkernels.ops._cache_key import add_positions
 from tpkernels.ops._key_sets import key_set
-from tpkernels.ops._planning import plan_call
 from tpkernels.planning.problem import Problem
+from tpkernels.tuning.planned_calls import plan_call
 
 LIBRARY = torch.library.Library("tpkernels", "DEF")
 _BELOW = torch._C._after_ADInplaceOrView_keyset
@@ -48,7 +47,7 @@ def define_local(schema: str, *, run: Callable[..., Any], fake: Callable[..., An
         LIBRARY.impl(name, run, "MkldnnCPU")
 
     def checked_fake(*args: Any, **options: Any) -> Any:
-        _check.tensors(arguments.named(args, options)._asdict())
+        validation.tensors(arguments.named(args, options)._asdict())
         return fake(*args, **options)
 
     torch.library.register_fake(f"tpkernels::{name}", checked_fake, lib=LIBRARY)
@@ -84,7 +83,7 @@ def define(
         return lambda call: backends.run(call, lambda: call, execute, copies)
 
     def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
-        _check.tensors(given._asdict())
+        validation.tensors(given._asdict())
         group = groups.get(given.group)
         make_run = functools.partial(on_trial, given)
         call = plan_call(group, problem(group, given), given, make_run)
@@ -97,7 +96,9 @@ def define(
         given = arguments.named(args, options)
         group = groups.get(given.group)
         # The functions of this package break the graph there.
-        if TracingContext.try_get() is not None and (sizes := _check.empty_shards(given._asdict())):
+        if TracingContext.try_get() is not None and (
+            sizes := validation.empty_shards(given._asdict())
+        ):
             raise NotImplementedError(
                 f"torch.ops.tpkernels.{op} in a compiled graph with {sizes}: a rank without rows "
                 f"would drop or move its call. Call tpkernels.{op}, or give each rank a row"

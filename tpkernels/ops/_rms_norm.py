@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.algorithms.rms_norm import RmsNorm
 from tpkernels.algorithms.shards import as_rows
-from tpkernels.ops import _check
 
 
 def check_norm(
@@ -18,7 +17,7 @@ def check_norm(
 ) -> tuple[float, torch.dtype]:
     """Check the arguments of the normalisation of rows of ``columns`` elements; return
     `Options.norm`."""
-    _check.bias(weight, x, columns, what)
+    validation.bias(weight, x, columns, what)
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps is {eps}; it must be finite and at least 0")
     return float(eps), weight.dtype

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from tpkernels import _C
+from tpkernels import _C, validation
 from tpkernels.local.ranges import profiling
-from tpkernels.ops import _check
 from tpkernels.ops._arguments import arguments_of
 from tpkernels.ops._key_sets import key_set, keys_of_thread, outside_modes
 from tpkernels.ops._library import kernel_of
@@ -64,7 +63,7 @@ def _in_place_of(overload: Any, short: Callable[..., Any]) -> Callable[..., Any]
 
     def call(*args: Any, **options: Any) -> Any:
         if is_dynamo_compiling():  # it knows the op, not the shortcut
-            if _check.empty_shards(options):
+            if validation.empty_shards(options):
                 return _uncompiled(overload, *args, **options)
             return overload(*args, **options)
         return short(*args, **options)

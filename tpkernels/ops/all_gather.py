@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
-from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
@@ -25,11 +24,11 @@ SCHEMA = (
 def _problem(group: Group, given: Any) -> Problem:
     x = given.x
     dtypes.check_supported(x.dtype, "x")
-    dim = _check.dim(given.gather_dim, x.dim(), "gather_dim")
-    sizes = _check.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
+    dim = validation.dim(given.gather_dim, x.dim(), "gather_dim")
+    sizes = validation.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
     return Problem(
         op="all_gather",
-        device=_check.device(x),
+        device=validation.device(x),
         world=group.world,
         shape=(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]),
         dim=dim,
@@ -43,7 +42,7 @@ def _execute(call: Call, given: Any) -> Any:
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
-    shape = _check.gathered_shape(given.x.shape, given.gather_dim, given.shard_sizes, group)
+    shape = validation.gathered_shape(given.x.shape, given.gather_dim, given.shard_sizes, group)
     return given.x.new_empty(shape)
 
 

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 
+from tpkernels import validation
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
@@ -15,7 +16,6 @@ from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.op_spec import Options
-from tpkernels.ops import _check
 from tpkernels.ops._all_gather_matmul_grad import backward, save
 from tpkernels.ops._autocast import define_autocast
 from tpkernels.ops._library import (
@@ -36,19 +36,19 @@ SCHEMA = (
 
 def _problem(group: Group, given: Any) -> Problem:
     x = given.x
-    _check.matrix_input(x)
-    dim = _check.dim(given.gather_dim, x.dim(), "gather_dim")
-    sizes = _check.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
+    validation.matrix_input(x)
+    dim = validation.dim(given.gather_dim, x.dim(), "gather_dim")
+    sizes = validation.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
     shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
     if not given.weights:
         raise ValueError("weights is empty; pass at least one weight")
-    _check.weights(given.weights, given.biases, x, shape[-1])
-    out_dtype = _check.out_dtype(given.out_dtype, x)
+    validation.weights(given.weights, given.biases, x, shape[-1])
+    out_dtype = validation.out_dtype(given.out_dtype, x)
     for i, w in enumerate(given.weights):
-        _check.whole(w, x, out_dtype, given.algorithm, f"weights[{i}]")
+        validation.whole(w, x, out_dtype, given.algorithm, f"weights[{i}]")
     return Problem(
         op="all_gather_matmul",
-        device=_check.device(x),
+        device=validation.device(x),
         world=group.world,
         shape=shape,
         dim=dim,
@@ -57,7 +57,7 @@ def _problem(group: Group, given: Any) -> Problem:
         options=Options(
             out_dtype=None if out_dtype == x.dtype else out_dtype,
             return_gathered=given.return_gathered,
-            local_product=_check.has_local_product(given.weights, x),
+            local_product=validation.has_local_product(given.weights, x),
         ),
     )
 
@@ -74,7 +74,7 @@ def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def _fake(group: Group, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     x = given.x
-    shape = _check.gathered_shape(x.shape, given.gather_dim, given.shard_sizes, group)
+    shape = validation.gathered_shape(x.shape, given.gather_dim, given.shard_sizes, group)
     outs = [
         x.new_empty((*shape[:-1], fake_columns_of(w, shape[-1])), dtype=given.out_dtype)
         for w in given.weights

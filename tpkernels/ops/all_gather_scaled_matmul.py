@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from tpkernels import validation
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
 from tpkernels.local.scales import Packing
-from tpkernels.ops import _check, _scaled
+from tpkernels.ops import scaled
 from tpkernels.ops._library import bias_list, define, define_without_gradient
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
@@ -29,16 +30,16 @@ SCHEMA = (
 
 def _problem(group: Group, given: Any) -> Problem:
     x, scale = given.x, given.scale_x
-    _scaled.operand(x, "x")
-    dim = _check.dim(given.gather_dim, x.dim(), "gather_dim")
+    scaled.operand(x, "x")
+    dim = validation.dim(given.gather_dim, x.dim(), "gather_dim")
     if dim == x.dim() - 1:
         raise NotImplementedError(
             f"gather_dim is {dim}, the last of {list(x.shape)}; x is gathered along its rows"
         )
-    sizes = _check.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
+    sizes = validation.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
     lead = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 : -1])
-    _scaled.input_and_scale(x, scale, [x.shape[:-1], lead])
-    _scaled.swizzled_rows(scale, x.shape[:-1], dim, sizes)
+    scaled.input_and_scale(x, scale, [x.shape[:-1], lead])
+    scaled.swizzled_rows(scale, x.shape[:-1], dim, sizes)
     weights, scales, biases = given.weights, given.scales_w, given.biases
     if not weights:
         raise ValueError("weights is empty; pass at least one weight")
@@ -46,30 +47,30 @@ def _problem(group: Group, given: Any) -> Problem:
         raise ValueError(f"{len(scales)} scales for {len(weights)} weights")
     if biases is not None and len(biases) != len(weights):
         raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
-    out_dtype = _scaled.out_dtype(given.out_dtype)
+    out_dtype = scaled.out_dtype(given.out_dtype)
     for i, (w, scale_w) in enumerate(zip(weights, scales, strict=True)):
-        _scaled.weight_and_scale(w, scale_w, x, scale, f"weights[{i}]")
+        scaled.weight_and_scale(w, scale_w, x, scale, f"weights[{i}]")
         if biases is not None and biases[i].shape != (0,):
-            _scaled.vector(biases[i], x, w.shape[1], out_dtype, f"biases[{i}]")
+            scaled.vector(biases[i], x, w.shape[1], out_dtype, f"biases[{i}]")
     return Problem(
         op="all_gather_scaled_matmul",
-        device=_check.device(x),
+        device=validation.device(x),
         world=group.world,
         shape=(*lead, Packing.of(x, scale).words),
         dim=dim,
         sizes=sizes,
         dtype=torch.float32,
         options=replace(
-            _scaled.gather_options(x, scale, out_dtype), return_gathered=given.return_gathered
+            scaled.gather_options(x, scale, out_dtype), return_gathered=given.return_gathered
         ),
     )
 
 
 def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     x, weights, problem = given.x, given.weights, call.problem
-    scale = _scaled.own_scale(given.scale_x, problem, call.group.rank)
-    rows = _scaled.Rows.of(x, scale, weights, given.scales_w, given.use_fast_accum)
-    out_dtype = _scaled.out_dtype(given.out_dtype)
+    scale = scaled.own_scale(given.scale_x, problem, call.group.rank)
+    rows = scaled.Rows.of(x, scale, weights, given.scales_w, given.use_fast_accum)
+    out_dtype = scaled.out_dtype(given.out_dtype)
     outs = [empty((*problem.shape[:-1], w.shape[1]), out_dtype, x.device) for w in weights]
     biases = [b if b.numel() else None for b in given.biases or [x.new_empty(0)] * len(weights)]
     gathered = None
@@ -82,14 +83,14 @@ def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def _fake(group: Group, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x, out_dtype = given.x, _scaled.out_dtype(given.out_dtype)
-    shape = _check.gathered_shape(x.shape, given.gather_dim, given.shard_sizes, group)
+    x, out_dtype = given.x, scaled.out_dtype(given.out_dtype)
+    shape = validation.gathered_shape(x.shape, given.gather_dim, given.shard_sizes, group)
     outs = [x.new_empty((*shape[:-1], w.shape[1]), dtype=out_dtype) for w in given.weights]
     return x.new_empty(shape if given.return_gathered else [0]), outs
 
 
 define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
-define_without_gradient("all_gather_scaled_matmul", instead=_scaled.NO_GRADIENT)
+define_without_gradient("all_gather_scaled_matmul", instead=scaled.NO_GRADIENT)
 _run = shortcut("all_gather_scaled_matmul")
 
 

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
-from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward, define_in_place
-from tpkernels.ops._reduction import reduction_of, reduction_options
 from tpkernels.ops._shortcut import shortcut
+from tpkernels.ops.reduction import reduction_of, reduction_options
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -27,13 +26,13 @@ def _problem_of(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None) ->
     dtypes.check_supported(x.dtype, "x")
     return Problem(
         op="all_reduce",
-        device=_check.device(x),
+        device=validation.device(x),
         world=group.world,
         shape=tuple(x.shape),
         dim=None,
         sizes=(),
         dtype=x.dtype,
-        options=reduction_options(x.dtype, _check.out_dtype(out_dtype, x)),
+        options=reduction_options(x.dtype, validation.out_dtype(out_dtype, x)),
     )
 
 
@@ -81,7 +80,7 @@ define(
     problem=_problem_in_place,
     execute=_execute_in_place,
     fake=lambda group, given: None,
-    check=_check.written_once,
+    check=validation.written_once,
 )
 define_in_place("all_reduce_", instead="it overwrites its input: use tpkernels.all_reduce")
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
-from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
-from tpkernels.ops._reduction import reduction_of, reduction_options
 from tpkernels.ops._rms_norm import check_norm, norm_grads, norm_of
 from tpkernels.ops._shortcut import shortcut
+from tpkernels.ops.reduction import reduction_of, reduction_options
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -29,11 +28,11 @@ def _problem(group: Group, given: Any) -> Problem:
     dtypes.check_supported(x.dtype, "x")
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [..., N], N at least 1")
-    _check.residual(residual, x, x.shape, (x.dtype,))
+    validation.residual(residual, x, x.shape, (x.dtype,))
     norm = check_norm(x, given.weight, given.eps, x.shape[-1], "weight")
     return Problem(
         op="all_reduce_rms_norm",
-        device=_check.device(x),
+        device=validation.device(x),
         world=group.world,
         shape=tuple(x.shape),
         dim=None,
@@ -59,7 +58,7 @@ def _save(ctx: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> No
 
 
 def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
-    """All of it local: the gradient of the sum is that of each summand (ops/_autograd.py)."""
+    """All of it local: the gradient of the sum is that of each summand (ops/autograd.py)."""
     total, weight = norm_grads(ctx, *ctx.saved_tensors, *grads)
     term = total.to(ctx.dtype)  # which the residual has too
     return {

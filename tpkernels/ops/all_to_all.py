@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.algorithms.exchange import Exchange
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import Options
-from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
@@ -27,17 +26,19 @@ SCHEMA = (
 def _problem(group: Group, given: Any) -> Problem:
     x, world = given.x, group.world
     dtypes.check_supported(x.dtype, "x")
-    dim = _check.dim(given.gather_dim, x.dim(), "gather_dim")
-    scattered = _check.dim(given.scatter_dim, x.dim(), "scatter_dim")
+    dim = validation.dim(given.gather_dim, x.dim(), "gather_dim")
+    scattered = validation.dim(given.scatter_dim, x.dim(), "scatter_dim")
     if dim == scattered:
         raise ValueError(f"gather_dim and scatter_dim are both {dim}; they must differ")
-    sizes = _check.gather_sizes(given.gather_sizes, x.shape[dim], group.rank, world, "gather_sizes")
-    scatter_sizes = _check.scatter_sizes(
+    sizes = validation.gather_sizes(
+        given.gather_sizes, x.shape[dim], group.rank, world, "gather_sizes"
+    )
+    scatter_sizes = validation.scatter_sizes(
         given.scatter_sizes, x.shape[scattered], world, "scatter_sizes"
     )
     return Problem(
         op="all_to_all",
-        device=_check.device(x),
+        device=validation.device(x),
         world=world,
         shape=(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]),
         dim=dim,
@@ -52,8 +53,8 @@ def _execute(call: Call, given: Any) -> Any:
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
-    shape = _check.gathered_shape(given.x.shape, given.gather_dim, given.gather_sizes, group)
-    shape = _check.scattered_shape(shape, given.scatter_dim, given.scatter_sizes, group)
+    shape = validation.gathered_shape(given.x.shape, given.gather_dim, given.gather_sizes, group)
+    shape = validation.scattered_shape(shape, given.scatter_dim, given.scatter_sizes, group)
     return given.x.new_empty(shape)
 
 

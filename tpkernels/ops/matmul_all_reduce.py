@@ -13,8 +13,8 @@ from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
 from tpkernels.ops._autocast import define_autocast
 from tpkernels.ops._library import callable_for, define, define_backward
-from tpkernels.ops._reduction import matmul_problem, operand_grads, reduction_of, save_operands
 from tpkernels.ops._shortcut import shortcut
+from tpkernels.ops.reduction import matmul_problem, operand_grads, reduction_of, save_operands
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -47,7 +47,7 @@ def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
-    """All of it local: the gradient of the sum is that of each partial (ops/_autograd.py)."""
+    """All of it local: the gradient of the sum is that of each partial (ops/autograd.py)."""
     x, w = ctx.saved_tensors
     return operand_grads(ctx, needs, x, w, grad)
 

@@ -15,9 +15,9 @@ from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.local.product import Weight
 from tpkernels.ops._autocast import define_autocast
 from tpkernels.ops._library import callable_for, define, define_backward
-from tpkernels.ops._reduction import matmul_problem, operand_grads, reduction_of, save_operands
 from tpkernels.ops._rms_norm import check_norm, norm_grads, norm_of
 from tpkernels.ops._shortcut import shortcut
+from tpkernels.ops.reduction import matmul_problem, operand_grads, reduction_of, save_operands
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -52,7 +52,7 @@ def _save(ctx: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> No
 
 
 def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
-    """All of it local: the gradient of the sum is that of each partial (ops/_autograd.py)."""
+    """All of it local: the gradient of the sum is that of each partial (ops/autograd.py)."""
     x, w, total, norm_weight = ctx.saved_tensors
     grad, weight_grad = norm_grads(ctx, total, norm_weight, *grads)
     return {

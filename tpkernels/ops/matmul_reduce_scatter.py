@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
+from tpkernels import validation
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
-from tpkernels.ops import _check
 from tpkernels.ops._autocast import define_autocast
-from tpkernels.ops._autograd import algorithm_like, bias_grad
 from tpkernels.ops._library import callable_for, define, define_backward
-from tpkernels.ops._reduction import matmul_problem, reduction_of, save_operands
 from tpkernels.ops._shortcut import shortcut
+from tpkernels.ops.autograd import algorithm_like, bias_grad
+from tpkernels.ops.reduction import matmul_problem, reduction_of, save_operands
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -45,7 +45,7 @@ def _execute(call: Call, given: Any) -> Any:
 def _fake(group: Group, given: Any) -> torch.Tensor:
     x = given.x
     whole = [*x.shape[:-1], fake_columns_of(given.w, x.shape[-1])]
-    shape = _check.scattered_shape(whole, given.scatter_dim, given.shard_sizes, group)
+    shape = validation.scattered_shape(whole, given.scatter_dim, given.shard_sizes, group)
     return x.new_empty(shape, dtype=given.out_dtype)
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
-from tpkernels.ops import _check
 from tpkernels.ops._library import define, define_backward
-from tpkernels.ops._reduction import reduction_of, reduction_options
 from tpkernels.ops._shortcut import shortcut
+from tpkernels.ops.reduction import reduction_of, reduction_options
 from tpkernels.planning.problem import Problem
 
 SCHEMA = (
@@ -26,16 +25,16 @@ SCHEMA = (
 def _problem(group: Group, given: Any) -> Problem:
     x = given.x
     dtypes.check_supported(x.dtype, "x")
-    dim = _check.dim(given.scatter_dim, x.dim(), "scatter_dim")
+    dim = validation.dim(given.scatter_dim, x.dim(), "scatter_dim")
     return Problem(
         op="reduce_scatter",
-        device=_check.device(x),
+        device=validation.device(x),
         world=group.world,
         shape=tuple(x.shape),
         dim=dim,
-        sizes=_check.scatter_sizes(given.shard_sizes, x.shape[dim], group.world),
+        sizes=validation.scatter_sizes(given.shard_sizes, x.shape[dim], group.world),
         dtype=x.dtype,
-        options=reduction_options(x.dtype, _check.out_dtype(given.out_dtype, x)),
+        options=reduction_options(x.dtype, validation.out_dtype(given.out_dtype, x)),
     )
 
 
@@ -44,7 +43,7 @@ def _execute(call: Call, given: Any) -> Any:
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
-    shape = _check.scattered_shape(given.x.shape, given.scatter_dim, given.shard_sizes, group)
+    shape = validation.scattered_shape(given.x.shape, given.scatter_dim, given.shard_sizes, group)
     return given.x.new_empty(shape, dtype=given.out_dtype)
 
 

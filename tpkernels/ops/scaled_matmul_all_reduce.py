@@ -9,7 +9,7 @@ import torch
 
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
-from tpkernels.ops import _scaled
+from tpkernels.ops import scaled
 from tpkernels.ops._library import define, define_without_gradient
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
@@ -22,17 +22,17 @@ SCHEMA = (
 
 
 def _problem(group: Group, given: Any) -> Problem:
-    return _scaled.reduction_problem("scaled_matmul_all_reduce", group, given, None)
+    return scaled.reduction_problem("scaled_matmul_all_reduce", group, given, None)
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
-    x, dtype = given.x, _scaled.out_dtype(given.out_dtype)
+    x, dtype = given.x, scaled.out_dtype(given.out_dtype)
     result: torch.Tensor = x.new_empty((*x.shape[:-1], given.w.shape[1]), dtype=dtype)
     return result
 
 
-define(SCHEMA, problem=_problem, execute=_scaled.execute_reduction, fake=_fake)
-define_without_gradient("scaled_matmul_all_reduce", instead=_scaled.NO_GRADIENT)
+define(SCHEMA, problem=_problem, execute=scaled.execute_reduction, fake=_fake)
+define_without_gradient("scaled_matmul_all_reduce", instead=scaled.NO_GRADIENT)
 _run = shortcut("scaled_matmul_all_reduce")
 
 

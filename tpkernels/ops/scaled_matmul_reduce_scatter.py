@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from tpkernels import validation
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
-from tpkernels.ops import _check, _scaled
+from tpkernels.ops import scaled
 from tpkernels.ops._library import define, define_without_gradient
 from tpkernels.ops._shortcut import shortcut
 from tpkernels.planning.problem import Problem
@@ -25,18 +26,18 @@ SCHEMA = (
 
 def _problem(group: Group, given: Any) -> Problem:
     dim, sizes = given.scatter_dim, given.shard_sizes
-    return _scaled.reduction_problem("scaled_matmul_reduce_scatter", group, given, dim, sizes)
+    return scaled.reduction_problem("scaled_matmul_reduce_scatter", group, given, dim, sizes)
 
 
 def _fake(group: Group, given: Any) -> torch.Tensor:
     x, whole = given.x, [*given.x.shape[:-1], given.w.shape[1]]
-    shape = _check.scattered_shape(whole, given.scatter_dim, given.shard_sizes, group)
-    result: torch.Tensor = x.new_empty(shape, dtype=_scaled.out_dtype(given.out_dtype))
+    shape = validation.scattered_shape(whole, given.scatter_dim, given.shard_sizes, group)
+    result: torch.Tensor = x.new_empty(shape, dtype=scaled.out_dtype(given.out_dtype))
     return result
 
 
-define(SCHEMA, problem=_problem, execute=_scaled.execute_reduction, fake=_fake)
-define_without_gradient("scaled_matmul_reduce_scatter", instead=_scaled.NO_GRADIENT)
+define(SCHEMA, problem=_problem, execute=scaled.execute_reduction, fake=_fake)
+define_without_gradient("scaled_matmul_reduce_scatter", instead=scaled.NO_GRADIENT)
 _run = shortcut("scaled_matmul_reduce_scatter")
 
 

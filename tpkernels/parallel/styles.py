@@ -24,10 +24,10 @@ from tpkernels import groups
 from tpkernels.nn import check
 from tpkernels.nn.row import row_parallel
 from tpkernels.op_spec import NO_OPTIONS, OPS
-from tpkernels.ops._measured import read_times, why_left_to_torch
-from tpkernels.ops._reduction import reduction_options
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
+from tpkernels.ops.reduction import reduction_options
 from tpkernels.shards import chunk_sizes
+from tpkernels.tuning.measured import read_times, why_left_to_torch
 
 
 @dataclass(frozen=True)

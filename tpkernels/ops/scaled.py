@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
@@ -27,8 +27,7 @@ from tpkernels.local.scales import (
     swizzled_numel,
 )
 from tpkernels.op_spec import Options
-from tpkernels.ops import _check
-from tpkernels.ops._reduction import reduction_of, reduction_options, shapes_of
+from tpkernels.ops.reduction import reduction_of, reduction_options, shapes_of
 from tpkernels.planning.problem import Problem
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -131,7 +130,7 @@ def vector(
     value: torch.Tensor, x: torch.Tensor, columns: int, dtype: torch.dtype, what: str
 ) -> None:
     """bias [columns] of ``dtype``."""
-    _check.bias(value, x, columns, what, (dtype,))
+    validation.bias(value, x, columns, what, (dtype,))
 
 
 def gather_options(x: torch.Tensor, scale: torch.Tensor, result: torch.dtype) -> Options:
@@ -215,7 +214,7 @@ def reduction_problem(
     weight_and_scale(w, given.scale_w, x, given.scale_x, "w")
     columns, dim = w.shape[1], None
     if scatter_dim is not None:
-        dim = _check.dim(scatter_dim, x.dim(), "scatter_dim")
+        dim = validation.dim(scatter_dim, x.dim(), "scatter_dim")
         if dim == x.dim() - 1:
             raise NotImplementedError(
                 f"scatter_dim is {dim}, the last of {[*x.shape[:-1], columns]}; scaled products "
@@ -227,10 +226,10 @@ def reduction_problem(
     if given.bias is not None:
         vector(given.bias, x, columns, result, "bias")
     if given.residual is not None:
-        _check.residual(given.residual, x, kept, (result,))
+        validation.residual(given.residual, x, kept, (result,))
     return Problem(
         op=op,
-        device=_check.device(x),
+        device=validation.device(x),
         world=group.world,
         shape=shape,
         dim=dim,

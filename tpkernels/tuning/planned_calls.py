@@ -14,12 +14,12 @@ from tpkernels import cuda
 from tpkernels.backends import implementation, unsupported
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
-from tpkernels.ops._autotune import tuned
-from tpkernels.ops._trial import tried
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.machine import instructions
 from tpkernels.planning.problem import Problem
+from tpkernels.tuning.autotune import tuned
+from tpkernels.tuning.trial import tried
 
 
 def plan_call(

@@ -11,10 +11,10 @@ import torch
 
 from tpkernels.call import Call
 from tpkernels.local.product import Weight
-from tpkernels.ops._together import FLOAT64, exchanged, other_extent
 from tpkernels.planning.choose import is_worth_trying
 from tpkernels.planning.contest import Sample
 from tpkernels.planning.trials import ELIGIBLE, Trial, is_eligible
+from tpkernels.tuning.together import FLOAT64, exchanged, other_extent
 
 _MOST_TRIALS = 1024  # of one group
 

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
-from tpkernels import groups
+from tpkernels import groups, validation
 from tpkernels.algorithms.shards import as_rows
 from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import new_product
 from tpkernels.local.packed import columns_of, fake_columns_of
-from tpkernels.ops import _check
 from tpkernels.ops._autocast import define_autocast
-from tpkernels.ops._autograd import WeightGrad, bias_grads
 from tpkernels.ops._library import bias_list, define_backward, define_local
 from tpkernels.ops._shortcut import is_plain
+from tpkernels.ops.autograd import WeightGrad, bias_grads
 
 SCHEMA = "_column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
 
@@ -33,9 +32,9 @@ def _run(
     group: str,
     biases: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    _check.tensors({"x": x, "weights": weights, "biases": biases})
-    _check.matrix_input(x)
-    _check.weights(weights, biases, x, x.shape[-1])
+    validation.tensors({"x": x, "weights": weights, "biases": biases})
+    validation.matrix_input(x)
+    validation.weights(weights, biases, x, x.shape[-1])
     outs = []
     for i, w in enumerate(weights):
         bias = biases[i] if biases is not None and biases[i].numel() else None

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import dtypes, validation
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import columns_of
 from tpkernels.op_spec import Options
-from tpkernels.ops import _check
-from tpkernels.ops._autograd import WeightGrad, bias_grad, matmul
+from tpkernels.ops.autograd import WeightGrad, bias_grad, matmul
 from tpkernels.planning.problem import Problem
 
 
@@ -27,20 +26,20 @@ def matmul_problem(
         sizes: rows of each rank along it, where they are not all equal.
     """
     x, w = given.x, given.w
-    _check.matrix_input(x)
-    dim = None if scatter_dim is None else _check.dim(scatter_dim, x.dim(), "scatter_dim")
-    _check.weight(w, x, x.shape[-1], "w")
+    validation.matrix_input(x)
+    dim = None if scatter_dim is None else validation.dim(scatter_dim, x.dim(), "scatter_dim")
+    validation.weight(w, x, x.shape[-1], "w")
     columns = columns_of(w)
     shape, sizes, kept = shapes_of(x, columns, dim, sizes, group)
-    out_dtype = _check.out_dtype(getattr(given, "out_dtype", None), x)
-    _check.bias(given.bias, x, columns)
-    _check.residual(given.residual, x, kept, (x.dtype, out_dtype))
-    wire_dtype = _check.wire_dtype(getattr(given, "wire_dtype", None), x.dtype)
+    out_dtype = validation.out_dtype(getattr(given, "out_dtype", None), x)
+    validation.bias(given.bias, x, columns)
+    validation.residual(given.residual, x, kept, (x.dtype, out_dtype))
+    wire_dtype = validation.wire_dtype(getattr(given, "wire_dtype", None), x.dtype)
     by_columns = dim == x.dim() - 1
-    _check.whole(w, x, wire_dtype, given.algorithm, "w", by_columns=by_columns)
+    validation.whole(w, x, wire_dtype, given.algorithm, "w", by_columns=by_columns)
     return Problem(
         op=op,
-        device=_check.device(x),
+        device=validation.device(x),
         world=group.world,
         shape=shape,
         dim=dim,
@@ -48,7 +47,7 @@ def matmul_problem(
         dtype=wire_dtype,
         options=replace(
             reduction_options(x.dtype, out_dtype, given.bias, given.residual),
-            local_product=_check.has_local_product([w], x),
+            local_product=validation.has_local_product([w], x),
         ),
     )
 
@@ -61,7 +60,7 @@ def shapes_of(
     shape = kept = [*x.shape[:-1], columns]
     if dim is None:
         return tuple(shape), (), kept
-    sizes, kept = _check.scatter_sizes(sizes, shape[dim], group.world), list(shape)
+    sizes, kept = validation.scatter_sizes(sizes, shape[dim], group.world), list(shape)
     kept[dim] = sizes[group.rank]
     return tuple(shape), sizes, kept
 

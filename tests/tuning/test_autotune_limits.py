@@ -22,7 +22,7 @@ from tests.support.ranked import apart, fresh_group, report
 from tests.support.tiers import sweep
 from tests.support.tuned import WORLD, call, own, plan_of, watched
 from tpkernels.groups.group import Group
-from tpkernels.ops import _autotune, _planning
+from tpkernels.tuning import autotune, planned_calls
 
 FAULTY = 1
 
@@ -30,7 +30,7 @@ FAULTY = 1
 def skipped_job(what: str) -> list[str]:
     """Nothing is tuned where there is no memory for it; the call is made by the rule."""
     one = dist.get_rank() == FAULTY
-    second, scratch = Group.second, _autotune._scratch
+    second, scratch = Group.second, autotune._scratch
 
     def no_second(self: Group, *args: Any) -> Group:
         made = second(self, *args)
@@ -48,7 +48,7 @@ def skipped_job(what: str) -> list[str]:
     patch = {
         "second": mock.patch.object(Group, "second", no_second),
         "shares nothing": mock.patch.object(Group, "second", no_second),
-        "scratch": mock.patch.object(_autotune, "_scratch", no_scratch),
+        "scratch": mock.patch.object(autotune, "_scratch", no_scratch),
     }[what]
     with fresh_group() as group, watched() as made, tpkernels.autotune(group), patch:
         expected = call("matmul_all_reduce", group, algorithm="unfused")
@@ -70,7 +70,7 @@ def test_nothing_is_tuned_without_memory(ranks: RanksFixture, what: str) -> None
 
 def planned_job() -> tuple[str, list[str]]:
     """One rank cannot plan an algorithm."""
-    implementation = _planning.implementation
+    implementation = planned_calls.implementation
 
     def failing(problem: Any, plan: Any) -> Any:
         if plan.algorithm == "pipelined" and dist.get_rank() == FAULTY:
@@ -81,7 +81,7 @@ def planned_job() -> tuple[str, list[str]]:
         fresh_group() as group,
         watched(),
         tpkernels.autotune(group),
-        mock.patch.object(_planning, "implementation", failing),
+        mock.patch.object(planned_calls, "implementation", failing),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

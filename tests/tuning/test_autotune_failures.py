@@ -20,7 +20,7 @@ from tests.support.tiers import covering, sweep
 from tests.support.tuned import MATMULS, ROWS, WORLD, call, own, plan_of, watched
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups.group import Group
-from tpkernels.ops import _planning
+from tpkernels.tuning import planned_calls
 
 FAULTY = 1
 
@@ -76,7 +76,7 @@ def only_one_left_job() -> tuple[bool, str]:
         if name == "direct" and dist.get_rank() == FAULTY:
             raise ValueError("a test")
 
-    two = mock.patch.object(_planning, "candidates", lambda *_: ["unfused", "direct"])
+    two = mock.patch.object(planned_calls, "candidates", lambda *_: ["unfused", "direct"])
     with fresh_group() as group, watched(before=fail) as made, two, tpkernels.autotune(group):
         expected = call("matmul_all_reduce", group, algorithm="unfused")
         with warnings.catch_warnings():

@@ -29,7 +29,6 @@ from tpkernels import backends
 from tpkernels.call import Call
 from tpkernels.errors import CollectiveMismatchError, PeerLostError, TpkernelsError
 from tpkernels.groups.group import Group
-from tpkernels.ops._together import FLOAT64, exchanged, other_extent
 from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import is_worth_trying
@@ -38,6 +37,7 @@ from tpkernels.planning.machine import last_level_cache_bytes, this_machine
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement
 from tpkernels.text import of_error
+from tpkernels.tuning.together import FLOAT64, exchanged, other_extent
 
 _MOST_ROUNDS = 40
 _STAGE_ROUNDS = 5
