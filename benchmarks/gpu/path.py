@@ -220,11 +220,11 @@ def _autotune_job(device: str, rows: int, n: int, k: int) -> list[tuple[str, str
     found = []
     for op in OPS:
         seed = 1 + rows  # one dtype for all
-        before = own.times.get(device, Table()).measurements
+        before = own.measured.tables.get(device, Table()).measurements
         with tpkernels.autotune(made.group):
             right = made.check(op, seed, rows, n, k)
         right = made.check(op, seed, rows, n, k) and right
-        new = own.times.get(device, Table()).measurements[len(before) :]
+        new = own.measured.tables.get(device, Table()).measurements[len(before) :]
         times = [f"{name} {ms:.4f} ms" for one in new for name, ms in one.ms.items()]
         known = made.world == 1 or op == "all_reduce_"  # as `all_reduce`
         found.append((op, ", ".join(times) or "not tuned", right and (bool(new) or known)))

@@ -42,7 +42,7 @@ def graph_job(op: str, ms: dict[str, float] | None, rows: int, symbolic: bool) -
     with fresh_group() as group, mock.patch.object(measured, "why_left_to_torch", on_gpus):
         world, name = group.size(), group.group_name
         if ms is not None:
-            groups.get(name).times["cuda"] = times(op, world, **ms)
+            groups.get(name).measured.tables["cuda"] = times(op, world, **ms)
 
         def function(x: torch.Tensor) -> Any:  # a weight's sizes are known
             return GRAPHS[op](x, torch.ones(K, N), world, name)
@@ -97,7 +97,7 @@ def batch_job() -> list[str]:
     on_gpus = functools.partial(_why, measured.why_left_to_torch)
     with fresh_group() as group, mock.patch.object(measured, "why_left_to_torch", on_gpus):
         world, name = group.size(), group.group_name
-        groups.get(name).times["cuda"] = times(RS, world, **FAST)
+        groups.get(name).measured.tables["cuda"] = times(RS, world, **FAST)
         x, w = torch.ones(2, M // 2, K), torch.ones(K, N)
         _, told = rewritten(lambda x, w: scatter(x @ w, 1, world, name), [x, w])
         return [each.op for each in told.rewritten] + [each.reason for each in told.left_alone]
@@ -113,7 +113,7 @@ def cache_job() -> tuple[bool, bool]:
     with fresh_group() as group:
         fusion = tpkernels.compile.fuse_collectives(group)
         keys = [fusion.uuid(), fusion.uuid()]
-        groups.get(group.group_name).times["cuda"] = times(AR, group.size(), **FAST)
+        groups.get(group.group_name).measured.tables["cuda"] = times(AR, group.size(), **FAST)
         keys.append(fusion.uuid())
     return keys[0] == keys[1], keys[1] == keys[2]
 

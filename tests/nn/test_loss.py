@@ -131,6 +131,7 @@ def refusals_job() -> list[str]:
         attempts: list[Callable[[], Any]] = [
             lambda: loss(logits, target, vocab_size=total + group.size()),
             lambda: loss(logits, target[:3], vocab_size=total),
+            lambda: loss(logits.to("meta"), target, vocab_size=total),
             lambda: loss(logits, target, vocab_size=total, reduction="avg"),
             lambda: loss(logits, target + total, vocab_size=total),
             lambda: loss(logits, target - 1, vocab_size=total),
@@ -145,6 +146,7 @@ def test_refusals(ranks: RanksFixture) -> None:
     expected = [
         "has 6 columns of a vocabulary of 12",
         "all but the last dim must agree",
+        "target is on cpu but logits are on meta",
         "reduction is 'avg'; it must be one of mean, sum, none",
         "a target is outside the vocabulary of 10",
         "a target is outside the vocabulary of 10",

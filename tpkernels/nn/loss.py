@@ -106,13 +106,15 @@ def vocab_parallel_cross_entropy(
         bits hold.
 
     Raises:
-        ValueError: shapes do not fit, or ``reduction`` is unknown.
+        ValueError: shapes or devices do not fit, or ``reduction`` is unknown.
         RuntimeError: a target is outside the vocabulary and not ``ignore_index``.
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     name = groups.name_of(group)
     rank, world = position(name)
     split = Split.of(0, vocab_size, None, rank, world, "vocab_size")
+    if logits.device != target.device:
+        raise ValueError(f"target is on {target.device} but logits are on {logits.device}")
     if logits.dim() < 1 or logits.shape[-1] != split.size:
         raise ValueError(
             f"logits have shape {list(logits.shape)}; rank {rank} of {world} has "
