@@ -19,6 +19,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
+from tpkernels.bench import roofline
 from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.verification import verify
@@ -161,6 +162,7 @@ def test_bench_does_not_time_what_is_wrong(
     monkeypatch.setattr(
         tpkernels, "matmul_all_reduce", lambda *a, **k: one_element_off(right(*a, **k))
     )
+    monkeypatch.setitem(roofline._SIZE, "cpu", 64)
     result = invoke("bench", "--op", "matmul_all_reduce", *TINY_BENCH, "--out", str(tmp_path))
     assert result.exit_code == 1, result.output
     assert "WRONG" in result.output

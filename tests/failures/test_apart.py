@@ -23,7 +23,7 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
 from tests.support.ranked import on_hosts
-from tests.support.tiers import covering, sweep
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.algorithms import hierarchical, ring, shards
 from tpkernels.algorithms.unfused import cpu as unfused
@@ -31,7 +31,7 @@ from tpkernels.op_spec import OPS
 
 WORLD = 4
 VICTIM = 2
-TIMEOUT = 1.5
+TIMEOUT = 1.0
 WAYS = ("unfused", "ring", "hierarchical")
 HOSTS = "0011"  # the victim's has another rank
 MATMULS = [op for op in OPS if "matmul" in op]
@@ -89,13 +89,17 @@ def disturbed_job(
 WITHIN = [(op, way, "local_matmul") for op in MATMULS for way in WAYS]
 CASES = [*((op, way, "before") for op in OPS for way in WAYS), *WITHIN]
 CASES.remove(("all_to_all", "hierarchical", "before"))  # not supported
+# Each algorithm, within a call and before it.
+_EACH = [("all_gather", "unfused", "before"), ("matmul_reduce_scatter", "ring", "local_matmul")]
+_EACH += [("matmul_all_reduce", "hierarchical", "local_matmul")]
+KILLED = [*_EACH, *(case for case in CASES if case not in _EACH)]
 QUICK_CASES = [
     *sweep(WITHIN),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in WITHIN),
 ]
 
 
-@pytest.mark.parametrize(("op", "algorithm", "where"), covering(CASES))
+@pytest.mark.parametrize(("op", "algorithm", "where"), sweep(KILLED, len(_EACH), later=3))
 def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         outcomes = faults.collect(
@@ -115,7 +119,7 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str, where: str) -> Non
         for first in endings:
             assert first.error in ("CollectiveTimeoutError", "PeerLostError"), first
             assert first.text.startswith(op), first
-            assert re.search(rf"timeout {TIMEOUT:g} s|waited 1\.\d+ s for rank", first.text), first
+            assert re.search(rf"timeout {TIMEOUT:g} s|waited \d\.\d+ s for rank", first.text), first
         assert any(first.error == "CollectiveTimeoutError" for first in endings), endings
         if where == "before":
             assert any(first.peer == VICTIM for first in endings), endings
@@ -148,8 +152,7 @@ def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float
     return report, faults.disturbed_at() if interrupt else 0.0
 
 
-@pytest.mark.parametrize("op", sweep(MATMULS))
-@pytest.mark.parametrize("algorithm", sweep(WAYS))
+@pytest.mark.parametrize(("op", "algorithm"), sweep(product(MATMULS, WAYS)))
 def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         reports = faults.values(faults.collect(ranks, failing_job, op, algorithm, False))
@@ -164,7 +167,7 @@ def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) 
             assert first.at - raised_at < PROMPT, first
 
 
-@pytest.mark.parametrize("algorithm", sweep(WAYS))
+@pytest.mark.parametrize("algorithm", sweep(WAYS, 0, later=1))
 def test_an_interrupt_ends_a_wait(algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         outcomes = faults.collect(ranks, failing_job, "all_gather_matmul", algorithm, True)
@@ -205,6 +208,8 @@ PAIRS = {
         lambda g, way: tpkernels.reduce_scatter(torch.ones(8, 8), g, algorithm=way),
     ),
 }
+# Every pair, and every algorithm.
+MISMATCHES = [(pair, WAYS[i % 3]) for i, pair in enumerate(PAIRS)]
 _TEXT = re.compile(
     r"^rank (\d) is in (.+), but rank (\d)(?: \(pid \d+\))? is in (.+?)"
     r"(?:, both as call #\d+ of the group)?\. The group is broken"
@@ -223,7 +228,7 @@ def mismatch_job(pair: str, algorithm: str) -> Report:
     return report
 
 
-@pytest.mark.parametrize(("pair", "algorithm"), covering(product(PAIRS, WAYS)))
+@pytest.mark.parametrize(("pair", "algorithm"), sweep(MISMATCHES, 3, later=2))
 def test_different_calls_are_reported(ranks: RanksFixture, pair: str, algorithm: str) -> None:
     named = set()
     for rank, report in enumerate(ranks(WORLD).run(mismatch_job, pair, algorithm)):

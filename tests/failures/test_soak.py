@@ -1,4 +1,4 @@
-"""Thousands of calls in a row under random delays: every result is exact, the epochs do not drift.
+"""Many calls in a row under random delays: every result is exact, the epochs do not drift.
 
 The negative controls run the same calls on a broken protocol, and must detect that.
 """
@@ -103,11 +103,6 @@ def _soak(ranks: RanksFixture, task: Task, timeout: float) -> None:
     assert outcomes[0].epoch >= task.calls  # a call takes at least one
 
 
-@pytest.mark.thorough
-def test_a_thousand_calls_in_a_row_are_exact(ranks: RanksFixture) -> None:
-    _soak(ranks, Task(seed=1, calls=1000, max_delay_us=200), 280)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("max_delay_us", [0, 200])
@@ -118,16 +113,16 @@ def test_more_calls_with_other_seeds(ranks: RanksFixture, max_delay_us: int) -> 
 @pytest.mark.thorough
 def test_a_rank_that_lags_behind_gets_the_same(ranks: RanksFixture) -> None:
     for slow_rank in (0, WORLD - 1):
-        task = Task(seed=3 + slow_rank, calls=200, slow_rank=slow_rank, slow_seconds=0.01)
+        task = Task(seed=3 + slow_rank, calls=50, slow_rank=slow_rank, slow_seconds=0.01)
         _soak(ranks, task, 100)
 
 
 def test_nothing_is_read_that_was_not_written(ranks: RanksFixture) -> None:
-    _soak(ranks, Task(seed=4, calls=300, max_delay_us=200, poison="next"), 100)
+    _soak(ranks, Task(seed=4, calls=200, max_delay_us=200, poison="next"), 100)
 
 
 def test_two_threads_on_two_groups(ranks: RanksFixture) -> None:
-    for wrong in ranks(2).run(run_on_threads, (5, 6), 150, timeout=100):
+    for wrong in ranks(2).run(run_on_threads, (5, 6), 80, timeout=100):
         assert not wrong, wrong
 
 
