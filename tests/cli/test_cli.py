@@ -163,6 +163,7 @@ def test_bench_does_not_time_what_is_wrong(
         tpkernels, "matmul_all_reduce", lambda *a, **k: one_element_off(right(*a, **k))
     )
     monkeypatch.setitem(roofline._SIZE, "cpu", 64)
+    monkeypatch.setattr(roofline, "last_level_cache_bytes", lambda _: 1 << 20)
     result = invoke("bench", "--op", "matmul_all_reduce", *TINY_BENCH, "--out", str(tmp_path))
     assert result.exit_code == 1, result.output
     assert "WRONG" in result.output
