@@ -155,7 +155,7 @@ def test_this_machine_is_what_tune_measured(
     assert best["seconds"] == pytest.approx(2 * 500 * 1000 * 1000 / 1e9 + 2 * elements / 1e10)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_tune_measures_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuned = invoke("tune", "--machine", "--tp", "2")

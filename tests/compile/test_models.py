@@ -158,6 +158,7 @@ def test_a_block_with_sequence_parallelism(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(sequence_job, timeout=250) for f in rank)
 
 
+@pytest.mark.thorough
 def test_a_block_without(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(replicated_job, timeout=250) for f in rank)
 

@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,13 +25,15 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
 from tests.support.ranked import report
-from tests.support.tiers import covering, sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels import backends, groups
 from tpkernels.launch import Ranks
 from tpkernels.nccl import Communicator
 
 WORLD = 2
-WAITS = ["init", "first call", "empty", "growth", "communicator"]
+# In what rank 0 waits, and what its handler tries.
+WAITS = [("init", "first call"), ("growth", "finalize"), ("communicator", "first call")]
+WAITS += [("first call", "finalize"), ("empty", "first call")]
 LARGE = 1 << 20  # elements, for which a workspace must grow
 
 
@@ -43,9 +44,9 @@ def handler_of_rank_0(handle: Callable[[], object]) -> Iterator[list[Ending]]:
     endings: list[Ending] = []
     before = signal.signal(signal.SIGUSR2, lambda *_: endings.append(faults.ending_of(handle)))
     if dist.get_rank() == 0:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR2)).start()
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR2)).start()
     else:
-        time.sleep(0.8)
+        time.sleep(0.5)
     try:
         yield endings
     finally:
@@ -79,7 +80,7 @@ def handled_job(waits_in: str, uses: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("waits_in", "uses"), covering(product(WAITS, ["first call", "finalize"])))
+@pytest.mark.parametrize(("waits_in", "uses"), sweep(WAITS, 3, later=2))
 def test_a_handler_is_refused_wherever_ranks_wait(
     ranks: RanksFixture, waits_in: str, uses: str
 ) -> None:
@@ -169,7 +170,7 @@ def interrupted_later(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "unfused"])
+@pytest.mark.parametrize("algorithm", sweep(["direct", "unfused"]))
 def test_an_error_while_waiting_for_the_turn_breaks_the_group(
     ranks: RanksFixture, algorithm: str
 ) -> None:
@@ -240,7 +241,7 @@ def interrupted_everywhere_job(kind: str, step: int) -> list[str]:
         event += step
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("step", [7, thorough(3), pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_an_interrupt_anywhere_in_an_op_breaks_the_group(
     ranks: RanksFixture, kind: str, step: int

@@ -63,7 +63,7 @@ def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str
 
 @pytest.mark.parametrize("autotune", [None, True])
 def test_two_threads_make_a_groups_first_call(ranks: RanksFixture, autotune: bool | None) -> None:
-    results = ranks(WORLD).run(first_calls_job, 5, 0.02, autotune, timeout=100)
+    results = ranks(WORLD).run(first_calls_job, 2, 0.02, autotune, timeout=100)
     report(failure for rank in results for failure in rank)
 
 

@@ -202,9 +202,7 @@ def test_a_rank_that_waits_for_one_that_raised(monkeypatch: pytest.MonkeyPatch) 
         [
             (signal_on, signal.SIGSEGV, -signal.SIGSEGV, "killed by SIGSEGV"),
             (exit_on, 0, 0, "exit code 0"),
-            (exit_on, 3, 3, "exit code 3"),
         ],
-        2,
     ),
 )
 def test_a_dead_rank_is_reported(job: Any, argument: int, exitcode: int, message: str) -> None:
@@ -293,7 +291,7 @@ def test_ranks_killed_at_random_moments() -> None:
 # Time.
 
 
-@pytest.mark.parametrize("size", [0, BIG])
+@pytest.mark.parametrize("size", sweep([BIG, 0]))
 def test_a_stopped_rank_is_reported_when_time_is_up(size: int) -> None:
     """It cannot hold up a large message either."""
     with Ranks(2, Held) as ranks:
@@ -337,7 +335,7 @@ def test_a_stream_waits_for_each_item_only() -> None:
 # What ends ranks from outside, and what is left then: nothing.
 
 
-@pytest.mark.parametrize("how", ["call", "stream"])
+@pytest.mark.parametrize("how", sweep(["call", "stream"]))
 def test_an_interrupt_ends_a_call(how: str) -> None:
     with Ranks(2, Held) as ranks:
         pids = ranks.pids
@@ -407,7 +405,7 @@ if __name__ == "__main__":
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "how",
-    ["stopped", *(pytest.param(h, marks=pytest.mark.slow) for h in ("call", "stream")), "exit"],
+    ["stopped", *(pytest.param(h, marks=pytest.mark.slow) for h in ("call", "stream", "exit"))],
 )
 def test_a_killed_driver_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
     script, temporary = tmp_path / "script.py", tmp_path / "tmp"
@@ -462,6 +460,6 @@ def test_ranks_leave_no_descriptors_and_no_mappings() -> None:
 
     use()
     before = held()
-    for _ in range(4):
+    for _ in range(2):
         use()
     assert held() == before

@@ -91,20 +91,20 @@ def slow_job(base: str) -> float:
     """Rank 0 writes for longer than the timeout."""
 
     def write(self: Any, save_directory: Any, **_: Any) -> None:
-        time.sleep(1.5)
+        time.sleep(1.0)
 
-    model = tpkernels.parallelize(_saves(hf_models.make("llama"), write), own_group(1.0))
+    model = tpkernels.parallelize(_saves(hf_models.make("llama"), write), own_group(0.7))
     begin = time.monotonic()
     model.save_pretrained(base)
     return time.monotonic() - begin
 
 
 def test_the_others_wait_while_rank_0_writes(ranks: RanksFixture, tmp_path: Path) -> None:
-    assert all(1.4 < seconds < 1.5 + PROMPT for seconds in ranks(2).run(slow_job, str(tmp_path)))
+    assert all(0.9 < seconds < 1.0 + PROMPT for seconds in ranks(2).run(slow_job, str(tmp_path)))
 
 
 def alone_job(base: str, rank: int) -> tuple[str, float]:
-    model = tpkernels.parallelize(hf_models.make("llama"), own_group(1.0))
+    model = tpkernels.parallelize(hf_models.make("llama"), own_group(0.7))
     dist.barrier()
     begin = time.monotonic()
     ending = "did not call"
@@ -138,7 +138,7 @@ def dying_job(base: str) -> tuple[str, float]:
     return "nothing", 0.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rank_0_dies_while_it_writes(tmp_path: Path) -> None:
     with Ranks(2) as pool:
         pool.submit(dying_job, str(tmp_path))

@@ -33,7 +33,7 @@ def _resident() -> float:
     return pages * 4096 / 2**20
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 def test_batches_of_all_sizes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from tpkernels.integrations.transformers.serving.host import limits
