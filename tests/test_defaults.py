@@ -48,7 +48,7 @@ def test_a_malformed_limit_is_refused(monkeypatch: pytest.MonkeyPatch, limit: st
         defaults.result_pool_bytes()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_malformed_limit_is_reported_by_the_import() -> None:
     ended = run_python("import tpkernels", "many")
     assert ended.returncode == 1

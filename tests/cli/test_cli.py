@@ -254,7 +254,7 @@ def processes_of_session(leader: int) -> set[int]:
     return pids
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_interrupt_leaves_no_process() -> None:
     size = ["--m", "2048", "--hidden", "1024", "--ffn", "4096", "--nproc", "2"]
     command = subprocess.Popen(

@@ -77,7 +77,7 @@ def test_a_stop_string_ends_the_text(folder: Path, words: list[str]) -> None:
     assert cut["finish_reason"] == "stop"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stream(folder: Path, words: list[str]) -> None:
     result = invoke(folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stream")
     assert result.exit_code == 0, result.output

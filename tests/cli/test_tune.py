@@ -40,6 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return store.path_for(this_machine("cpu", 2, 1, True, threads=1))
 
 
+@pytest.mark.thorough
 def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = invoke(*EXPLAIN, "--m", "9")
     assert before.exit_code == 0, before.output

@@ -27,6 +27,7 @@ from tests.nccl.test_nccl import NO_GPU, pretending
 from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build
 from tests.support.paths import ROOT
+from tests.support.tiers import thorough
 from tpkernels.cli import app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -88,7 +89,9 @@ def run_job(source: str, name: str) -> None:
 ON_TWO_RANKS = ["failures", "mesh", "models", "numerics", "ops", "performance"]
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize(
+    "name", [thorough(name) if name == "models" else name for name in ON_TWO_RANKS]
+)
 def test_python_on_two_ranks(ranks: RanksFixture, name: str) -> None:
     if name == "models":
         pytest.importorskip("transformers")

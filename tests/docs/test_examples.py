@@ -33,7 +33,7 @@ def said_by(name: str, temporary: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_eager_ops(tmp_path: Path) -> None:
     said = said_by("eager_ops.py", tmp_path)
     differences = re.findall(r"differ by at most ([\d.e-]+)", said)

@@ -127,9 +127,8 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str, where: str) -> Non
         assert ranks.collect(faults.COLLECT_SECONDS)[VICTIM].ok
 
 
-def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float]:
-    """The victim's matmul raises, or the victim is interrupted as it waits; the others are in the
-    call."""
+def failing_job(op: str, algorithm: str) -> Report:
+    """The victim's matmul raises; the others are in the call."""
     group, rank = _group(), dist.get_rank()
     others = [faults.new_group()]
     call = functools.partial(faults.run_op, op, group, algorithm)
@@ -139,25 +138,20 @@ def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float
         time.sleep(0.1)
         raise ArithmeticError("no luck with these numbers")
 
-    if rank == VICTIM and interrupt:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        faults.disturb_later(0.2, signal.SIGINT)
-    elif rank == VICTIM:
+    if rank == VICTIM:
         _disturb_product(give_up)
-    elif interrupt:
-        time.sleep(0.5)
     report = faults.report_of(functools.partial(_repeat, call), group, others)
     new = _group()
     report.others.append(faults.ending_of(lambda: faults.run_op(op, new, algorithm)))
-    return report, faults.disturbed_at() if interrupt else 0.0
+    return report
 
 
 @pytest.mark.parametrize(("op", "algorithm"), sweep(product(MATMULS, WAYS)))
 def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
-        reports = faults.values(faults.collect(ranks, failing_job, op, algorithm, False))
-        raised_at = reports[VICTIM][0].first.at
-        for rank, (report, _) in reports.items():
+        reports = faults.values(faults.collect(ranks, failing_job, op, algorithm))
+        raised_at = reports[VICTIM].first.at
+        for rank, report in reports.items():
             faults.require_broken(report)
             first = report.first
             if rank == VICTIM:
@@ -165,19 +159,6 @@ def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) 
                 continue
             assert first.error == "PeerLostError", first
             assert first.at - raised_at < PROMPT, first
-
-
-@pytest.mark.parametrize("algorithm", sweep(WAYS, 0, later=1))
-def test_an_interrupt_ends_a_wait(algorithm: str) -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        outcomes = faults.collect(ranks, failing_job, "all_gather_matmul", algorithm, True)
-        for rank, (report, at) in faults.values(outcomes).items():
-            faults.require_broken(report)
-            first = report.first
-            if rank == VICTIM:
-                faults.require_interrupted(first, at)
-            else:
-                assert first.error == "PeerLostError" and first.seconds < PROMPT, first
 
 
 # Different calls.

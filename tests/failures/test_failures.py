@@ -155,7 +155,7 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", ["inside", "local_matmul"])
+@pytest.mark.parametrize("where", ["local_matmul", pytest.param("inside", marks=pytest.mark.slow)])
 def test_a_rank_stopped_within_a_call_is_a_timeout(where: str) -> None:
     for first in _stop("matmul_reduce_scatter", "pipelined", where):
         assert first.peer is not None, first

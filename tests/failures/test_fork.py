@@ -117,24 +117,3 @@ def forked_in_call_job() -> list[str]:
 
 def test_a_fork_during_a_call_of_another_thread(ranks: RanksFixture) -> None:
     report(f for rank in ranks(WORLD).run(forked_in_call_job) for f in rank)
-
-
-def grandchild_job() -> list[str]:
-    group, rank = faults.new_group(), dist.get_rank()
-    faults.run_op("all_reduce", group)
-    outcome = "fine"
-    if rank == 0:
-        owner = os.getpid()
-
-        def grandchild() -> str:
-            ending = faults.ending_of(lambda: faults.run_op("all_reduce", group))
-            return "" if f"belongs to process {owner}," in ending.text else str(ending)
-
-        outcome = in_child(lambda: in_child(grandchild))
-    faults.run_op("all_reduce", group)
-    return [] if outcome == "fine" else [outcome]
-
-
-@pytest.mark.thorough
-def test_a_fork_of_a_fork(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(grandchild_job) for f in rank)

@@ -6,7 +6,6 @@ The negative controls run the same calls on a broken protocol, and must detect t
 from __future__ import annotations
 
 import math
-import threading
 import time
 
 import pytest
@@ -68,28 +67,6 @@ def run_task(task: Task) -> Outcome:
     return outcome
 
 
-def run_on_threads(seeds: tuple[int, int], count: int) -> list[str]:
-    """Two threads, each with its own calls on its own group."""
-    wrong: list[str] = []
-
-    def work(group: dist.ProcessGroup, seed: int) -> None:
-        calls = Calls(group, seed)
-        soak.workspace_of(group).set_chaos(seed=seed, max_delay_us=200)
-        wrong.extend(error for _ in range(count) if (error := calls.one()) is not None)
-
-    made = [dist.new_group(), dist.new_group()]
-    threads = []
-    for group, seed in zip(made, seeds, strict=True):
-        assert isinstance(group, dist.ProcessGroup)
-        tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=soak.WORKSPACE_BYTES)
-        threads.append(threading.Thread(target=work, args=(group, seed)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return wrong
-
-
 def _require_exact(outcomes: list[Outcome]) -> None:
     wrong = [what for outcome in outcomes for what in [*outcome.wrong, outcome.failed] if what]
     assert not wrong, "\n".join(wrong)
@@ -119,11 +96,6 @@ def test_a_rank_that_lags_behind_gets_the_same(ranks: RanksFixture) -> None:
 
 def test_nothing_is_read_that_was_not_written(ranks: RanksFixture) -> None:
     _soak(ranks, Task(seed=4, calls=200, max_delay_us=200, poison="next"), 100)
-
-
-def test_two_threads_on_two_groups(ranks: RanksFixture) -> None:
-    for wrong in ranks(2).run(run_on_threads, (5, 6), 80, timeout=100):
-        assert not wrong, wrong
 
 
 @pytest.mark.parametrize(

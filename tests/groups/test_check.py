@@ -172,5 +172,6 @@ def late_host_job(driver: str) -> list[str]:
         return [each.text for each in endings if each.error]
 
 
+@pytest.mark.thorough
 def test_hosts_wait_as_long_as_kernels_do(ranks: RanksFixture, cuda_driver: str) -> None:
     assert ranks(2).run(late_host_job, cuda_driver) == [[], []]

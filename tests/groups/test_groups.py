@@ -69,17 +69,6 @@ def on_own_subgroup(members: Sequence[Sequence[int]]) -> list[str]:
     return failures
 
 
-def in_turns(count: int) -> list[str]:
-    """Runs each case on several groups in turn."""
-    made = [dist.new_group() for _ in range(count)]
-    failures = []
-    for case in one_of_each(dist.get_world_size()):
-        for group in made:
-            assert group is not None
-            failures += check_cases([case], group)
-    return failures
-
-
 def by_threads(rounds: int) -> list[str]:
     """Two threads, each with its own group, not used before."""
     made = [dist.new_group(), dist.new_group()]
@@ -168,11 +157,6 @@ def test_dims_of_a_mesh(ranks: RanksFixture, shape: tuple[int, int]) -> None:
 )
 def test_sub_groups(ranks: RanksFixture, members: list[tuple[int, ...]]) -> None:
     results = ranks(4).run(on_own_subgroup, members, timeout=120)
-    report(failure for rank in results for failure in rank)
-
-
-def test_several_groups_in_turns(ranks: RanksFixture) -> None:
-    results = ranks(2).run(in_turns, 3, timeout=120)
     report(failure for rank in results for failure in rank)
 
 

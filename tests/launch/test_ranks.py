@@ -270,24 +270,6 @@ def test_a_rank_that_dies_in_a_stream_is_reported(step: int) -> None:
     assert error.outcomes[1].exitcode == -signal.SIGKILL
 
 
-@pytest.mark.slow
-def test_ranks_killed_at_random_moments() -> None:
-    """Every call ends in time, with its results or with an error that names the rank."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(40):
-        delay = torch.rand(1, generator=generator).item() * 0.05
-        victim = int(torch.randint(0, 2, (1,), generator=generator))
-        with Ranks(2, Held, timeout=20) as ranks:
-            ranks.call("kill_soon", victim, delay)
-            begin = time.monotonic()
-            with pytest.raises(RankError) as caught:
-                while time.monotonic() - begin < 10:
-                    ranks.call("echo", torch.zeros(400_000))
-                    list(ranks.stream("uneven", [executor.STREAM_AHEAD * 3] * 2))
-            assert time.monotonic() - begin < 5
-            assert caught.value.outcomes[victim].exitcode == -signal.SIGKILL
-
-
 # Time.
 
 

@@ -70,6 +70,7 @@ def slow_job() -> list[str | None]:
     return wrong
 
 
+@pytest.mark.thorough
 def test_a_late_rank_is_in_the_same_products(ranks: RanksFixture) -> None:
     assert ranks(2).run(slow_job) == [[None] * 9] * 2
 
@@ -90,6 +91,7 @@ def stuck_job() -> tuple[list[str], float]:
     return messages, time.monotonic() - begin
 
 
+@pytest.mark.thorough
 def test_a_store_that_hangs_does_not_keep_a_rank(ranks: RanksFixture) -> None:
     (messages, seconds), _ = ranks(2).run(stuck_job)
     assert re.match(r"CollectiveTimeoutError: .*rank 1", messages[0]) and seconds < 2.5, messages

@@ -84,6 +84,7 @@ def requests_job() -> tuple[bool, list[int] | None]:
     return stopped, tokens
 
 
+@pytest.mark.thorough
 def test_rank_0_adds_requests(ranks: RanksFixture) -> None:
     single = hf_models.make("llama").eval()
     want = single.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, do_sample=False)[0, 5:]

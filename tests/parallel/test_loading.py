@@ -16,7 +16,7 @@ import tpkernels
 from tests.support import hf_folders, hf_models
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
-from tests.support.tiers import sweep, thorough
+from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
 from tpkernels.parallel.shard_files import plan_shards, write_shards
@@ -65,12 +65,15 @@ def check(ranks: RanksFixture, world: int, path: Path, whole: Path, **options: A
     report(f"{path.name}: {failure}" for rank in results for failure in rank)
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("model_type", "world"),
     [
         ("qwen3", 2),
-        thorough("llama", 4),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("mistral", 1), ("qwen2", 3)]),
+        *map(slow, ("llama", "mistral", "qwen2"), (4, 1, 3)),
     ],
 )
 def test_a_folder(ranks: RanksFixture, tmp_path: Path, world: int, model_type: str) -> None:
@@ -85,7 +88,7 @@ def test_options(ranks: RanksFixture, tmp_path: Path, options: dict[str, Any]) -
     check(ranks, 2, path, path, **options)
 
 
-@pytest.mark.parametrize(("made_for", "world"), sweep([(3, 2), (4, 3), (2, 4), (1, 2)]))
+@pytest.mark.parametrize(("made_for", "world"), sweep([(3, 2), (1, 2), (4, 3), (2, 4)], later=0))
 def test_shards_of_another_number_of_ranks(
     ranks: RanksFixture, tmp_path: Path, made_for: int, world: int
 ) -> None:
