@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.support.paths import ROOT
 from tpkernels import _C, defaults
 from tpkernels.launch import Ranks
+from tpkernels.local.memory import empty
 
 
 def run_python(code: str, limit: str) -> subprocess.CompletedProcess[str]:
@@ -24,18 +26,17 @@ def run_python(code: str, limit: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def limit_job() -> tuple[dict[str, int], bool]:
+    """The pool while a result is in use, and whether the result is torch's own memory."""
+    x = empty([4 << 20], torch.float32, torch.device("cpu"))
+    return _C.calls.result_pool(), x.untyped_storage().resizable()
+
+
 def test_the_limit_is_read_from_the_environment() -> None:
-    code = (
-        "import torch, tpkernels; from tpkernels.local.memory import empty;"
-        "x = empty([4 << 20], torch.float32, torch.device('cpu'));"
-        "print(tpkernels._C.calls.result_pool(), x.untyped_storage().resizable())"
-    )
-    for limit, shown in (
-        ("0", "{'limit': 0, 'idle': 0, 'in_use': 0} True"),
-        ("20000000", "{'limit': 20000000, 'idle': 0, 'in_use': 16777216} False"),
-    ):
-        ended = run_python(code, limit)
-        assert ended.stdout.strip() == shown, ended.stderr
+    for limit, in_use in ((0, 0), (20_000_000, 16 << 20)):
+        with Ranks(1, env={"TPKERNELS_RESULT_POOL_BYTES": str(limit)}) as ranks:
+            pool = {"limit": limit, "idle": 0, "in_use": in_use}
+            assert ranks.run(limit_job) == [(pool, in_use == 0)]
 
 
 @pytest.mark.parametrize("limit", ["", "-1", "1.5", "256M", "1_000", "9" * 19, "\u0663"])
@@ -47,20 +48,11 @@ def test_a_malformed_limit_is_refused(monkeypatch: pytest.MonkeyPatch, limit: st
         defaults.result_pool_bytes()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_malformed_limit_is_reported_by_the_import() -> None:
     ended = run_python("import tpkernels", "many")
     assert ended.returncode == 1
     assert "ValueError: TPKERNELS_RESULT_POOL_BYTES is 'many'" in ended.stderr
-
-
-def limit_job() -> int:
-    return _C.calls.result_pool()["limit"]
-
-
-def test_ranks_have_the_limit_of_their_environment() -> None:
-    with Ranks(1, env={"TPKERNELS_RESULT_POOL_BYTES": "12345"}) as ranks:
-        assert ranks.run(limit_job) == [12345]
 
 
 @pytest.mark.thorough

@@ -188,7 +188,7 @@ def in_turn() -> tuple[Timing, Timing, list[Span], str]:
 
     alone = tpkernels.benchmark(turn, warmup=0, iterations=6)
     spans.clear()
-    together = tpkernels.benchmark(turn, warmup=2, min_seconds=1.0, group=group)
+    together = tpkernels.benchmark(turn, warmup=2, min_seconds=0.6, group=group)
     refusal = ""
     try:
         tpkernels.benchmark(pytest.fail, iterations=5 + rank, group=group)
@@ -207,7 +207,7 @@ def test_the_slowest_rank_counts_in_each_iteration(ranks: Callable[[int], Ranks]
         assert together.min >= 100
         # Twice as long, if a wait for the other rank were in it.
         assert together.median < 1.5e3 * longest
-        assert 5 <= together.iterations <= 10
+        assert 3 <= together.iterations <= 6
         assert len(spans) == together.iterations + 2
         assert f"rank {rank} has iterations={5 + rank}, but in the group it ranges" in refusal
         assert "from 5 to 6" in refusal

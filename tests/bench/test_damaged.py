@@ -82,8 +82,8 @@ def test_what_is_unusable_is_refused(good: Path, report: Any, nothing_runs: None
 @pytest.mark.slow
 def test_no_damage_ends_in_a_traceback(good: Path, report: Any, nothing_runs: None) -> None:
     bad, failures, codes = good.with_name("bad.json"), [], set()
-    kinds = list(altered(report, random.Random(SEED)))
-    assert len(kinds) > 250
+    kinds = list(altered(report, random.Random(SEED)))[::3]
+    assert len(kinds) > 80
     for (what, content), args in zip(kinds, itertools.cycle(each_way(good, bad))):
         bad.write_bytes(content)
         ended = invoke(*args)
@@ -126,7 +126,7 @@ def times(report: Any) -> Any:
     return report["results"][0]["times"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_output_may_be_ascii(good: Path, report: Any) -> None:
     """As in a script that sets LC_ALL=C."""
     report = copy.deepcopy(report)

@@ -78,12 +78,12 @@ def yaml_kinds(pick: random.Random) -> Iterator[tuple[str, bytes]]:
 @pytest.mark.slow
 def test_no_yaml_ends_in_a_traceback(tmp_path: Path, nothing_runs: None) -> None:
     path, codes = tmp_path / "sweep.yaml", Counter[int]()
-    for what, content in yaml_kinds(random.Random(SEED)):
+    for what, content in list(yaml_kinds(random.Random(SEED)))[::3]:
         path.write_bytes(content)
         ended = invoke("bench", "--config", str(path))
         assert not faults(ended, (0, 2)), what
         codes[ended.exit_code] += 1
-    assert codes[0] > 20 and codes[2] > 150
+    assert codes[0] > 6 and codes[2] > 50
 
 
 def test_yaml_that_is_no_file_is_refused(tmp_path: Path, nothing_runs: None) -> None:

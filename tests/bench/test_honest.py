@@ -25,20 +25,17 @@ from tpkernels.planning.choose import Plan
 SPEC = Spec("matmul_reduce_scatter", (8, 16, 32), torch.float32)
 RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)
 EFFORT = Effort(repeat=FEWEST, seconds=None, cold=True, baselines=False)
-COMPUTE, TRAVEL = 0.06, 0.06
+COMPUTE, TRAVEL = 0.04, 0.04
 
 
 @dataclass(frozen=True)
 class Sleeps:
-    """Seconds that the op and its baselines sleep instead of working."""
+    """Seconds that the op sleeps instead of working."""
 
     op: float
-    slow_rank: float = 0.0  #: more, on rank 1
 
     def call(self, case: Case, algorithm: str = "auto") -> Outputs:
         time.sleep(COMPUTE + TRAVEL if algorithm == "unfused" else self.op)
-        if algorithm == "auto" and dist.get_rank() == 1:
-            time.sleep(self.slow_rank)
         return []
 
     def product(self, case: Case) -> Outputs:
@@ -74,15 +71,6 @@ def test_free_communication_is_hidden_altogether(ranks: Callable[[int], Ranks]) 
     assert hidden is not None and abs(hidden["value"] - 1) < 0.25, hidden
     speedup = case["algorithms"]["auto"]["speedup"]["unfused"]
     assert speedup["verdict"] == "faster" and speedup["value"] == pytest.approx(2, rel=0.25)
-
-
-@pytest.mark.thorough
-def test_the_slowest_rank_shows(ranks: Callable[[int], Ranks]) -> None:
-    case = measured(ranks, Sleeps(op=0.001, slow_rank=0.08))
-    own = case["times"]["auto"]
-    assert own["median"] >= 80 and min(own["samples"]) >= 80
-    assert own["skew"] >= 60
-    assert case["times"]["local_matmul"]["skew"] < own["skew"]
 
 
 def spoiled(case: Case, algorithm: str) -> tuple[Outputs, Plan]:

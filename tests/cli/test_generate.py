@@ -37,6 +37,7 @@ def words(folder: Path) -> list[str]:
     return tokenizer.decode(tokens, skip_special_tokens=True).split()
 
 
+@pytest.mark.thorough
 def test_no_benchmark_is_imported_to_generate_text() -> None:
     code = (
         "import sys, tpkernels.cli.generate, tpkernels.integrations.transformers.generator\n"
@@ -56,6 +57,7 @@ def done(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.thorough
 def test_the_text_is_that_of_one_process(folder: Path, words: list[str]) -> None:
     """With a second prompt beside it."""
     prompts = ("--prompt", PROMPT, "--prompt", "it was")
@@ -66,7 +68,7 @@ def test_the_text_is_that_of_one_process(folder: Path, words: list[str]) -> None
     assert 0 < whole["seconds_to_first_token"] <= whole["seconds"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text(folder: Path, words: list[str]) -> None:
     assert words[3] not in words[:3]
     options = ("--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stop", words[3], "--json")
@@ -75,7 +77,7 @@ def test_a_stop_string_ends_the_text(folder: Path, words: list[str]) -> None:
     assert cut["finish_reason"] == "stop"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stream(folder: Path, words: list[str]) -> None:
     result = invoke(folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stream")
     assert result.exit_code == 0, result.output
@@ -141,7 +143,7 @@ def test_refused_before_ranks_start(
     ("change", "options", "message"),
     [
         pytest.param("", ("--prompt", "the " * 60), "64 in all", marks=pytest.mark.thorough),
-        pytest.param("", ("--prompt", ""), "has no tokens", marks=pytest.mark.thorough),
+        pytest.param("", ("--prompt", ""), "has no tokens", marks=pytest.mark.slow),
         pytest.param("tokenizer", ("--prompt", PROMPT), "no tokenizer", marks=pytest.mark.slow),
         pytest.param("chat", ("--prompt", "a", "--chat"), "template", marks=pytest.mark.slow),
         pytest.param("weights", ("--prompt", PROMPT), "safetensors", marks=pytest.mark.slow),

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.profiler import profile
 
 from tests.cli.test_cli import MODULE, check_refused, invoke, processes_of_session
-from tests.support.tiers import sweep, thorough
+from tests.support.tiers import sweep
 from tpkernels.bench import report
 from tpkernels.cli import profile as profile_command
 from tpkernels.cli.profile import CALL, lanes, merge, rank_of, times, union, without
@@ -210,11 +210,15 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     [
         ("raise ArithmeticError(f'rank {RANK} cannot')", "ArithmeticError: rank 1 cannot"),
         pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.slow),
-        thorough("time.sleep(600) if RANK else os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        pytest.param(
+            "time.sleep(600) if RANK else os.kill(os.getpid(), 9)",
+            "killed by SIGKILL",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["raises", "exits", "dies while the other goes on"],
 )
-@mock.patch("tpkernels.launch.executor.GRACE_SECONDS", 1.0)
+@mock.patch("tpkernels.launch.executor.GRACE_SECONDS", 0.5)
 def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     script = tmp_path / "example.py"
     script.write_text(

@@ -177,7 +177,7 @@ def test_it_is_fused_and_gives_the_same(ranks: RanksFixture) -> None:
 
 @pytest.mark.thorough
 def test_symbolic_sizes(ranks: RanksFixture) -> None:
-    names = ["gather transposed", "gather kept", "scatter dim 2 of 4", "scatter a sum"]
+    names = ["gather transposed", "gather kept", "scatter a sum"]
     report(f for rank in ranks(2).run(job, F32, True, names, timeout=250) for f in rank)
 
 
@@ -188,10 +188,10 @@ def test_four_ranks(ranks: RanksFixture, symbolic: bool) -> None:
     report(f for rank in ranks(4).run(job, F32, symbolic, list(FUSED), timeout=280) for f in rank)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(ranks: RanksFixture, dtype: torch.dtype) -> None:
-    report(f for rank in ranks(3).run(job, dtype, False, list(FUSED), timeout=250) for f in rank)
+@pytest.mark.thorough
+def test_another_dtype(ranks: RanksFixture) -> None:
+    names = list(FUSED)[::2]
+    report(f for rank in ranks(3).run(job, torch.bfloat16, False, names, timeout=250) for f in rank)
 
 
 def mean_job() -> list[str]:

@@ -194,7 +194,7 @@ def graphs_job(name: str, dynamic: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", sweep(CASES, 3))
+@pytest.mark.parametrize("name", sweep(CASES, 2, later=3))
 def test_they_are_tied_and_write_the_same(ranks: RanksFixture, name: str, dynamic: bool) -> None:
     report(f for rank in ranks(2).run(graphs_job, name, dynamic, timeout=100) for f in rank)
 

@@ -154,13 +154,6 @@ def test_every_pair_is_fused(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(llama_job, None, False, timeout=280) for f in rank)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_without_the_pass_nothing_is(ranks: RanksFixture, world: int) -> None:
-    report(f for rank in ranks(world).run(llama_job, None, True, timeout=280) for f in rank)
-
-
 @pytest.mark.slow
 def test_inductor(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(llama_job, "inductor", True, timeout=280) for f in rank)

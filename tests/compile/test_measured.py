@@ -69,7 +69,7 @@ def test_only_what_was_measured_to_be_faster(ranks: RanksFixture, op: str) -> No
         assert (far == op) == (op == AG)  # AG's rows are cut to M
 
 
-@pytest.mark.parametrize(("ms", "rewrites"), [(FAST, True), (SLOW, False), (None, False)])
+@pytest.mark.parametrize(("ms", "rewrites"), [(FAST, True), (SLOW, False)])
 def test_rows_that_are_not_known_yet(ranks: RanksFixture, ms: Any, rewrites: bool) -> None:
     """Any measured number of rows may be met, and `auto` decides at each call."""
     for (found,) in ranks(2).run(graph_job, AR, ms, M, True):

@@ -34,7 +34,7 @@ from tests.support.normed import (
     torch_norm,
 )
 from tests.support.ranked import fresh_group, report
-from tests.support.tiers import covering
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.compile import measured
@@ -78,15 +78,14 @@ def block_job(layer: Layer, norm: Norm, dtype: torch.dtype) -> list[str]:
     return failures
 
 
-NORMS = [llama_norm, torch_norm, squared_norm]
-CASES = [(layer, norm, F32) for layer in (functional, ours, no_matmul) for norm in NORMS[:1]]
-CASES += [(layer, norm, BF16) for layer in (functional, our_sum) for norm in NORMS]
-CASES += [(ours, torch_norm, F16)]
+# First every norm and every dtype, then the other layers.
+CASES = [(functional, llama_norm, BF16), (no_matmul, squared_norm, F32), (ours, torch_norm, F16)]
+CASES += [(our_sum, llama_norm, BF16), (ours, llama_norm, F32)]
 
 
 @pytest.mark.parametrize(
     ("layer", "norm", "dtype"),
-    covering(CASES),
+    sweep(CASES, 2, later=2),
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_a_block(ranks: RanksFixture, layer: Layer, norm: Norm, dtype: torch.dtype) -> None:
@@ -118,7 +117,7 @@ def written_job(what: str) -> list[str]:
         ]
 
 
-@pytest.mark.parametrize("what", ["residual", "input", "weight"])
+@pytest.mark.parametrize("what", sweep(["residual", "input", "weight"]))
 def test_a_write_in_place_before_the_norm(ranks: RanksFixture, what: str) -> None:
     report(each for rank in ranks(2).run(written_job, what) for each in rank)
 
@@ -147,7 +146,7 @@ def measured_job(ms: dict[str, float] | None) -> dict[str, int]:
 FAST, SLOW = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
 
 
-@pytest.mark.parametrize(("ms", "count"), [(None, 0), (FAST, 2), (SLOW, 0)])
+@pytest.mark.parametrize(("ms", "count"), sweep([(FAST, 2), (SLOW, 0), (None, 0)], 2))
 def test_cuda_tensors_need_times(
     ranks: RanksFixture, ms: dict[str, float] | None, count: int
 ) -> None:

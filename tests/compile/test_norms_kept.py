@@ -22,6 +22,7 @@ from tests.support.normed import (
     ours,
 )
 from tests.support.ranked import report
+from tests.support.tiers import sweep
 from tests.support.traced import reduce
 
 
@@ -133,6 +134,6 @@ KEPT += [
 GRAPHS = {each.__name__.replace("_", " "): each for each in KEPT}
 
 
-@pytest.mark.parametrize("make", GRAPHS)
+@pytest.mark.parametrize("make", sweep(GRAPHS, 3, later=6))
 def test_what_is_left_alone(ranks: RanksFixture, make: str) -> None:
     report(each for rank in ranks(2).run(kept_job, make) for each in rank)

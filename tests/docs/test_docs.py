@@ -20,12 +20,14 @@ from unittest import mock
 import pytest
 import typer
 from markdown_it import MarkdownIt
+from typer.testing import CliRunner
 
 import tpkernels
 from tests.nccl.test_nccl import NO_GPU, pretending
 from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build
 from tests.support.paths import ROOT
+from tests.support.tiers import thorough
 from tpkernels.cli import app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,6 +63,7 @@ def test_all_blocks_are_of_a_kind_that_is_run(page: Path) -> None:
             assert token.info in ("python", "sh", "text"), f"{page}: {token.info}"
 
 
+@pytest.mark.thorough
 def test_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text(
@@ -86,7 +89,9 @@ def run_job(source: str, name: str) -> None:
 ON_TWO_RANKS = ["failures", "mesh", "models", "numerics", "ops", "performance"]
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize(
+    "name", [thorough(name) if name == "models" else name for name in ON_TWO_RANKS]
+)
 def test_python_on_two_ranks(ranks: RanksFixture, name: str) -> None:
     if name == "models":
         pytest.importorskip("transformers")
@@ -133,20 +138,13 @@ def cost(page: Path) -> pytest.MarkDecorator | tuple[()]:
         if own_commands(page)
     ],
 )
-def test_commands_of_tpkernels(page: Path, tmp_path: Path) -> None:
+def test_commands_of_tpkernels(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they stand there, one after the other in one folder."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for words in own_commands(page):
-        result = subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        assert result.returncode == 0, (words, result.stdout, result.stderr)
+    monkeypatch.chdir(tmp_path)
+    for _, *words in own_commands(page):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, (words, result.output)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))

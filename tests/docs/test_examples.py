@@ -40,7 +40,7 @@ def test_eager_ops(tmp_path: Path) -> None:
     assert len(differences) == 2 and all(float(each) < 1e-4 for each in differences), said
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_speak(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     hf_text.save(tmp_path)
@@ -57,7 +57,7 @@ def test_speak(tmp_path: Path) -> None:
     assert "The same words on each number of ranks." in result.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mesh_splits(tmp_path: Path) -> None:
     said = said_by("mesh_splits.py", tmp_path)
     names = ["M", "K", "N", "M and K", "M and N", "K and N", "M, N and K"]

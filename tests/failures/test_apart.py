@@ -23,7 +23,7 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
 from tests.support.ranked import on_hosts
-from tests.support.tiers import covering, sweep
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.algorithms import hierarchical, ring, shards
 from tpkernels.algorithms.unfused import cpu as unfused
@@ -31,7 +31,7 @@ from tpkernels.op_spec import OPS
 
 WORLD = 4
 VICTIM = 2
-TIMEOUT = 1.5
+TIMEOUT = 1.0
 WAYS = ("unfused", "ring", "hierarchical")
 HOSTS = "0011"  # the victim's has another rank
 MATMULS = [op for op in OPS if "matmul" in op]
@@ -89,13 +89,17 @@ def disturbed_job(
 WITHIN = [(op, way, "local_matmul") for op in MATMULS for way in WAYS]
 CASES = [*((op, way, "before") for op in OPS for way in WAYS), *WITHIN]
 CASES.remove(("all_to_all", "hierarchical", "before"))  # not supported
+# Each algorithm, within a call and before it.
+_EACH = [("all_gather", "unfused", "before"), ("matmul_reduce_scatter", "ring", "local_matmul")]
+_EACH += [("matmul_all_reduce", "hierarchical", "local_matmul")]
+KILLED = [*_EACH, *(case for case in CASES if case not in _EACH)]
 QUICK_CASES = [
     *sweep(WITHIN),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in WITHIN),
 ]
 
 
-@pytest.mark.parametrize(("op", "algorithm", "where"), covering(CASES))
+@pytest.mark.parametrize(("op", "algorithm", "where"), sweep(KILLED, len(_EACH), later=3))
 def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         outcomes = faults.collect(
@@ -115,7 +119,7 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str, where: str) -> Non
         for first in endings:
             assert first.error in ("CollectiveTimeoutError", "PeerLostError"), first
             assert first.text.startswith(op), first
-            assert re.search(rf"timeout {TIMEOUT:g} s|waited 1\.\d+ s for rank", first.text), first
+            assert re.search(rf"timeout {TIMEOUT:g} s|waited \d\.\d+ s for rank", first.text), first
         assert any(first.error == "CollectiveTimeoutError" for first in endings), endings
         if where == "before":
             assert any(first.peer == VICTIM for first in endings), endings
@@ -123,9 +127,8 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str, where: str) -> Non
         assert ranks.collect(faults.COLLECT_SECONDS)[VICTIM].ok
 
 
-def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float]:
-    """The victim's matmul raises, or the victim is interrupted as it waits; the others are in the
-    call."""
+def failing_job(op: str, algorithm: str) -> Report:
+    """The victim's matmul raises; the others are in the call."""
     group, rank = _group(), dist.get_rank()
     others = [faults.new_group()]
     call = functools.partial(faults.run_op, op, group, algorithm)
@@ -135,26 +138,20 @@ def failing_job(op: str, algorithm: str, interrupt: bool) -> tuple[Report, float
         time.sleep(0.1)
         raise ArithmeticError("no luck with these numbers")
 
-    if rank == VICTIM and interrupt:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        faults.disturb_later(0.2, signal.SIGINT)
-    elif rank == VICTIM:
+    if rank == VICTIM:
         _disturb_product(give_up)
-    elif interrupt:
-        time.sleep(0.5)
     report = faults.report_of(functools.partial(_repeat, call), group, others)
     new = _group()
     report.others.append(faults.ending_of(lambda: faults.run_op(op, new, algorithm)))
-    return report, faults.disturbed_at() if interrupt else 0.0
+    return report
 
 
-@pytest.mark.parametrize("op", sweep(MATMULS))
-@pytest.mark.parametrize("algorithm", sweep(WAYS))
+@pytest.mark.parametrize(("op", "algorithm"), sweep(product(MATMULS, WAYS)))
 def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
-        reports = faults.values(faults.collect(ranks, failing_job, op, algorithm, False))
-        raised_at = reports[VICTIM][0].first.at
-        for rank, (report, _) in reports.items():
+        reports = faults.values(faults.collect(ranks, failing_job, op, algorithm))
+        raised_at = reports[VICTIM].first.at
+        for rank, report in reports.items():
             faults.require_broken(report)
             first = report.first
             if rank == VICTIM:
@@ -162,19 +159,6 @@ def test_an_exception_in_one_rank_ends_the_call_of_all(op: str, algorithm: str) 
                 continue
             assert first.error == "PeerLostError", first
             assert first.at - raised_at < PROMPT, first
-
-
-@pytest.mark.parametrize("algorithm", sweep(WAYS))
-def test_an_interrupt_ends_a_wait(algorithm: str) -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        outcomes = faults.collect(ranks, failing_job, "all_gather_matmul", algorithm, True)
-        for rank, (report, at) in faults.values(outcomes).items():
-            faults.require_broken(report)
-            first = report.first
-            if rank == VICTIM:
-                faults.require_interrupted(first, at)
-            else:
-                assert first.error == "PeerLostError" and first.seconds < PROMPT, first
 
 
 # Different calls.
@@ -205,6 +189,8 @@ PAIRS = {
         lambda g, way: tpkernels.reduce_scatter(torch.ones(8, 8), g, algorithm=way),
     ),
 }
+# Every pair, and every algorithm.
+MISMATCHES = [(pair, WAYS[i % 3]) for i, pair in enumerate(PAIRS)]
 _TEXT = re.compile(
     r"^rank (\d) is in (.+), but rank (\d)(?: \(pid \d+\))? is in (.+?)"
     r"(?:, both as call #\d+ of the group)?\. The group is broken"
@@ -223,7 +209,7 @@ def mismatch_job(pair: str, algorithm: str) -> Report:
     return report
 
 
-@pytest.mark.parametrize(("pair", "algorithm"), covering(product(PAIRS, WAYS)))
+@pytest.mark.parametrize(("pair", "algorithm"), sweep(MISMATCHES, 3, later=2))
 def test_different_calls_are_reported(ranks: RanksFixture, pair: str, algorithm: str) -> None:
     named = set()
     for rank, report in enumerate(ranks(WORLD).run(mismatch_job, pair, algorithm)):

@@ -18,7 +18,7 @@ def trial_of(kind: str, seed: int = 0) -> Trial:
     return next(one for one in drawn if one.kind == kind and not one.in_set_up)
 
 
-@pytest.mark.parametrize("kind", sweep(KINDS, 3))
+@pytest.mark.parametrize("kind", sweep(KINDS, later=2))
 def test_a_fault_of_each_kind(kind: str) -> None:
     wrong, _ = campaign.run_trial(trial_of(kind))
     assert not wrong, wrong

@@ -16,15 +16,19 @@ import torch.distributed as dist
 
 from tests.support import faults
 from tests.support.faults import CASES, MATMUL_CASES, PROMPT, SCALED_CASES, Ending, Report
-from tests.support.tiers import covering, sweep
+from tests.support.tiers import sweep
 from tpkernels.algorithms.unfused import cpu as unfused
 from tpkernels.transport import point_to_point as links
 from tpkernels.transport import waits as waiting
 
 WORLD = 4
 VICTIM = 2
-STOP_TIMEOUT = 1.5
-MATMULS = sorted({op for op, _ in MATMUL_CASES})
+STOP_TIMEOUT = 1.0
+# One op by each algorithm; then the others.
+_EACH = [("all_gather", "direct"), ("matmul_reduce_scatter", "pipelined")]
+_EACH += [("all_reduce", "ring"), ("matmul_all_reduce", "unfused")]
+KILLED = [*_EACH, *(case for case in [*CASES, *SCALED_CASES] if case not in _EACH)]
+STOPPED = [*_EACH[1::2], *(case for case in CASES if case not in _EACH[1::2])]
 
 
 def _break_product(on_call: int, then: Any) -> None:
@@ -107,7 +111,7 @@ def _kill(op: str, algorithm: str, where: str) -> None:
             assert first.text.startswith(op) and f"rank {rank} " in first.text, first
 
 
-@pytest.mark.parametrize(("op", "algorithm"), [*covering(CASES), *sweep(SCALED_CASES)])
+@pytest.mark.parametrize(("op", "algorithm"), sweep(KILLED, len(_EACH), later=3))
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "inside"])
 def test_a_killed_rank_is_reported(op: str, algorithm: str, where: str) -> None:
     _kill(op, algorithm, where)
@@ -142,17 +146,7 @@ def _stop(op: str, algorithm: str, where: str) -> list[Ending]:
         return endings
 
 
-@pytest.mark.parametrize(
-    ("op", "algorithm"),
-    [
-        *covering(MATMUL_CASES),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in CASES
-            if case not in MATMUL_CASES
-        ),
-    ],
-)
+@pytest.mark.parametrize(("op", "algorithm"), sweep(STOPPED, 2))
 def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
     for first in _stop(op, algorithm, "before"):
         assert first.peer == VICTIM, first
@@ -161,17 +155,15 @@ def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("op", MATMULS)
-@pytest.mark.parametrize("where", ["inside", "local_matmul"])
-def test_a_rank_stopped_within_a_call_is_a_timeout(op: str, where: str) -> None:
-    for first in _stop(op, "pipelined", where):
+@pytest.mark.parametrize("where", ["local_matmul", pytest.param("inside", marks=pytest.mark.slow)])
+def test_a_rank_stopped_within_a_call_is_a_timeout(where: str) -> None:
+    for first in _stop("matmul_reduce_scatter", "pipelined", where):
         assert first.peer is not None, first
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("op", ["all_gather", "matmul_all_reduce"])
-def test_a_rank_stopped_while_others_are_in_gloo_is_a_timeout(op: str) -> None:
-    for first in _stop(op, "unfused", "gloo"):
+def test_a_rank_stopped_while_others_are_in_gloo_is_a_timeout() -> None:
+    for first in _stop("matmul_all_reduce", "unfused", "gloo"):
         assert first.peer == VICTIM, first
 
 
@@ -194,7 +186,7 @@ def failing_job(op: str, algorithm: str) -> Report:
     return report
 
 
-@pytest.mark.parametrize(("op", "algorithm"), covering(MATMUL_CASES))
+@pytest.mark.parametrize(("op", "algorithm"), sweep([*_EACH[1::2], *MATMUL_CASES], 2))
 def test_an_exception_in_one_rank_reaches_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         reports = faults.values(faults.collect(ranks, failing_job, op, algorithm))
@@ -277,8 +269,9 @@ def leaving_job(op: str, algorithm: str) -> Ending:
     return ending
 
 
-@pytest.mark.parametrize("op", sweep(["reduce_scatter", "all_gather"]))
-@pytest.mark.parametrize("algorithm", ["unfused", "ring"])
+@pytest.mark.parametrize(
+    ("op", "algorithm"), sweep([("reduce_scatter", "ring"), ("all_gather", "unfused")])
+)
 def test_a_rank_that_has_finished_may_exit(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         for outcome in faults.collect(ranks, leaving_job, op, algorithm):

@@ -184,11 +184,15 @@ _TEXT = re.compile(
 
 
 def _require_mismatch(reports: list[Report], pids: list[int]) -> tuple[str, str]:
+    for report in reports:
+        faults.require_broken(report)
+    return _both_calls([report.first for report in reports], pids)
+
+
+def _both_calls(endings: list[Ending], pids: list[int]) -> tuple[str, str]:
     """The calls that the ranks and the odd one were in; all ranks must name the same two."""
     seen = set()
-    for rank, report in enumerate(reports):
-        faults.require_broken(report)
-        first = report.first
+    for rank, first in enumerate(endings):
         assert first.error == "CollectiveMismatchError", first
         assert first.seconds < LATE_SECONDS + faults.PROMPT, first
         match = _TEXT.match(first.text)
@@ -202,34 +206,34 @@ def _require_mismatch(reports: list[Report], pids: list[int]) -> tuple[str, str]
     return both
 
 
-def _tier(number: int, late: bool) -> list[pytest.MarkDecorator]:
-    """Half of the cases are slow; the other half has every pair, early or late."""
-    if late != number % 2:
-        return [pytest.mark.slow]
-    return [] if number < 2 else [pytest.mark.thorough]
-
-
-@pytest.mark.parametrize(
-    ("pair", "late"),
-    [
-        pytest.param(
-            pair,
-            late,
-            id=f"{pair}-{'late' if late else 'early'}",
-            marks=_tier(i, late),
-        )
-        for i, pair in enumerate(PAIRS)
-        for late in (False, True)
-    ],
-)
+@pytest.mark.parametrize(("pair", "late"), [("collectives", False), ("growth", True)])
 def test_a_mismatch_reaches_all(ranks: RanksFixture, pair: str, late: bool) -> None:
     pool = ranks(WORLD)
     _require_mismatch(pool.run(mismatch_job, pair, late), pool.pids)
 
 
+def pairs_job(pairs: list[str]) -> list[Ending]:
+    """How the calls of each pair end, each on a group of its own."""
+    endings = []
+    for pair in pairs:
+        group = faults.new_group()
+        run = PAIRS[pair][dist.get_rank() == ODD]
+        endings.append(faults.ending_of(lambda run=run, group=group: run(group)))
+        dist.destroy_process_group(group)
+    return endings
+
+
+@pytest.mark.thorough
+def test_every_difference_is_seen(ranks: RanksFixture) -> None:
+    pool = ranks(WORLD)
+    for pair, *endings in zip(PAIRS, *pool.run(pairs_job, list(PAIRS)), strict=True):
+        assert len(_both_calls(endings, pool.pids)) == 2, pair
+
+
 def test_both_calls_are_named(ranks: RanksFixture) -> None:
     pool = ranks(WORLD)
-    usual, odd = _require_mismatch(pool.run(mismatch_job, "columns", False), pool.pids)
+    endings = [first for (first,) in pool.run(pairs_job, ["columns"])]
+    usual, odd = _both_calls(endings, pool.pids)
     assert usual == "all_gather([18, 8] float32, dim 0 by 6 a rank) [direct]"
     assert odd == "all_gather([18, 9] float32, dim 0 by 6 a rank) [direct]"
 

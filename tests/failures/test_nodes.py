@@ -55,7 +55,7 @@ def returning_job(seconds: float, number: int) -> tuple[Ending, float]:
 @pytest.mark.thorough
 def test_a_rank_that_has_finished_may_end() -> None:
     with faults.watched_ranks(6) as ranks:
-        outcomes = faults.collect(ranks, returning_job, 1.0, 0)
+        outcomes = faults.collect(ranks, returning_job, 0.5, 0)
         assert outcomes[0].exitcode == 0, outcomes[0]
         for ending, _ in faults.values(outcomes, 0).values():
             assert not ending.error, ending
@@ -64,7 +64,7 @@ def test_a_rank_that_has_finished_may_end() -> None:
 @pytest.mark.thorough
 def test_a_rank_that_is_killed_is_seen_from_its_host() -> None:
     with faults.watched_ranks(6) as ranks:
-        outcomes = faults.collect(ranks, returning_job, 10.0, signal.SIGKILL)
+        outcomes = faults.collect(ranks, returning_job, 3.0, signal.SIGKILL)
         ending, killed_at = faults.values(outcomes, 0)[1]
         assert ending.error == "PeerLostError" and ending.peer == 0, ending
         assert "rank 1 waited for rank 0 (pid " in ending.text, ending

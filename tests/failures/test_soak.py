@@ -1,4 +1,4 @@
-"""Thousands of calls in a row under random delays: every result is exact, the epochs do not drift.
+"""Many calls in a row under random delays: every result is exact, the epochs do not drift.
 
 The negative controls run the same calls on a broken protocol, and must detect that.
 """
@@ -6,7 +6,6 @@ The negative controls run the same calls on a broken protocol, and must detect t
 from __future__ import annotations
 
 import math
-import threading
 import time
 
 import pytest
@@ -68,28 +67,6 @@ def run_task(task: Task) -> Outcome:
     return outcome
 
 
-def run_on_threads(seeds: tuple[int, int], count: int) -> list[str]:
-    """Two threads, each with its own calls on its own group."""
-    wrong: list[str] = []
-
-    def work(group: dist.ProcessGroup, seed: int) -> None:
-        calls = Calls(group, seed)
-        soak.workspace_of(group).set_chaos(seed=seed, max_delay_us=200)
-        wrong.extend(error for _ in range(count) if (error := calls.one()) is not None)
-
-    made = [dist.new_group(), dist.new_group()]
-    threads = []
-    for group, seed in zip(made, seeds, strict=True):
-        assert isinstance(group, dist.ProcessGroup)
-        tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=soak.WORKSPACE_BYTES)
-        threads.append(threading.Thread(target=work, args=(group, seed)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return wrong
-
-
 def _require_exact(outcomes: list[Outcome]) -> None:
     wrong = [what for outcome in outcomes for what in [*outcome.wrong, outcome.failed] if what]
     assert not wrong, "\n".join(wrong)
@@ -104,11 +81,6 @@ def _soak(ranks: RanksFixture, task: Task, timeout: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_calls_in_a_row_are_exact(ranks: RanksFixture) -> None:
-    _soak(ranks, Task(seed=1, calls=1000, max_delay_us=200), 280)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("max_delay_us", [0, 200])
 def test_more_calls_with_other_seeds(ranks: RanksFixture, max_delay_us: int) -> None:
@@ -118,17 +90,12 @@ def test_more_calls_with_other_seeds(ranks: RanksFixture, max_delay_us: int) -> 
 @pytest.mark.slow
 def test_a_rank_that_lags_behind_gets_the_same(ranks: RanksFixture) -> None:
     for slow_rank in (0, WORLD - 1):
-        task = Task(seed=3 + slow_rank, calls=200, slow_rank=slow_rank, slow_seconds=0.01)
+        task = Task(seed=3 + slow_rank, calls=50, slow_rank=slow_rank, slow_seconds=0.01)
         _soak(ranks, task, 100)
 
 
 def test_nothing_is_read_that_was_not_written(ranks: RanksFixture) -> None:
-    _soak(ranks, Task(seed=4, calls=300, max_delay_us=200, poison="next"), 100)
-
-
-def test_two_threads_on_two_groups(ranks: RanksFixture) -> None:
-    for wrong in ranks(2).run(run_on_threads, (5, 6), 150, timeout=100):
-        assert not wrong, wrong
+    _soak(ranks, Task(seed=4, calls=200, max_delay_us=200, poison="next"), 100)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import apart
+from tests.support.tiers import sweep
 from tpkernels import defaults, groups
 from tpkernels.groups.group import timeout_on_gpus
 
@@ -103,7 +104,7 @@ def kernels_job(driver: str, algorithm: str) -> list[Ending]:
         return endings
 
 
-@pytest.mark.parametrize("algorithm", ["check", "unfused"])
+@pytest.mark.parametrize("algorithm", sweep(["check", "unfused"]))
 def test_what_failed_in_a_kernel_is_reported(
     ranks: RanksFixture, cuda_driver: str, algorithm: str
 ) -> None:
@@ -160,12 +161,12 @@ def late_host_job(driver: str) -> list[str]:
     hosts take together for a call on GPUs."""
     emulated.load(driver)
     with pretending() as patch:
-        patch.setattr(defaults, "TIMEOUT", 0.7)
+        patch.setattr(defaults, "TIMEOUT", 0.4)
         group = faults.group_of(dist.new_group(timeout=timedelta(seconds=60)))
         endings = []
         for op, rows in (("all_gather", 12), ("all_gather", 2000), ("all_reduce", 12)):
             if group.rank() == 1:
-                time.sleep(1.5)
+                time.sleep(0.9)
             call = functools.partial(faults.run_op, op, group, "direct", rows)
             endings.append(faults.ending_of(call))
         return [each.text for each in endings if each.error]

@@ -41,7 +41,7 @@ def nested_job() -> list[str]:
     """While finalize waits for a thread's call, a signal handler finalizes too."""
     group, handled = used_group(), list[str]()
     if dist.get_rank() == 1:
-        time.sleep(1.0)
+        time.sleep(0.6)
         faults.run_op("all_gather", group)
         return []
     call = in_call_of_a_thread(group)
@@ -90,7 +90,7 @@ def interrupted_job() -> list[str]:
     """Ctrl-C while finalize waits for the second of two groups; then the first group is used."""
     first, second = used_group(), used_group()
     if dist.get_rank() == 1:
-        time.sleep(1.0)
+        time.sleep(0.6)
         faults.run_op("all_gather", second)
         tpkernels.finalize()
         interrupted = True
@@ -117,10 +117,10 @@ def test_after_an_interrupted_finalize_groups_can_be_used() -> None:
 
 def destroyed_job() -> list[str]:
     """Another thread destroys a process group while finalize waits."""
-    first, second, third = used_group(2.0), used_group(), used_group()
+    first, second, third = used_group(1.0), used_group(), used_group()
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(3.0)
+        time.sleep(1.7)
         return []
     call, doomed = in_call_of_a_thread(first), [second]
     name = third.group_name

@@ -1,13 +1,9 @@
-"""Several threads, and signal handlers, on one group."""
+"""Several threads on one group."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +14,6 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
-from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.planning import store
 
@@ -63,66 +58,7 @@ def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str
 
 @pytest.mark.parametrize("autotune", [None, True])
 def test_two_threads_make_a_groups_first_call(ranks: RanksFixture, autotune: bool | None) -> None:
-    results = ranks(WORLD).run(first_calls_job, 5, 0.02, autotune, timeout=100)
-    report(failure for rank in results for failure in rank)
-
-
-@contextlib.contextmanager
-def handler(handle: Callable[[], None]) -> Any:
-    before = signal.signal(signal.SIGUSR2, lambda *_: handle())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-def handled_job(algorithm: str, again: str) -> list[str]:
-    """Rank 0 waits for rank 1 in an op; its signal handler uses the same group, or closes it."""
-    other, rank = faults.new_group(), dist.get_rank()
-    group = faults.new_group()
-    uses: dict[str, Callable[[], object]] = {
-        "op": lambda: tpkernels.all_reduce(torch.ones(5), group),
-        "new op": lambda: tpkernels.all_gather(torch.ones(7, 7), group),
-        "empty": lambda: tpkernels.empty(4, group=group),
-        "finalize": tpkernels.finalize,
-    }
-    faults.run_op("matmul_all_reduce", group, algorithm)
-    tpkernels.all_reduce(torch.ones(5), group)
-    outcomes: list[str] = []
-
-    def handle() -> None:
-        try:
-            uses[again]()
-            outcomes.append("not refused")
-        except RuntimeError as error:
-            outcomes.append(str(error))
-
-    failures = []
-    with handler(handle):
-        if rank == 0:
-            timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR2))
-            timer.start()
-        else:
-            time.sleep(0.6)
-        ending = faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group, algorithm))
-    if ending.error:
-        failures.append(f"the call that waited: {ending}")
-    if rank == 0 and (len(outcomes) != 1 or " within a call" not in outcomes[0]):
-        failures.append(f"the handler: {outcomes}")
-    faults.run_op("all_gather", group)
-    faults.run_op("all_gather", other)
-    return failures
-
-
-@pytest.mark.parametrize("again", sweep(["op", "new op", "empty", "finalize"]))
-def test_a_signal_handler_cannot_use_the_group_that_waits(ranks: RanksFixture, again: str) -> None:
-    results = ranks(WORLD).run(handled_job, "direct", again)
-    report(failure for rank in results for failure in rank)
-
-
-@pytest.mark.parametrize("algorithm", sweep(["unfused", "pipelined"]))
-def test_a_signal_handler_during_other_waits(ranks: RanksFixture, algorithm: str) -> None:
-    results = ranks(WORLD).run(handled_job, algorithm, "op")
+    results = ranks(WORLD).run(first_calls_job, 2, 0.02, autotune, timeout=100)
     report(failure for rank in results for failure in rank)
 
 

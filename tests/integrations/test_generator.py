@@ -76,7 +76,7 @@ def test_a_long_prompt(ranks: RanksFixture, folder: Path) -> None:
         assert got == want
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_executor_ends_generation_at_any_step(folder: Path) -> None:
     want = of_one_process(folder, GREEDY)
     with Ranks(2, Generator, str(folder), timeout=60) as executor:

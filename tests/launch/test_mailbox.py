@@ -99,7 +99,7 @@ def test_bytes_arrive_in_order_whatever_the_sizes_and_delays(readers: int, spin:
 
 @pytest.mark.parametrize("spin", [0.0, 20.0])
 def test_ping_pong_loses_no_wake_up(spin: float) -> None:
-    rounds, arena = 3000, arena_of(64, regions=2)
+    rounds, arena = 1500, arena_of(64, regions=2)
 
     def answer() -> None:
         there, back = box_of(arena, spin=spin), box_of(arena, 1, bell=1, spin=spin)

@@ -63,7 +63,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(VALUES)
 def test_values_arrive_as_they_were_sent(value: Any) -> None:
     assert equal(sent(value), value)
@@ -221,7 +221,7 @@ def test_damaged_messages_are_refused_or_hold_plain_values() -> None:
         with pytest.raises(ValueError, match="malformed"):
             decode(whole[:end])
     source, refused = random.Random(1), 0
-    for _ in range(4000):
+    for _ in range(1500):
         damaged = bytearray(whole)
         for _ in range(source.choice((1, 1, 2, 4))):
             damaged[source.randrange(16, len(damaged))] = source.randrange(256)
@@ -230,4 +230,4 @@ def test_damaged_messages_are_refused_or_hold_plain_values() -> None:
         except ValueError as error:
             assert "malformed" in str(error)
             refused += 1
-    assert 1000 < refused < 4000  # others hit the numbers and texts
+    assert 375 < refused < 1500  # others hit the numbers and texts

@@ -113,12 +113,10 @@ EACH_ON_TWO: list[Operands] = [
     ("mesh_shape", "operands"),
     [
         pytest.param((2,), ONE_DIM[5::6], id="a few on 2"),
-        pytest.param((2, 2), TWO_DIMS[:1], id="one on 2x2", marks=pytest.mark.thorough),
         *(
             pytest.param(shape, operands, id=f"{shape}", marks=marks)
             for shape, operands, marks in [
-                ((2,), ONE_DIM, pytest.mark.thorough),
-                ((3,), ONE_DIM, pytest.mark.thorough),
+                ((3,), ONE_DIM[::4], pytest.mark.thorough),
                 ((4,), ONE_DIM, pytest.mark.slow),
                 ((2, 2), TWO_DIMS, pytest.mark.thorough),
                 ((3, 2), TWO_DIMS, pytest.mark.slow),
@@ -139,7 +137,7 @@ def test_as_many_bytes_travel_as_planned(
     [
         ((2,), [((S1,), (S0,), (R,)), ((P,), (S1,), (S0,))]),
         ((1, 2), [((S1, S0), (S0, R), (R, R))]),  # rounded by a step along the dim of one rank
-        *map(thorough, [(3,), (2, 2)], [ONE_DIM[1::3], [*TWO_DIMS, ((S1, S1), (S0, S0), (P, R))]]),
+        thorough((2, 2), [*TWO_DIMS[1:], ((S1, S1), (S0, S0), (P, R))]),
     ],
 )
 def test_partials_travel_in_fp32(
@@ -161,8 +159,7 @@ READ = [
     *(
         pytest.param(mesh, operands, shape, id=f"{mesh}", marks=marks)
         for mesh, operands, shape, marks in [
-            ((2,), ONE_DIM, SHAPE, pytest.mark.thorough),
-            ((3,), ONE_DIM, LARGE, pytest.mark.thorough),
+            ((3,), ONE_DIM[::4], LARGE, pytest.mark.thorough),
             ((2, 2), TWO_DIMS, SHAPE, pytest.mark.thorough),
             ((4,), ONE_DIM, LARGE, pytest.mark.slow),
             ((3, 2), TWO_DIMS, (97, 95, 96), pytest.mark.slow),
@@ -187,7 +184,7 @@ def test_as_many_bytes_are_read_as_planned(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("algorithm", ["direct", "pipelined"])
+@pytest.mark.parametrize("algorithm", ["direct"])
 def test_partials_are_read_in_fp32(ranks: RanksFixture, algorithm: str) -> None:
     # Operands of bf16 are reduced one-shot below 8192 elements.
     shape, dtypes = (97, 95, 96), (torch.bfloat16, torch.float32)

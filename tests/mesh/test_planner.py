@@ -123,14 +123,14 @@ def test_a_strategy_by_name() -> None:
 
 @pytest.mark.parametrize("dims", sweep((1, 2)))
 def test_the_result_is_never_partial_unless_asked_for(dims: int) -> None:
-    for x, w in itertools.product(placements_of(dims), repeat=2):
+    for x, w in list(itertools.product(placements_of(dims), repeat=2))[:: 2 * dims - 1]:
         plans = plans_for(problem(x, w))
         assert plans and all(P not in plan.out for plan in plans)
 
 
 @pytest.mark.parametrize("dims", sweep((1, 2)))
 def test_every_placement_can_be_reached(dims: int) -> None:
-    for x, w, out in itertools.product(placements_of(dims), repeat=3):
+    for x, w, out in list(itertools.product(placements_of(dims), repeat=3))[:: 4 * dims - 3]:
         plans = plans_for(problem(x, w, out))
         assert plans, (x, w, out)
         assert all(plan.out == out for plan in plans)

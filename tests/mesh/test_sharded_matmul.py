@@ -121,7 +121,7 @@ def every(dims: int, **options: object) -> list[Product]:
     ]
 
 
-@pytest.mark.parametrize("world", [2, thorough(1), thorough(3), thorough(4)])
+@pytest.mark.parametrize("world", [2, thorough(3)])
 def test_every_placement_on_one_dim(ranks: RanksFixture, world: int) -> None:
     run(ranks, (world,), every(1))
 
@@ -137,8 +137,11 @@ def spread(products: list[Product]) -> list[Product]:
 FOUR_RANKS = [(2, 2), (1, 4), (4, 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh_shape", [(2, 2), *map(thorough, [(1, 4), (4, 1), (3, 2)])], ids=str)
+def slow(mesh_shape: tuple[int, ...]) -> Any:
+    return pytest.param(mesh_shape, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), slow((3, 2))], ids=str)
 def test_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
     """K is split by different mesh dims, the same dim by both, sums over both, and all at once."""
     run(
@@ -158,14 +161,10 @@ def test_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
     )
 
 
-def slow(mesh_shape: tuple[int, ...]) -> Any:
-    return pytest.param(mesh_shape, marks=pytest.mark.slow)
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh_shape", [(2, 2), *map(slow, [(1, 4), (4, 1), (3, 2)])], ids=str)
-def test_every_pair_of_operands(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
-    run(ranks, mesh_shape, spread(every(2)))
+@pytest.mark.parametrize("mesh_shape", [(2, 2), slow((3, 2))], ids=str)
+def test_some_pairs_of_operands(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
+    run(ranks, mesh_shape, spread(every(2))[::4])
 
 
 @pytest.mark.slow
@@ -196,7 +195,7 @@ def every_strategy(products: list[Product], mesh_shape: tuple[int, ...]) -> list
     return result
 
 
-@pytest.mark.parametrize("world", sweep((2, 3, 4)))
+@pytest.mark.parametrize("world", sweep((2, 3)))
 def test_every_strategy(ranks: RanksFixture, world: int) -> None:
     run(ranks, (world,), every_strategy(spread(every(1)), (world,)))
 
@@ -210,7 +209,7 @@ def test_every_algorithm(ranks: RanksFixture, algorithm: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(2, 2), slow((3, 2))], ids=str)
 def test_every_strategy_on_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
-    products = spread(every(2))[::16]
+    products = spread(every(2))[::48]
     run(ranks, mesh_shape, every_strategy(products, mesh_shape))
 
 
@@ -218,7 +217,7 @@ def test_every_strategy_on_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, 
     ("dtype", "wire_dtype"),
     [
         (torch.bfloat16, torch.float32),
-        *map(thorough, [torch.bfloat16, torch.float32, torch.float64], [None] * 3),
+        thorough(torch.float32, None),
     ],
 )
 def test_random_numbers(
@@ -228,19 +227,10 @@ def test_random_numbers(
     run(ranks, (2,), spread(products))
 
 
-EMPTY = [(1, 1, 1), (0, 5, 6), (7, 0, 6), (2, 3, 0)]
+EMPTY = [(0, 5, 6), (1, 1, 1), (7, 0, 6), (2, 3, 0)]
 
 
-@pytest.mark.parametrize("shape", EMPTY[:2])
+@pytest.mark.parametrize("shape", [EMPTY[0], *map(thorough, EMPTY[1:])])
 def test_few_rows_or_none(ranks: RanksFixture, shape: tuple[int, int, int]) -> None:
     """Most ranks have none of the rows, columns or summands."""
-    run(ranks, (2, 2), spread(every(2, shape=shape))[::16])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", EMPTY)
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (4,)], ids=str)
-def test_few_rows_or_none_in_all_placements(
-    ranks: RanksFixture, mesh_shape: tuple[int, ...], shape: tuple[int, int, int]
-) -> None:
-    run(ranks, mesh_shape, spread(every(len(mesh_shape), shape=shape)))
+    run(ranks, (2, 2), spread(every(2, shape=shape))[::32])

@@ -27,7 +27,6 @@ BF16, F32 = torch.bfloat16, torch.float32
 # x, w and the result. The result is partial on one mesh dim or on both.
 SUMS: dict[tuple[int, ...], list[tuple[Placements, Placements, Placements]]] = {
     (2,): [((S1,), (S0,), (out,)) for out in (R, S0, S1)] + [((P,), (R,), (R,))],
-    (4,): [((S1,), (S0,), (R,)), ((S1,), (S0,), (S1,))],
     (2, 2): [((S1, S1), (S0, S0), out) for out in [(R, R), (S0, S0), (S1, S0), (R, S0), (S0, R)]],
 }
 M, K, N = 6, 8, 4
@@ -63,7 +62,7 @@ def summed_job(mesh_shape: tuple[int, ...]) -> tuple[list[str], int]:
     return wrong, narrow
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), *map(thorough, [(4,), (2, 2)])], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2,), thorough((2, 2))], ids=str)
 def test_sums_that_are_exact_in_fp32_only(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
     wrong, narrow = zip(*ranks(math.prod(mesh_shape)).run(summed_job, mesh_shape), strict=True)
     report(failure for rank in wrong for failure in rank)

@@ -18,12 +18,12 @@ from tests.support.cases import QUICK_WORLDS, RanksFixture
 from tests.support.nn_reference import Model, Shape, inputs
 from tests.support.ranked import fresh_group, messages_of, report
 from tests.support.refusals import packable
-from tests.support.tiers import sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
 from tpkernels.nn.linear import ParallelLinear
 
 SHAPE = Shape(heads=4, kv_heads=2, tied=True)  # one of 3 ranks has no heads
-WAYS = sweep([(True, True), (False, False), (True, False), (False, True)], 2)
+WAYS = sweep([(True, True), (False, False), (True, False), (False, True)], 2, later=0)
 
 
 def make(group: dist.ProcessGroup, sequence: bool, seed: int = 0) -> Model:
@@ -168,8 +168,9 @@ def compiled_job(backend: str) -> list[str]:
     return failures
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", [thorough("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiled(ranks: RanksFixture, backend: str) -> None:
     results = ranks(2).run(compiled_job, backend, timeout=300)
     report(f"{backend}: {failure}" for rank in results for failure in rank)

@@ -54,9 +54,10 @@ def batching_job(options: dict[str, Any]) -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", hf_models.SWEEP)
 @pytest.mark.parametrize(
-    "options", sweep([{"sequence_parallel": "prefill"}, {"ffn_only": True}, {}])
+    "options", sweep([{"sequence_parallel": "prefill"}, {"ffn_only": True}, {}], later=0)
 )
 def test_continuous_batching_generates_the_same_tokens(
     ranks: RanksFixture, world: int, options: dict[str, Any]
@@ -83,6 +84,7 @@ def requests_job() -> tuple[bool, list[int] | None]:
     return stopped, tokens
 
 
+@pytest.mark.thorough
 def test_rank_0_adds_requests(ranks: RanksFixture) -> None:
     single = hf_models.make("llama").eval()
     want = single.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, do_sample=False)[0, 5:]

@@ -152,12 +152,12 @@ def test_different_models_and_options(ranks: RanksFixture, tmp_path: Path) -> No
     third = tmp_path / "third"
     shutil.copytree(one, third)
     for messages in (
-        load(ranks, [one, one, other]),
-        load(ranks, [one, one, third], {}, {}, {"ffn_only": True}),
+        load(ranks, [one, other]),
+        load(ranks, [one, third], {}, {"ffn_only": True}),
     ):
         for message in messages:
-            assert message.startswith("ValueError: ranks 0 and 2 would load different models")
-    assert load(ranks, [one, one, third]) == ["nothing"] * 3
+            assert message.startswith("ValueError: ranks 0 and 1 would load different models")
+    assert load(ranks, [one, third]) == ["nothing"] * 2
 
 
 def test_arguments(ranks: RanksFixture, tmp_path: Path) -> None:
@@ -226,12 +226,12 @@ def slow_job(path: str, step: str) -> float:
     """Rank 1 takes longer for a step than the group's timeout."""
     group = dist.new_group()
     assert group is not None
-    tpkernels.init(group, timeout=1.0)
+    tpkernels.init(group, timeout=0.7)
     module: Any = {"package": blueprint, "_restore_buffers": loading}[step]
     original = getattr(module, step)
 
     def late(*args: Any) -> Any:
-        time.sleep(1.6 * dist.get_rank())
+        time.sleep(1.1 * dist.get_rank())
         return original(*args)
 
     begin = time.monotonic()
@@ -245,7 +245,7 @@ def slow_job(path: str, step: str) -> float:
 def test_the_others_wait_for_a_slow_rank(ranks: RanksFixture, tmp_path: Path, step: str) -> None:
     """Such as one that takes long to import transformers, or to read."""
     path = hf_folders.folder(tmp_path)
-    assert all(seconds > 1.5 for seconds in ranks(2).run(slow_job, str(path), step, timeout=60))
+    assert all(seconds > 1.0 for seconds in ranks(2).run(slow_job, str(path), step, timeout=60))
 
 
 def dying_job(path: str) -> tuple[str, float]:
@@ -272,7 +272,7 @@ def test_a_rank_that_dies_while_it_reads(tmp_path: Path) -> None:
     assert message.startswith("PeerLostError: ") and seconds < 2 * PROMPT, message
 
 
-@pytest.mark.parametrize("size", [0, 40, 900, -64])
+@pytest.mark.parametrize("size", [0, 900, -64])
 def test_a_damaged_gguf_file(ranks: RanksFixture, tmp_path: Path, size: int) -> None:
     pytest.importorskip("gguf")
     good = hf_folders.gguf_file(tmp_path / "model.gguf", "Q8_0")

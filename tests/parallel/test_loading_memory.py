@@ -37,7 +37,7 @@ def growth_job(small: str, path: str, dtype: torch.dtype | None) -> tuple[int, i
 
 @pytest.mark.slow
 @pytest.mark.skipif(not RESET.exists(), reason="the system does not measure peak memory anew")
-@pytest.mark.parametrize("dtype", [None, pytest.param(torch.float32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_peak_memory(tmp_path: Path, dtype: torch.dtype | None) -> None:
     config = transformers.LlamaConfig(
         hidden_size=768,

@@ -1,11 +1,9 @@
-"""Models of real sizes have the logits and the tokens of transformers on any number of ranks."""
+"""A model of a real size has the logits and the tokens of transformers on any number of ranks."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,46 +82,3 @@ def test_smollm2(
 ) -> None:
     """9 heads in 3 key-value groups: neither 2 nor 4 ranks have equally many."""
     check(ranks, world, smollm2, smollm2_expected, **options)
-
-
-#: model type, hidden size, feed-forward size, heads, key-value heads, size of a head
-SHAPES = {
-    "tinyllama": ("llama", 2048, 5632, 32, 4, 64),
-    "qwen3": ("qwen3", 1024, 3072, 16, 8, 128),
-    "mistral": ("mistral", 4096, 14336, 32, 8, 128),
-}
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def random_model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    """A folder with two layers of random weights, and with what is expected of them. The vocabulary
-    is small, which leaves the time to the layers."""
-    model_type, hidden, ffn, heads, groups, size = SHAPES[request.param]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        model_type,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=size,
-        vocab_size=4096,
-        eos_token_id=None,
-        dtype=torch.float32,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    path = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(path)
-    prompts = torch.randint(1, 4096, (len(PROMPTS), TOKENS))
-    hf_reference.write(model, prompts, path / "expected.pt")
-    del model
-    yield path
-    shutil.rmtree(path)  # Mistral's has 1.9 GB
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_real_widths(ranks: RanksFixture, random_model: Path, world: int) -> None:
-    check(ranks, world, random_model, random_model / "expected.pt")

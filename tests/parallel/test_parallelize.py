@@ -15,7 +15,7 @@ from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import shard
 from tests.support.ranked import recorded_calls, report
-from tests.support.tiers import sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
 from tpkernels.parallel import llama
 
@@ -153,7 +153,7 @@ def use_job(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "how", ["copied", "checkpointing", pytest.param("compiled", marks=pytest.mark.slow)]
+    "how", ["checkpointing", thorough("copied"), pytest.param("compiled", marks=pytest.mark.slow)]
 )
 def test_it_can_be_used_as_before(ranks: RanksFixture, how: str) -> None:
     results = ranks(2).run(use_job, how, timeout=180)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import tpkernels
 from tests.support import hf_models
@@ -163,21 +163,6 @@ def groups_job(base: str) -> list[str]:
 @pytest.mark.thorough
 def test_a_group_that_is_not_all_ranks(ranks: RanksFixture, tmp_path: Path) -> None:
     report(f for rank in ranks(3).run(groups_job, str(tmp_path), timeout=100) for f in rank)
-
-
-def replicas_job(base: str) -> list[str]:
-    """Two replicas of two shards each; only one writes."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallel = tpkernels.parallelize(hf_models.make("llama"), mesh["tp"])
-    mine = Path(base) / f"{mesh['dp'].get_local_rank()}"
-    parallel.save_pretrained(mine, is_main_process=mesh["dp"].get_local_rank() == 1)
-    dist.barrier()
-    return [str(path.relative_to(base)) for path in Path(base).glob("*/model.safetensors")]
-
-
-@pytest.mark.slow
-def test_one_replica_writes(ranks: RanksFixture, tmp_path: Path) -> None:
-    assert ranks(4).run(replicas_job, str(tmp_path), timeout=100) == [["1/model.safetensors"]] * 4
 
 
 def pickled_job(base: str) -> list[str]:

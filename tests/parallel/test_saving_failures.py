@@ -3,8 +3,6 @@ all ranks in time, and what cannot be saved is refused."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,6 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT
 from tests.support.ranked import messages_of
 from tests.support.tiers import sweep
-from tpkernels.launch import Ranks
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -91,20 +88,20 @@ def slow_job(base: str) -> float:
     """Rank 0 writes for longer than the timeout."""
 
     def write(self: Any, save_directory: Any, **_: Any) -> None:
-        time.sleep(1.5)
+        time.sleep(1.0)
 
-    model = tpkernels.parallelize(_saves(hf_models.make("llama"), write), own_group(1.0))
+    model = tpkernels.parallelize(_saves(hf_models.make("llama"), write), own_group(0.7))
     begin = time.monotonic()
     model.save_pretrained(base)
     return time.monotonic() - begin
 
 
 def test_the_others_wait_while_rank_0_writes(ranks: RanksFixture, tmp_path: Path) -> None:
-    assert all(1.4 < seconds < 1.5 + PROMPT for seconds in ranks(2).run(slow_job, str(tmp_path)))
+    assert all(0.9 < seconds < 1.0 + PROMPT for seconds in ranks(2).run(slow_job, str(tmp_path)))
 
 
 def alone_job(base: str, rank: int) -> tuple[str, float]:
-    model = tpkernels.parallelize(hf_models.make("llama"), own_group(1.0))
+    model = tpkernels.parallelize(hf_models.make("llama"), own_group(0.7))
     dist.barrier()
     begin = time.monotonic()
     ending = "did not call"
@@ -122,30 +119,6 @@ def alone_job(base: str, rank: int) -> tuple[str, float]:
 def test_one_rank_alone_does_not_hang(ranks: RanksFixture, tmp_path: Path, rank: int) -> None:
     ending, took = ranks(2).run(alone_job, str(tmp_path), rank)[rank]
     assert ending == "CollectiveTimeoutError" and took < 1.0 + PROMPT
-
-
-def dying_job(base: str) -> tuple[str, float]:
-    def write(self: Any, save_directory: Any, **_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    model = _saves(hf_models.make("llama"), write)
-    tpkernels.parallelize(model, hf_models.mesh_of_all())
-    begin = time.monotonic()
-    try:
-        model.save_pretrained(base)
-    except Exception as error:
-        return type(error).__name__, time.monotonic() - begin
-    return "nothing", 0.0
-
-
-@pytest.mark.thorough
-def test_rank_0_dies_while_it_writes(tmp_path: Path) -> None:
-    with Ranks(2) as pool:
-        pool.submit(dying_job, str(tmp_path))
-        outcomes = pool.collect(timeout=60)
-    assert outcomes[0].exitcode == -signal.SIGKILL
-    ending, took = outcomes[1].value
-    assert ending == "PeerLostError" and took < PROMPT
 
 
 def refusals_job(base: str) -> list[str]:

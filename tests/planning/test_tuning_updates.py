@@ -19,7 +19,7 @@ from tpkernels import cache
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED
 
-UPDATES = 60
+UPDATES = 25
 
 
 @pytest.fixture(autouse=True)

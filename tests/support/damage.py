@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from typer.testing import CliRunner, Result
@@ -50,9 +50,10 @@ def options() -> list[str]:
     return arguments
 
 
-def good_report() -> Report:
-    """A report such as a run on this machine might write."""
-    sweep = plan_sweep(Settings(**SWEEP), ranks=None, device="cpu")  # type: ignore[arg-type]
+def good_report(given: Mapping[str, Any] = SWEEP) -> Report:
+    """A report such as a run of this sweep on this machine might write."""
+    sweep = plan_sweep(Settings(**given), ranks=None, device="cpu")
+    algorithms = given.get("algorithm", ("auto",))
     report = new_report(sweep)
     for item in sweep.items:
         samples = {
@@ -60,11 +61,12 @@ def good_report() -> Report:
             for i, name in enumerate(
                 ("auto", "direct", "unfused", "torch", "matmul", "local_matmul")
             )
-            if item.spec.op != "all_reduce" or name not in ("matmul", "local_matmul")
+            if "matmul" in (item.spec.op if "matmul" in name else "matmul")
+            and name in (*algorithms, "unfused", "torch", "matmul", "local_matmul")
         }
         choices = {
             name: Choice(name.replace("auto", "direct"), "4 rows a rank", Verdict(0.5, 0.5, 1.0))
-            for name in ("auto", "direct", "unfused")
+            for name in (*algorithms, "unfused")
         }
         left_out = {"nccl": "no GPU: pip install 'tpkernels[cu13]'"}
         case_report = CaseReport(choices, samples, left_out, inputs_over_cache=2.5)

@@ -23,8 +23,8 @@ httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
 pytestmark = pytest.mark.thorough
-PROMPTS = [f"the number is {i} and so on" for i in range(16)]
-NEW = 40
+PROMPTS = [f"the number is {i} and so on" for i in range(8)]
+NEW = 16
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[served.Server]:
     """A cache so small that requests must wait for one another, and be begun anew."""
-    with served.server(folder, "--cache-tokens", 256, "--max-requests", 8) as running:
+    with served.server(folder, "--cache-tokens", 128, "--max-requests", 4) as running:
         yield running
         code = running.stop()
         assert code == 0, running.output()
@@ -73,7 +73,7 @@ def test_greedy_answers_are_those_of_one_rank(
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(ask, PROMPTS)) == greedy
-    assert len(set(greedy)) > 8  # or a mix-up would not be seen
+    assert len(set(greedy)) > 4  # or a mix-up would not be seen
 
 
 def test_the_openai_client(server: served.Server, client: Any, greedy: list[str]) -> None:
