@@ -181,7 +181,6 @@ def test_symbolic_sizes(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(job, F32, True, names, timeout=250) for f in rank)
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_four_ranks(ranks: RanksFixture, symbolic: bool) -> None:

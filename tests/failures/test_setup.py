@@ -20,7 +20,7 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
 from tests.support.tiers import sweep
-from tpkernels.symm import host, rendezvous, steps
+from tpkernels.symm import host, rendezvous
 
 WORLD = 4
 TIMEOUT = 1.0
