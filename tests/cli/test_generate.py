@@ -141,7 +141,7 @@ def test_refused_before_ranks_start(
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        pytest.param("", ("--prompt", "the " * 60), "64 in all", marks=pytest.mark.thorough),
+        pytest.param("", ("--prompt", "the " * 60), "64 in all", marks=pytest.mark.slow),
         pytest.param("", ("--prompt", ""), "has no tokens", marks=pytest.mark.slow),
         pytest.param("tokenizer", ("--prompt", PROMPT), "no tokenizer", marks=pytest.mark.slow),
         pytest.param("chat", ("--prompt", "a", "--chat"), "template", marks=pytest.mark.slow),

@@ -17,6 +17,7 @@ import tpkernels
 from tests.cli.test_cli import check_refused, invoke, one_element_off
 from tests.support.cases import RanksFixture
 from tpkernels import groups, launch
+from tpkernels.bench import inputs
 from tpkernels.bench.cases import planned, random_case, run_tpkernels
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec
@@ -113,11 +114,11 @@ def tuned_with_a_wrong_direct() -> TuneReport:
         y = right(*args, algorithm=algorithm, **options)  # type: ignore[call-overload]
         return [one_element_off(one) for one in y] if algorithm == "direct" else y
 
-    tpkernels.all_gather_matmul = sabotaged  # type: ignore[assignment]
-    try:
+    with (
+        mock.patch.object(tpkernels, "all_gather_matmul", sabotaged),
+        mock.patch.object(inputs, "last_level_cache_bytes", lambda _: 1 << 20),
+    ):
         return tune_case(Spec("all_gather_matmul", (512, 64, 32), torch.bfloat16), 2, 5.0)
-    finally:
-        tpkernels.all_gather_matmul = right
 
 
 def best_of_candidates() -> tuple[Config, Config]:
@@ -277,5 +278,8 @@ def tuned_with_other_bits() -> TuneReport:
             y[0].view(torch.int32).view(-1)[0] ^= 1
         return y
 
-    with mock.patch.object(tpkernels, "all_gather_matmul", rounded):
+    with (
+        mock.patch.object(tpkernels, "all_gather_matmul", rounded),
+        mock.patch.object(inputs, "last_level_cache_bytes", lambda _: 1 << 20),
+    ):
         return tune_case(Spec("all_gather_matmul", (512, 64, 32), torch.float32), 2, 5.0)

@@ -207,6 +207,7 @@ def first_version_job() -> list[str]:
         ]
 
 
+@pytest.mark.thorough
 def test_the_first_kind_of_wrapper(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(first_version_job, timeout=100) for f in rank)
 
