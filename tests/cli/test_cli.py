@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +26,6 @@ from tpkernels.op_spec import OPS
 from tpkernels.timing import Samples, summary
 
 MODULE = [sys.executable, "-m", "tpkernels"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TINY_DEMO = ["demo", "--m", "18", "--hidden", "64", "--ffn", "66", "--repeat", "1"]
 TINY_BENCH = ["--shape", "9,32,64", "--bytes", "4K", "--repeat", "2"]
 
@@ -235,13 +231,6 @@ def test_refused_json_path_leaves_no_file(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-@pytest.mark.slow
-def test_bench_runs_under_torchrun() -> None:
-    result = run(*TORCHRUN, "-m", "--", "tpkernels", "bench", "--op", "reduce_scatter", *TINY_BENCH)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("reduce_scatter") == 1  # rank 0 alone prints
-
-
 def processes_of_session(leader: int) -> set[int]:
     """Ids of the processes in the session that ``leader`` started, except zombies."""
     pids = set()
@@ -253,21 +242,3 @@ def processes_of_session(leader: int) -> set[int]:
         if int(of) == leader and state != "Z":
             pids.add(int(entry.name))
     return pids
-
-
-@pytest.mark.slow
-def test_interrupt_leaves_no_process() -> None:
-    size = ["--m", "2048", "--hidden", "1024", "--ffn", "4096", "--nproc", "2"]
-    command = subprocess.Popen(
-        [*MODULE, "demo", *size], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert command.stdout is not None
-    assert "2 ranks" in command.stdout.readline()  # they are running
-    assert len(processes_of_session(command.pid)) >= 3
-    os.killpg(command.pid, signal.SIGINT)  # as a terminal does
-    command.communicate(timeout=90)  # a rank ends after its current matmul
-    assert command.returncode != 0
-    deadline = time.monotonic() + 5
-    while processes_of_session(command.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes_of_session(command.pid)

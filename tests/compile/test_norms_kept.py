@@ -134,6 +134,6 @@ KEPT += [
 GRAPHS = {each.__name__.replace("_", " "): each for each in KEPT}
 
 
-@pytest.mark.parametrize("make", sweep(GRAPHS, 3, later=6))
+@pytest.mark.parametrize("make", sweep(GRAPHS, 2, later=6))
 def test_what_is_left_alone(ranks: RanksFixture, make: str) -> None:
     report(each for rank in ranks(2).run(kept_job, make) for each in rank)

@@ -141,6 +141,7 @@ def one_token_job(dynamic: bool, compiler: str) -> list[str]:
         return failures
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )

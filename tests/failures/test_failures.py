@@ -146,7 +146,7 @@ def _stop(op: str, algorithm: str, where: str) -> list[Ending]:
         return endings
 
 
-@pytest.mark.parametrize(("op", "algorithm"), sweep(STOPPED, 2))
+@pytest.mark.parametrize(("op", "algorithm"), sweep(STOPPED))
 def test_a_stopped_rank_is_a_timeout(op: str, algorithm: str) -> None:
     for first in _stop(op, algorithm, "before"):
         assert first.peer == VICTIM, first
@@ -186,7 +186,7 @@ def failing_job(op: str, algorithm: str) -> Report:
     return report
 
 
-@pytest.mark.parametrize(("op", "algorithm"), sweep([*_EACH[1::2], *MATMUL_CASES], 2))
+@pytest.mark.parametrize(("op", "algorithm"), sweep([*_EACH[1::2], *MATMUL_CASES]))
 def test_an_exception_in_one_rank_reaches_all(op: str, algorithm: str) -> None:
     with faults.watched_ranks(WORLD) as ranks:
         reports = faults.values(faults.collect(ranks, failing_job, op, algorithm))

@@ -103,7 +103,7 @@ def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], list[str],
 
 @pytest.mark.parametrize(
     ("op", "algorithm"),
-    sweep([*EACH, *(case for case in [*CASES, *SCALED_CASES] if case not in EACH)], 4, later=3),
+    sweep([*EACH, *(case for case in [*CASES, *SCALED_CASES] if case not in EACH)], 3, later=3),
 )
 def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: str) -> None:
     for at in range(1, 40):

@@ -78,7 +78,7 @@ CASES += [("growth", "map", 0), ("init", "map", 2), ("empty", "before", 2), ("em
 CASES += [("empty", "map", 2)]
 
 
-@pytest.mark.parametrize(("step", "where", "victim"), sweep(CASES, 3, later=0))
+@pytest.mark.parametrize(("step", "where", "victim"), sweep(CASES, 2, later=2))
 def test_a_killed_rank_is_reported(step: str, where: str, victim: int) -> None:
     alone = step == "init" and where == "before"  # nobody knows its process yet
     timeout = TIMEOUT if step == "init" else faults.PATIENCE

@@ -77,7 +77,7 @@ def handled_job(waits_in: str, uses: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("waits_in", "uses"), sweep(WAITS, 3, later=2))
+@pytest.mark.parametrize(("waits_in", "uses"), sweep(WAITS, 2, later=3))
 def test_a_handler_is_refused_wherever_ranks_wait(
     ranks: RanksFixture, waits_in: str, uses: str
 ) -> None:

@@ -14,6 +14,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
+from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.planning import store
 
@@ -56,7 +57,7 @@ def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str
     return failures
 
 
-@pytest.mark.parametrize("autotune", [None, True])
+@pytest.mark.parametrize("autotune", sweep([True, None]))
 def test_two_threads_make_a_groups_first_call(ranks: RanksFixture, autotune: bool | None) -> None:
     results = ranks(WORLD).run(first_calls_job, 2, 0.02, autotune, timeout=100)
     report(failure for rank in results for failure in rank)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
 from tests.support.held import Held
-from tests.support.tiers import thorough
 from tpkernels.launch import GroupExecutor, RankError, Ranks, serve_group
 from tpkernels.launch import group as group_module
 
@@ -183,7 +182,7 @@ def lost_job(how: str, timeout: float) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", thorough("SIGSTOP")])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_in_a_call_is_reported(how: str) -> None:
     timeout = 2.0
     with Ranks(3) as ranks:

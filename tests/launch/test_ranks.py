@@ -304,7 +304,7 @@ def test_a_call_that_takes_too_long_says_where_the_ranks_are() -> None:
     assert "still running" in str(error) and "in sleep" in str(error)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stream_waits_for_each_item_only() -> None:
     with Ranks(1, Held, timeout=0.6) as ranks:
         for _ in ranks.stream("count", 3):

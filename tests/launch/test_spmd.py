@@ -60,8 +60,8 @@ print([box.value for box in boxes], all(type(box) is Box for box in boxes))
 """
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", ["a file", pytest.param("standard input", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["a file", "standard input"])
 def test_a_script_needs_no_guard(tmp_path: Path, how: str) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

@@ -227,10 +227,10 @@ def test_random_numbers(
     run(ranks, (2,), spread(products))
 
 
-EMPTY = [(0, 5, 6), (1, 1, 1), (7, 0, 6), (2, 3, 0)]
+EMPTY = [(0, 5, 6), (1, 1, 1)]
 
 
-@pytest.mark.parametrize("shape", [EMPTY[0], *map(thorough, EMPTY[1:])])
+@pytest.mark.parametrize("shape", [EMPTY[0], thorough(EMPTY[1])])
 def test_few_rows_or_none(ranks: RanksFixture, shape: tuple[int, int, int]) -> None:
     """Most ranks have none of the rows, columns or summands."""
-    run(ranks, (2, 2), spread(every(2, shape=shape))[::32])
+    run(ranks, (2, 2), spread(every(2, shape=shape))[::48])

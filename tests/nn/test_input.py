@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.nn_reference import Model, Shape, far, inputs
+from tests.support.nn_reference import far
 from tests.support.ranked import fresh_group, messages_of, report
-from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.ops.column_matmul import column_matmul
 
@@ -173,31 +170,3 @@ def masked_job() -> list[str]:
 
 def test_masks_and_mixed_biases(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(2).run(masked_job) for failure in rank)
-
-
-def compile_job(sequence: bool) -> list[str]:
-    """A compiled model is one graph, with the results of the eager model."""
-    torch._dynamo.reset()
-    failures = []
-    with fresh_group() as group:
-        torch.manual_seed(6)
-        model = Model(Shape(vocab=6), group, sequence)
-        ids, targets, rotary = inputs(model.shape, 0)
-        model.loss(ids, targets, rotary).backward()
-        want = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-        model.zero_grad()
-        step = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
-        step(ids, targets, rotary).backward()
-        for (name, p), grad in zip(model.named_parameters(), want, strict=True):
-            difference = far(p.grad, grad)
-            if difference is not None:
-                failures.append(f"{name}: {difference}")
-        tpkernels.all_reduce(torch.zeros(1), group)  # the ranks are still in step
-    return failures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence", sweep([True, False]))
-def test_compiled_layers(ranks: RanksFixture, sequence: bool) -> None:
-    results = ranks(2).run(compile_job, sequence, timeout=120)
-    report(failure for rank in results for failure in rank)

@@ -20,8 +20,7 @@ TOKENS = "tokenizer.ggml.tokens"
 MANY = 1500  # more entries than are read
 
 
-@pytest.mark.parametrize("names_size", [True, False])
-@pytest.mark.parametrize("vocabulary", [MANY, 47])
+@pytest.mark.parametrize(("vocabulary", "names_size"), [(MANY, False), (47, True)])
 def test_the_configuration_is_that_of_the_whole_file(
     tmp_path: Path, vocabulary: int, names_size: bool
 ) -> None:

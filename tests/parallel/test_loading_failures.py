@@ -23,6 +23,7 @@ from tests.support import hf_folders, hf_models
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT
 from tests.support.ranked import messages_of
+from tests.support.tiers import sweep
 from tpkernels.launch import Ranks
 from tpkernels.parallel import blueprint, loading
 from tpkernels.parallel.checkpoints.safetensors_folder import INDEX
@@ -240,8 +241,7 @@ def slow_job(path: str, step: str) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("step", ["package", "_restore_buffers"])
+@pytest.mark.parametrize("step", sweep(["package", "_restore_buffers"]))
 def test_the_others_wait_for_a_slow_rank(ranks: RanksFixture, tmp_path: Path, step: str) -> None:
     """Such as one that takes long to import transformers, or to read."""
     path = hf_folders.folder(tmp_path)

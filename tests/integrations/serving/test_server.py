@@ -24,7 +24,7 @@ pytest.importorskip("uvicorn")
 
 pytestmark = pytest.mark.thorough
 PROMPTS = [f"the number is {i} and so on" for i in range(8)]
-NEW = 16
+NEW = 24
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[served.Server]:
     """A cache so small that requests must wait for one another, and be begun anew."""
-    with served.server(folder, "--cache-tokens", 128, "--max-requests", 4) as running:
+    with served.server(folder, "--cache-tokens", 208, "--max-requests", 8) as running:
         yield running
         code = running.stop()
         assert code == 0, running.output()
