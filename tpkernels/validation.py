@@ -17,14 +17,14 @@ _OVERLAPS = 1  # torch's answer; 0 is no, 2 is too hard to tell
 
 
 def dim(value: int, ndim: int, what: str) -> int:
-    """A dim of a tensor of ``ndim`` dims; negative ones are refused."""
+    """Return a dim of a tensor of ``ndim`` dims; negative ones are refused."""
     if not 0 <= value < ndim:
         raise ValueError(f"{what} is {value}; a tensor of {ndim} dims allows 0 to {ndim - 1}")
     return value
 
 
 def tensors(arguments: Mapping[str, Any]) -> None:
-    """Checks all tensors among an op's arguments: dense, or packed if a weight, and on x's device.
+    """Check all tensors among an op's arguments: dense, or packed if a weight, and on x's device.
     The dispatcher does not: with one tensor on the meta device it takes the fake kernel, and it
     overlooks optional lists."""
     x = arguments["x"]
@@ -46,14 +46,14 @@ def tensors(arguments: Mapping[str, Any]) -> None:
 
 
 def device(x: torch.Tensor) -> str:
-    """The type of x's device; raises where the ops do not run on it."""
+    """Return the type of x's device; raise where the ops do not run on it."""
     if x.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"x is on {x.device}; the ops run on cpu and cuda")
     return x.device.type
 
 
 def written_once(x: torch.Tensor) -> None:
-    """An x that can be overwritten: no two of its elements share memory."""
+    """Check that x can be overwritten: no two of its elements share memory."""
     if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == _OVERLAPS:
         raise ValueError(
             f"x of shape {list(x.shape)} and strides {list(x.stride())} has elements that share "
@@ -62,14 +62,14 @@ def written_once(x: torch.Tensor) -> None:
 
 
 def matrix_input(x: torch.Tensor) -> None:
-    """x [..., K] of a supported dtype."""
+    """Check x [..., K] of a supported dtype."""
     dtypes.check_supported(x.dtype, "x")
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dims [..., K], not shape {list(x.shape)}")
 
 
 def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
-    """w [k, N] of x's dtype, where ``k`` is the columns of the (gathered) x."""
+    """Check w [k, N] of x's dtype, where ``k`` is the columns of the (gathered) x."""
     if k < 1:
         raise ValueError(f"x has shape {list(x.shape)}: K must be at least 1")
     shape, form = list(w.shape), "shape"
@@ -97,7 +97,7 @@ def whole(
     what: str,
     by_columns: bool = False,
 ) -> None:
-    """Checks the use of a weight that is packed, or known to a `LocalProduct` alone: all of its
+    """Check the use of a weight that is packed, or known to a `LocalProduct` alone: all of its
     columns are multiplied at once and give results of x's dtype.
 
     Args:
@@ -140,7 +140,7 @@ def bias(
     what: str = "bias",
     allowed: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """bias [columns], of a dtype in ``allowed``: by default x's or the accumulator's."""
+    """Check bias [columns], of a dtype in ``allowed``: by default x's or the accumulator's."""
     if value is None:
         return
     if tuple(value.shape) != (columns,):
@@ -154,7 +154,7 @@ def residual(
     shape: Sequence[int],
     allowed: Sequence[torch.dtype],
 ) -> None:
-    """residual of the output's shape and of a dtype in ``allowed``."""
+    """Check a residual of the output's shape and of a dtype in ``allowed``."""
     if value is None:
         return
     if tuple(value.shape) != tuple(shape):
@@ -163,7 +163,7 @@ def residual(
 
 
 def out_dtype(value: torch.dtype | None, x: torch.Tensor, what: str = "out_dtype") -> torch.dtype:
-    """The requested dtype, or x's."""
+    """Return the requested dtype, or x's."""
     if value is None or value == x.dtype:
         return x.dtype
     dtypes.check_supported(value, what)
@@ -176,7 +176,7 @@ def out_dtype(value: torch.dtype | None, x: torch.Tensor, what: str = "out_dtype
 
 
 def wire_dtype(value: torch.dtype | None, x: torch.dtype) -> torch.dtype:
-    """The dtype that partials travel in: x's, or float32."""
+    """Return the dtype that partials travel in: x's, or float32."""
     if value not in (None, x, dtypes.accumulator(x)):
         assert value is not None  # None is in the list
         raise ValueError(
@@ -189,7 +189,8 @@ def wire_dtype(value: torch.dtype | None, x: torch.dtype) -> torch.dtype:
 def gather_sizes(
     sizes: Sequence[int] | None, size: int, rank: int, world: int, what: str = "shard_sizes"
 ) -> tuple[int, ...]:
-    """Rows per rank of a dim of which this rank has ``size`` rows, as all ranks do by default."""
+    """Return the rows per rank of a dim of which this rank has ``size`` rows, as all ranks do by
+    default."""
     if sizes is None:
         return (size,) * world
     checked = check_sizes(sizes, world)
@@ -204,7 +205,7 @@ def gather_sizes(
 def scatter_sizes(
     sizes: Sequence[int] | None, total: int, world: int, what: str = "shard_sizes"
 ) -> tuple[int, ...]:
-    """Rows per rank of a scattered dim of ``total`` rows."""
+    """Return the rows per rank of a scattered dim of ``total`` rows."""
     if sizes is None:
         if total % world:
             raise ValueError(
@@ -233,7 +234,7 @@ def weights(
     x: torch.Tensor,
     k: int,
 ) -> None:
-    """Weights [k, N_i], each with a bias [N_i] or, in the ops' lists, one of no elements."""
+    """Check weights [k, N_i], each with a bias [N_i] or, in the ops' lists, one of no elements."""
     if biases is not None and len(biases) != len(values):
         raise ValueError(f"{len(biases)} biases for {len(values)} weights")
     for i, w in enumerate(values):
@@ -249,7 +250,7 @@ def weights(
 def gathered_shape(
     shape: Sequence[int], gather_dim: int, sizes: Sequence[int] | None, group: Group
 ) -> list[int]:
-    """The shape of the whole of which ``shape`` is this rank's shard; for fake kernels."""
+    """Return the shape of the whole of which ``shape`` is this rank's shard; for fake kernels."""
     whole, at = list(shape), dim(gather_dim, len(shape), "gather_dim")
     whole[at] = whole[at] * group.world if sizes is None else sum(sizes)
     return whole
@@ -258,16 +259,16 @@ def gathered_shape(
 def scattered_shape(
     shape: Sequence[int], scatter_dim: int, sizes: Sequence[int] | None, group: Group
 ) -> list[int]:
-    """The shape of this rank's shard of a whole of ``shape``; for fake kernels."""
+    """Return the shape of this rank's shard of a whole of ``shape``; for fake kernels."""
     shard, at = list(shape), dim(scatter_dim, len(shape), "scatter_dim")
     shard[at] = shard[at] // group.world if sizes is None else sizes[group.rank]
     return shard
 
 
 def empty_shards(options: Mapping[str, Any]) -> str:
-    """The sizes among an op's options that give a rank no rows; empty if none do. In a compiled
-    graph inductor makes what reads a result without elements read nothing. Then it drops the op, or
-    no longer orders it before the next one, on that rank alone."""
+    """Return the sizes among an op's options that give a rank no rows; empty if none do. In a
+    compiled graph inductor makes what reads a result without elements read nothing. Then it drops
+    the op, or no longer orders it before the next one, on that rank alone."""
     for name in ("shard_sizes", "gather_sizes", "scatter_sizes"):
         sizes = options.get(name)
         if sizes is not None and any(size == 0 for size in sizes):

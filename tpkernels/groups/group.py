@@ -83,14 +83,14 @@ class Group(_C.calls.Turns):
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        """The process group; alive as long as it is registered with torch."""
+        """Return the process group, alive as long as it is registered with torch."""
         pg = self._pg()
         if pg is None:
             raise GroupBrokenError(f"process group '{self.name}' has been destroyed")
         return pg
 
     def ready(self, device: str = "cpu") -> Group:
-        """Makes the workspace at the first call, on tensors of a device type; collective then."""
+        """Make the workspace at the first call, on tensors of a device type; collective then."""
         if not self._ready:
             self.init(None, defaults.WORKSPACE_BYTES, defaults.AUTOTUNE, device=device)
         return self
@@ -144,8 +144,8 @@ class Group(_C.calls.Turns):
             self._ready = True
 
     def second(self, purpose: str, device: str) -> Group:
-        """A group of the same ranks with a workspace of its own, for tensors of a device type; it
-        has the times and the numerics of this one. One at a time: its keys in the store are used
+        """Make a group of the same ranks with a workspace of its own, for tensors of a device type;
+        it has the times and the numerics of this one. One at a time: its keys in the store are used
         again. Collective.
 
         Raises:
@@ -168,7 +168,7 @@ class Group(_C.calls.Turns):
             self.node.set_timeout(timeout)
 
     def _agree_on_memory(self, participant: Participant, options: dict[str, Any]) -> bool:
-        """Finds out with the other ranks whether all give the same options and can share memory
+        """Find out with the other ranks whether all give the same options and can share memory
         (``why_not_shared``), and whether all run on one machine."""
         say = {"options": options, "host": socket.gethostname()}
         self.why_not_shared, said = probe_colocation(participant, say)
@@ -188,22 +188,23 @@ class Group(_C.calls.Turns):
 
     @property
     def shared_memory(self) -> bool:
-        """Whether all ranks map each other's memory."""
+        """Return whether all ranks map each other's memory."""
         return self.workspace is not None
 
     @property
     def nearby(self) -> HostWorkspace | None:
-        """What this rank shares with those of its host: all ranks, or those of its node."""
+        """Return the workspace shared with the ranks of this host: all ranks, or those of its
+        node."""
         return self.workspace if self.node is None else self.node.workspace
 
     @property
     def usable_bytes(self) -> int:
-        """What each data buffer may grow to, as far as the group is set up."""
+        """Return the bytes that each data buffer may grow to, as far as the group is set up."""
         memory = self.node or self.workspace
         return self.workspace_bytes if memory is None else memory.usable_bytes
 
     def participant(self, timeout: float) -> Participant:
-        """This rank's place in the group, for an exchange through its store."""
+        """Return this rank's place in the group, for an exchange through its store."""
         return Participant(
             store=self.pg.get_group_store(),
             group=self.name,
@@ -215,22 +216,23 @@ class Group(_C.calls.Turns):
         )
 
     def by_gloo(self, device: str) -> bool:
-        """Whether gloo, which moves the host's memory, has the group's tensors of a device type."""
+        """Return whether gloo, which moves the host's memory, has the group's tensors of a device
+        type."""
         try:
             return self.pg._get_backend(torch.device(device)).name() == "gloo"
         except RuntimeError:  # no backend has
             return False
 
     def timeout_on(self, device: str) -> float:
-        """Seconds that a wait in a call on tensors of a device type may take."""
+        """Return how many seconds a wait in a call on tensors of a device type may take."""
         return self.gpu_timeout if device == "cuda" else self.timeout
 
     # Whose turn it is: one call at a time.
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """A call: waits for those of other threads. What a signal handler asks for meanwhile is
-        refused."""
+        """Make a call: wait for those of other threads first. What a signal handler asks for
+        meanwhile is refused."""
         with self.lock:
             self.check_usable()
             try:
@@ -240,7 +242,7 @@ class Group(_C.calls.Turns):
                 self.in_call = False
 
     def check_usable(self) -> None:
-        """Raises ``GroupBrokenError`` after a failure, once closed, and in a fork of the rank;
+        """Raise ``GroupBrokenError`` after a failure, once closed, and in a fork of the rank;
         ``RuntimeError`` within a call. The caller holds ``lock``."""
         if self._owner is not None:
             raise GroupBrokenError(
@@ -263,7 +265,7 @@ class Group(_C.calls.Turns):
             )
 
     def within_call(self) -> bool:
-        """Whether this very thread is in a call."""
+        """Return whether this very thread is in a call."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -272,14 +274,14 @@ class Group(_C.calls.Turns):
             self.lock.release()
 
     def look_in_waits(self, look: Callable[[], None]) -> None:
-        """Has a wait on the host call ``look`` some 50 times a second; its error ends the wait."""
+        """Make waits on the host call ``look`` some 50 times a second; its error ends the wait."""
         self.looks.append(look)
         if self.nearby is not None and len(self.looks) == 1:
             looks = self.looks  # the channel must not keep the group alive
             self.nearby.channel.set_look(lambda: [each() for each in looks])
 
     def warn(self) -> None:
-        """Gives the warnings that have come up in calls, after these: a warning may be an error,
+        """Give the warnings that have come up in calls, after these: a warning may be an error,
         with which rank 0 alone would leave a call."""
         notices, self.notices = self.notices, []
         for notice in notices:
@@ -288,8 +290,8 @@ class Group(_C.calls.Turns):
     # How it ends: by a failure, by the end of its process group, with the process.
 
     def break_between_calls(self, error: BaseException) -> None:
-        """This rank left with ``error`` on the way to a call, or between two. A call of another
-        thread ends first, but none begins."""
+        """Break the group because this rank left with ``error`` on the way to a call, or between
+        two. A call of another thread ends first, but none begins."""
         # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
         if self._broken is None and not self.within_call():
             self._broken, self.open = of_error(error), False
@@ -297,8 +299,8 @@ class Group(_C.calls.Turns):
                 self._tell_peers(error)
 
     def mark_broken(self, error: BaseException) -> None:
-        """This rank left a call with ``error``: peers that wait for it are told, and no further
-        call can run."""
+        """Break the group because this rank left a call with ``error``: peers that wait for it are
+        told, and no further call can run."""
         if self._broken is not None:
             return
         self._broken, self.open = of_error(error), False
@@ -315,7 +317,7 @@ class Group(_C.calls.Turns):
             self.nearby.abandon(of_error(error), late, -1 if peer is None else peer)
 
     def tell_outside_calls(self, error: BaseException) -> None:
-        """Tells the ranks that may wait in the store for what this one was to say there. Those that
+        """Tell the ranks that may wait in the store for what this one was to say there. Those that
         share its memory know already, and each rank detects a mismatch by itself."""
         found_by_all = self.workspace is not None or isinstance(error, CollectiveMismatchError)
         if self._ready and not found_by_all:
@@ -326,7 +328,7 @@ class Group(_C.calls.Turns):
             tell_left(self.participant(self.timeout), error)
 
     def check_kernels(self, text: str) -> None:
-        """Raises what has failed in kernels on GPUs so far; ``text`` says what has found it."""
+        """Raise what has failed in kernels on GPUs so far; ``text`` says what has found it."""
         if self.workspace is not None:
             self.workspace.check_kernels(text)
 
@@ -343,12 +345,12 @@ class Group(_C.calls.Turns):
 
     @property
     def is_forked(self) -> bool:
-        """Whether the group belongs to another process, which this one was forked from."""
+        """Return whether the group belongs to another process, which this one was forked from."""
         return self._owner is not None
 
     def disown(self, owner: int) -> None:
-        """This process is a fork of the rank, process ``owner``: it can neither take its place nor
-        end its calls."""
+        """Leave the group to process ``owner``, of which this one is a fork: it can neither take
+        its place nor end its calls."""
         if self._owner is None:  # otherwise it was a fork's already
             self._owner = owner
         self.open = False
@@ -357,13 +359,13 @@ class Group(_C.calls.Turns):
         self.waiter = Waiter()
 
     def leave(self) -> None:
-        """For the end of the process."""
+        """Tell kernels that still wait that this process ends."""
         if self.nearby is not None and not self.is_forked:
             self.nearby.leave()
 
     def close(self, by: str) -> None:
-        """Refuses further calls and frees the workspace. Does nothing while a thread is in a call:
-        then the workspace goes with its last use."""
+        """Refuse further calls and free the workspace. Do nothing while a thread is in a call: then
+        the workspace goes with its last use."""
         if not self.lock.acquire(blocking=False):
             return
         try:
@@ -382,8 +384,9 @@ class Group(_C.calls.Turns):
 
     @contextlib.contextmanager
     def together(self, *alike: type[Exception]) -> Iterator[None]:
-        """What all ranks do together beside the calls of `backends.run`, in turn with them: an
-        error breaks the group, unless it is one of ``alike``, which all ranks raise."""
+        """Do within the block what all ranks do together beside the calls of `backends.run`, in
+        turn with them: an error breaks the group, unless it is one of ``alike``, which all ranks
+        raise."""
         try:
             with self.turn():
                 try:
@@ -401,19 +404,19 @@ class Group(_C.calls.Turns):
             raise
 
     def exchange(self, purpose: str, say: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-        """The statements of all ranks, in rank order, within ``seconds``. Collective."""
+        """Return the statements of all ranks, in rank order, within ``seconds``. Collective."""
         if self.workspace is not None:
             with self.workspace.waiting(seconds):
                 return self.workspace.exchange(purpose, say)
         return exchange(self.participant(seconds), purpose, say)
 
     def statements(self, purpose: str, say: dict[str, Any], device: str) -> list[dict[str, Any]]:
-        """The statements of all ranks, in rank order. Collective, in turn with the calls."""
+        """Return the statements of all ranks, in rank order. Collective, in turn with the calls."""
         with self.together():
             return self.exchange(purpose, say, self.timeout_on(device))
 
     def numbers_of_all(self, purpose: str, mine: Sequence[int], device: str) -> list[list[int]]:
-        """A few numbers below 2^53 of each rank, in rank order. Collective."""
+        """Return a few numbers below 2^53 of each rank, in rank order. Collective."""
         seconds = self.timeout_on(device)
         with self.together():
             if self.workspace is not None:
@@ -423,7 +426,8 @@ class Group(_C.calls.Turns):
         return [each["numbers"] for each in said]
 
     def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
-        """What rank 0's ``make`` returns at the first call for a purpose; collective then."""
+        """Return what rank 0's ``make`` returned at the first call for a purpose; collective
+        then."""
         if purpose not in self._known:
             with self.together():
                 if purpose not in self._known:  # another thread was first
@@ -434,12 +438,12 @@ class Group(_C.calls.Turns):
         return self._known[purpose]
 
     def known_from_rank_0(self, purpose: str) -> str | None:
-        """What `from_rank_0` has returned for a purpose, if it has been called."""
+        """Return what `from_rank_0` has returned for a purpose, if it has been called."""
         return self._known.get(purpose)
 
     def cuda_numerics(self) -> str:
-        """How a reduction of CUDA tensors sums; the same on all ranks. Collective at the first call
-        and after each change of torch's flag."""
+        """Return how a reduction of CUDA tensors sums, the same on all ranks. Collective at the
+        first call and after each change of torch's flag."""
         if self.world == 1 or self.by_gloo("cuda"):  # the host sums in order at no extra cost
             return ORDERED
         sums = self.cuda_sums
@@ -454,13 +458,13 @@ class Group(_C.calls.Turns):
     # What calls are planned by.
 
     def has_times(self, device: str) -> bool:
-        """Whether measured times apply to tensors of a device type: those of GPUs are taken with
-        NCCL."""
+        """Return whether measured times apply to tensors of a device type: those of GPUs are taken
+        with NCCL."""
         return not (device == "cuda" and self.by_gloo("cuda"))
 
     def tuned(self, device: str) -> Table:
-        """The times that rank 0 finds in its cache for tensors of a device type: what each rank
-        found by itself might differ, and with it the choices. Collective at the first call."""
+        """Return the times that rank 0 finds in its cache for tensors of a device type: what each
+        rank found by itself might differ, and with it the choices. Collective at the first call."""
         if self.world > 1 and device not in self.measured.tables:
             with self.together():
                 if device not in self.measured.tables:  # another thread was first
@@ -479,28 +483,28 @@ class Group(_C.calls.Turns):
         return store.from_json(said[0]["table"])
 
     def use_times(self, device: str, table: Table) -> None:
-        """Plans calls by these times from now on. All ranks use the same, from the same call on."""
+        """Plan calls by these times from now on. All ranks use the same, from the same call on."""
         with self.lock:
             self.measured.tables[device] = table
             self.forget_calls()
 
     def tune_by(self, tuning: Tuning | None) -> None:
-        """Plans calls anew, and tunes what they meet from now on; None: no longer. All ranks do so
+        """Plan calls anew, and tune what they meet from now on; None: no longer. All ranks do so
         from the same call on."""
         with self.lock:
             self.measured.tuning = tuning
             self.forget_calls()
 
     def is_met_in_capture(self, device: torch.device) -> bool:
-        """Whether a problem is planned while a graph is captured, where nothing is tuned. It is
-        planned again after the capture."""
+        """Return whether a problem is planned while a graph is captured, where nothing is tuned. It
+        is planned again after the capture."""
         captured = capture.is_captured(device)
         self.untuned_in_capture = self.untuned_in_capture or captured
         return captured
 
     def forget_stale_calls(self, problem: Problem, device: torch.device) -> None:
-        """Forgets the calls on CUDA tensors if this one would be planned otherwise now: torch's
-        flag has changed, or the problem was met in a capture, where nothing is tuned."""
+        """Forget the calls on CUDA tensors if this one would be planned otherwise now: torch's flag
+        has changed, or the problem was met in a capture, where nothing is tuned."""
         if self.untuned_in_capture and not capture.is_captured(device):
             self.untuned_in_capture = False
             self.forget_calls()
@@ -510,7 +514,7 @@ class Group(_C.calls.Turns):
     # Memory and kernels.
 
     def make_room(self, nbytes: int, text: str) -> None:
-        """Has the data buffers hold ``nbytes`` each for a call, as far as they may and can grow.
+        """Make the data buffers hold ``nbytes`` each for a call, as far as they may and can grow.
         Collective where they grow: all ranks ask for the same."""
         memory = self.node or self.workspace
         if memory is not None and memory.wants(nbytes):
@@ -550,9 +554,9 @@ class Group(_C.calls.Turns):
     def unsupported_kernels(
         self, device: torch.device, kernels: str, own: str | None
     ) -> str | None:
-        """Why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's being
-        ``device``; None: they can. ``own`` is what this rank knows already. The ranks find out
-        together, at the first call, by trying: collective."""
+        """Return why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's
+        being ``device``; None: they can. ``own`` is what this rank knows already. The ranks find
+        out together, at the first call, by trying: collective."""
         if self.workspace is None:
             return own
         key = device, kernels

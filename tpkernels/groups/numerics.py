@@ -19,36 +19,36 @@ class CudaNumerics:
 
     @property
     def agreed(self) -> str:
-        """What all ranks wanted when they last agreed."""
+        """Return what all ranks wanted when they last agreed."""
         assert self._agreed is not None  # the caller has settled it
         return self._agreed
 
     @property
     def wanted(self) -> str:
-        """What this rank wants of the next call."""
+        """Return what this rank wants of the next call."""
         if self._given is not None:
             return self._given
         return ORDERED if torch.are_deterministic_algorithms_enabled() else VENDOR
 
     @property
     def settled(self) -> bool:
-        """Whether all ranks are known to want the same as this one."""
+        """Return whether all ranks are known to want the same as this one."""
         return self._agreed == self.wanted
 
     @property
     def follows(self) -> bool | None:
-        """The value of torch's flag that planned calls hold for; None: for both."""
+        """Return the value of torch's flag that planned calls hold for; None: for both."""
         if self._given is not None or self._agreed is None:
             return None
         return self._agreed == ORDERED
 
     @property
     def changed(self) -> bool:
-        """Whether calls have been planned that sum otherwise than this rank now wants."""
+        """Return whether calls have been planned that sum otherwise than this rank now wants."""
         return self._agreed is not None and not self.settled
 
     def settle(self, rank: int, everyone: Sequence[str]) -> None:
-        """Compares what the ranks want. ``ValueError``, on all ranks, if they differ."""
+        """Compare what the ranks want. ``ValueError``, on all ranks, if they differ."""
         wanted = everyone[rank]
         for other, theirs in enumerate(everyone):
             if theirs != wanted:

@@ -37,7 +37,7 @@ _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyD
 def _forget(
     group: Group, by: str = "the end of its process group", registry: dict[str, Group] = _groups
 ) -> None:
-    """Takes a group out and closes it. That may be when this module's names have gone."""
+    """Take a group out and close it. That may be when this module's names have gone."""
     if registry.get(group.name) is group:
         registry.pop(group.name, None)
         group.retire()
@@ -45,7 +45,7 @@ def _forget(
 
 
 def _after_fork() -> None:
-    """In the child: the parent's groups are not its own."""
+    """Disown the parent's groups, in the child of a fork."""
     # As the standard library's modules do: a thread that was not copied may hold it.
     _registry_lock._at_fork_reinit()  # type: ignore[attr-defined]
     for pg in list(distributed_c10d._world.pg_map):
@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def name_of(group: GroupLike) -> str:
-    """The name of a process group, given as one, as a mesh dimension, or by name.
+    """Return the name of a process group, given as one, as a mesh dimension, or by name.
 
     Raises:
         TypeError: ``group`` is none of these.
@@ -104,7 +104,8 @@ def _name_of_present(pg: dist.ProcessGroup) -> str:
 
 
 def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup:
-    """The process group that a mesh was made with for a dim. torch resolves its name instead."""
+    """Return the process group that a mesh was made with for a dim. torch resolves its name
+    instead."""
     found = mesh.get_group(dim)
     if is_dynamo_compiling():
         return found
@@ -113,7 +114,7 @@ def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup
 
 
 def _resolved(name: Any) -> dist.ProcessGroup | None:
-    """The process group that has a name now."""
+    """Return the process group that has a name now."""
     try:
         return distributed_c10d._resolve_process_group(name)
     except Exception:
@@ -121,7 +122,7 @@ def _resolved(name: Any) -> dist.ProcessGroup | None:
 
 
 def get(name: str) -> Group:
-    """The group of that name.
+    """Return the group of that name.
 
     Raises:
         ValueError: there is none on this rank.
@@ -151,7 +152,7 @@ def get(name: str) -> Group:
 
 
 def known_times(device: str) -> dict[str, Table]:
-    """The measured times that groups have for a device type, by the group's name."""
+    """Return the measured times that groups have for a device type, by the group's name."""
     return {
         name: group.measured.tables[device]
         for name, group in list(_groups.items())
@@ -160,12 +161,12 @@ def known_times(device: str) -> dict[str, Table]:
 
 
 def positions() -> list[tuple[str, int, int]]:
-    """The groups that the ops have used, each with this rank and the number of ranks."""
+    """Return the groups that the ops have used, each with this rank and the number of ranks."""
     return sorted((name, group.rank, group.world) for name, group in list(_groups.items()))
 
 
 def tuned_on_the_spot() -> list[str]:
-    """The names of the groups for which `autotune` is on."""
+    """Return the names of the groups for which `autotune` is on."""
     return sorted(
         name for name, group in list(_groups.items()) if group.measured.tuning is not None
     )
@@ -188,8 +189,9 @@ def break_if_left(group: GroupLike | None, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def told_of_errors(name: str | None) -> Iterator[None]:
-    """An error on the way to a call of the group of that name, or between two, leaves this rank out
-    of step with its peers: they are told, and the group is broken."""
+    """Break the group of that name if the block ends in an error: one on the way to a call, or
+    between two, leaves this rank out of step with its peers: they are told, and the group is
+    broken."""
     try:
         yield
     except (TpkernelsError, CaptureError):  # of a call, which has seen to that
@@ -207,7 +209,7 @@ def init(
     autotune: bool | None = defaults.AUTOTUNE,
     numerics: str | None = None,
 ) -> None:
-    """Sets a group up for the ops. Optional: the first op does it with the defaults. Collective.
+    """Set a group up for the ops. Optional: the first op does it with the defaults. Collective.
 
     Args:
         group: the process group; None for the default one.
@@ -255,7 +257,7 @@ def init(
 
 
 def named_or_default(group: GroupLike | None) -> Group:
-    """The group; None: that of the default process group."""
+    """Return the group; None: that of the default process group."""
     if group is None:
         if not dist.is_initialized():
             raise ValueError("no default process group: call torch.distributed.init_process_group")
@@ -265,7 +267,7 @@ def named_or_default(group: GroupLike | None) -> Group:
 
 
 def check(group: GroupLike | None = None) -> None:
-    """Raises what has failed in a group. Not collective: it sends nothing.
+    """Raise what has failed in a group. Not collective: it sends nothing.
 
     On GPUs a call only queues its work, and a failure there turns the results into NaN. The next
     call of the group raises it; this function does so before the optimizer makes a step with them.
@@ -291,10 +293,10 @@ def empty(
     group: GroupLike,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A symmetric tensor: like ``torch.empty`` (zero-filled here), but in memory that all ranks of
-    ``group`` map. An op that finds its input in one skips the copy into its workspace: peers read
-    it in place, and the op returns when they have. Collective: all ranks give the same shape and
-    dtype, and keep the tensor while any rank passes its own to an op.
+    """Make a symmetric tensor: like ``torch.empty`` (zero-filled here), but in memory that all
+    ranks of ``group`` map. An op that finds its input in one skips the copy into its workspace:
+    peers read it in place, and the op returns when they have. Collective: all ranks give the same
+    shape and dtype, and keep the tensor while any rank passes its own to an op.
 
     On a GPU (``device="cuda"``) an ``all_gather_matmul`` finds it where copy engines move the
     input: by `pipelined`, and by `fused` for large shards. All ranks pass the same tensor, whole,
@@ -317,7 +319,7 @@ def empty(
 
 
 def finalize() -> None:
-    """Gives back the workspaces of all groups, each once the calls of other threads that have their
+    """Give back the workspaces of all groups, each once the calls of other threads that have their
     turn are over. Also happens when the process ends. Kernels that are queued on GPUs have 5 s to
     end, then they stop waiting for peers. Memory that a captured graph uses is kept.
 
@@ -339,8 +341,8 @@ def finalize() -> None:
 
 
 def _at_exit(registry: dict[str, Group] = _groups) -> None:
-    """What the process has goes with it, and its end tells the peers. Without this, what is left of
-    the groups would be taken apart among modules that have no names any more."""
+    """Close nothing: what the process has goes with it, and its end tells the peers. Without this,
+    what is left of the groups would be taken apart among modules that have no names any more."""
     for group in list(registry.values()):
         group.leave()
     registry.clear()

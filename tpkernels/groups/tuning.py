@@ -36,8 +36,8 @@ class Measured:
     left_out: dict[tuple[Series, int], dict[str, str]] = field(default_factory=dict)
 
     def left_out_of(self, problem: Problem) -> dict[str, str] | None:
-        """The algorithms that failed when the problem, or one of nearly the same extent, was tuned
-        on the spot, and why; None: none was."""
+        """Return the algorithms that failed when the problem, or one of nearly the same extent, was
+        tuned on the spot, and why; None: none was."""
         key = problem.tuning_key if self.left_out else None
         if key is None:
             return None

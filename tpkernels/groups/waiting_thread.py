@@ -34,7 +34,7 @@ class Waiting:
         self._error: TransferError | TpkernelsError | None = None
 
     def run(self) -> None:
-        """Waits for one after the other, ``timeout`` for each."""
+        """Wait for one after the other, ``timeout`` for each."""
         for work, peer in self._works:
             try:
                 work.wait(self._timeout)
@@ -50,7 +50,7 @@ class Waiting:
         return self._over.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Raises ``RuntimeError`` if the works failed, or are not over within ``timeout``."""
+        """Raise ``RuntimeError`` if the works failed, or are not over within ``timeout``."""
         if not self._over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("not completed yet")
         if self._error is not None:
@@ -65,7 +65,7 @@ class Waiter:
         self._started = False
 
     def wait_for(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> Waiting:
-        """Begins to wait for (work, peer) pairs; the calls of a group come one after the other."""
+        """Begin to wait for (work, peer) pairs; the calls of a group come one after the other."""
         if not self._started:
             threading.Thread(target=_serve, args=(self._todo,), daemon=True).start()
             self._started = True
@@ -74,7 +74,7 @@ class Waiter:
         return waiting
 
     def close(self) -> None:
-        """Has the thread end when it is through with what it waits for."""
+        """Make the thread end when it is through with what it waits for."""
         if self._started:
             self._todo.put(None)
             self._started = False

@@ -68,7 +68,8 @@ class HostWorkspace:
         self._gpu_timeout = participant.timeout
 
     def set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
-        """Seconds of waits in calls on the host, and of those on GPUs, their kernels' included."""
+        """Set the seconds of waits in calls on the host, and of those on GPUs, their kernels'
+        included."""
         self.participant = replace(self.participant, timeout=timeout)
         self.channel.timeout = timeout
         self._gpu_timeout = gpu_timeout
@@ -77,22 +78,23 @@ class HostWorkspace:
 
     @property
     def epoch(self) -> int:
-        """The number of the last call, the same on all ranks."""
+        """Return the number of the last call, the same on all ranks."""
         return self.channel.epoch
 
     @property
     def usable_bytes(self) -> int:
-        """What each data buffer may grow to."""
+        """Return the bytes that each data buffer may grow to."""
         return self.workspace_bytes if self._may_grow else self.channel.capacity
 
     def wants(self, nbytes: int) -> bool:
-        """Whether the data buffers should grow for a call that would use ``nbytes`` of each."""
+        """Return whether the data buffers should grow for a call that would use ``nbytes`` of
+        each."""
         return self._may_grow and min(nbytes, self.workspace_bytes) > self.channel.capacity
 
     def grow(self, nbytes: int, text: str) -> str | None:
-        """Grows the data buffers to ``nbytes`` each, but at most to ``workspace_bytes``.
-        Collective. If a rank lacks the memory, all buffers stay as they are, calls take more and
-        smaller steps, and the text of a warning is returned, which says why."""
+        """Grow the data buffers to ``nbytes`` each, but at most to ``workspace_bytes``. Collective.
+        If a rank lacks the memory, all buffers stay as they are, calls take more and smaller steps,
+        and the text of a warning is returned, which says why."""
         if not self.wants(nbytes):  # another thread was first
             return None
         wanted = min(1 << (nbytes - 1).bit_length(), self.workspace_bytes)
@@ -115,7 +117,7 @@ class HostWorkspace:
         )
 
     def _commit(self, parts: Parts) -> str | None:
-        """Commits parts of this rank's region; returns the error, if any."""
+        """Commit parts of this rank's region; return the error, if any."""
         try:
             for offset, size in parts:
                 self._arena.commit(self.participant.rank, offset, size)
@@ -124,12 +126,13 @@ class HostWorkspace:
         return None
 
     def _parts(self, begin: int, end: int) -> Parts:
-        """The parts of a region to commit for buffers to grow from ``begin`` to ``end`` bytes."""
+        """Return the parts of a region to commit for buffers to grow from ``begin`` to ``end``
+        bytes."""
         return _C.host.Channel.parts(self.participant.world, self._region_bytes, begin, end)
 
     def device(self, words: int, buffer_bytes: int, text: str) -> DeviceWorkspace:
-        """The workspace of the Triton kernels under their interpreter, with at least that many
-        words of each source and bytes of each buffer. Collective when it has to grow."""
+        """Return the workspace of the Triton kernels under their interpreter, with at least that
+        many words of each source and bytes of each buffer. Collective when it has to grow."""
         if self._device is not None:
             if self._device.holds(words, buffer_bytes):
                 return self._device
@@ -147,7 +150,7 @@ class HostWorkspace:
         return self._device
 
     def open_cuda(self, device: torch.device, kernels: str, reason: str | None) -> None:
-        """Sets up one kind of kernels on GPUs; ``device`` is this rank's. Collective.
+        """Set up one kind of kernels on GPUs; ``device`` is this rank's. Collective.
 
         Raises:
             NotImplementedError: on all ranks, if one of them has a ``reason`` not to, or if the
@@ -174,7 +177,7 @@ class HostWorkspace:
         return space
 
     def cuda(self, device: torch.device, words: int, buffer_bytes: int, text: str) -> CudaWorkspace:
-        """The workspace of kernels on GPUs, as `device` is for those under the interpreter.
+        """Return the workspace of kernels on GPUs, as `device` is for those under the interpreter.
 
         Raises:
             CaptureError: it would have to grow while a graph is captured.
@@ -191,12 +194,12 @@ class HostWorkspace:
         return space
 
     def check_kernels(self, text: str) -> None:
-        """Raises what has failed in kernels on GPUs so far; ``text`` says what has found it."""
+        """Raise what has failed in kernels on GPUs so far; ``text`` says what has found it."""
         for space in self.on_gpus.values():
             space.check(text)
 
     def check(self) -> None:
-        """Raises what has failed in kernels on GPUs, once the queued ones have run, or that a peer
+        """Raise what has failed in kernels on GPUs, once the queued ones have run, or that a peer
         is lost."""
         for space in self.on_gpus.values():
             space.wait()
@@ -206,7 +209,8 @@ class HostWorkspace:
     def view(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
     ) -> torch.Tensor:
-        """The contiguous tensor at ``offset`` bytes of ``rank``'s buffer, until this epoch ends."""
+        """Return the contiguous tensor at ``offset`` bytes of ``rank``'s buffer, until this epoch
+        ends."""
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > self.channel.capacity:
             raise IndexError(
@@ -217,15 +221,15 @@ class HostWorkspace:
     def read(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
     ) -> torch.Tensor:
-        """The `view` of what a rank has written, all of which is read, and once."""
+        """Return the `view` of what a rank has written, all of which is read, and once."""
         if rank != self.participant.rank:
             self._bytes_read += prod(shape) * dtype.itemsize
         return self.view(rank, dtype, shape, offset)
 
     @property
     def bytes_read(self) -> int:
-        """What calls by `direct` and `pipelined` have read of the peers' memory, or got from
-        them in their results: data, not words. For tests."""
+        """Return the bytes that calls by `direct` and `pipelined` have read of the peers' memory,
+        or got from them in their results: data, not words. For tests."""
         return self.channel.bytes_read + self._bytes_read
 
     def _at(
@@ -242,7 +246,8 @@ class HostWorkspace:
         return torch.as_strided(base, shape, strides, offset // dtype.itemsize)
 
     def peer_data(self, peer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """What ``peer`` published in this epoch, wherever it lies: its buffer or a segment."""
+        """Return what ``peer`` published in this epoch, wherever it lies: its buffer or a
+        segment."""
         if not self.channel.in_segment(peer):
             return self.read(peer, dtype, shape)
         nbytes = prod(shape) * dtype.itemsize
@@ -253,7 +258,7 @@ class HostWorkspace:
         return torch.frombuffer(region, dtype=dtype).view(shape)
 
     def make_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of a new segment, as a tensor. Collective."""
+        """Make a segment; return this rank's part of it as a tensor. Collective."""
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
         arena = self._further_arena("empty", nbytes)
@@ -266,14 +271,14 @@ class HostWorkspace:
     def make_symmetric_on(
         self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """The same on a GPU for which `open_cuda` has set kernels up."""
+        """Do the same on a GPU for which `open_cuda` has set kernels up."""
         with self.waiting(self._gpu_timeout):
             self._agree(f"tpkernels.empty({list(shape)}, {dtype}) on GPUs")
             return self.on_gpus[device].make_tensor(shape, dtype)
 
     @contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """Within the block, waits on the host may take that long."""
+        """Let waits on the host take that long, within the block."""
         usual = self.participant
         self.participant = replace(usual, timeout=seconds)
         self.channel.timeout = seconds
@@ -283,7 +288,8 @@ class HostWorkspace:
             self.participant, self.channel.timeout = usual, usual.timeout
 
     def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
-        """An arena in addition to the channel's, which watches the ranks already. Collective."""
+        """Make an arena in addition to the channel's, which watches the ranks already.
+        Collective."""
         link = self._link(purpose, nbytes)
         for pidfd in link.pidfds:
             os.close(pidfd)
@@ -295,22 +301,24 @@ class HostWorkspace:
         return make_arena(self._watched(), purpose, region, [(0, region)])
 
     def _watched(self) -> Participant:
-        """This rank, for a rendezvous in the call that has just begun, with its peers watched."""
+        """Return this rank, for a rendezvous in the call that has just begun, with its peers
+        watched."""
         channel = self.channel  # it watches for RESULT, which nobody publishes in such a call
         return replace(self.participant, watch=lambda: channel.watch(Phase.RESULT, 0.0))
 
     def _agree(self, text: str) -> None:
-        """Checks that all ranks are about to do the same."""
+        """Check that all ranks are about to do the same."""
         self.channel.begin(zlib.crc32(text.encode()) or 1, text)
         self.channel.barrier()
 
     def exchange(self, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
-        """The statements of all ranks, in rank order. A separate call, which detects lost peers."""
+        """Return the statements of all ranks, in rank order. A separate call, which detects lost
+        peers."""
         self._agree(purpose)
         return exchange(self._watched(), purpose, say)
 
     def numbers_of_all(self, purpose: str, mine: Sequence[int]) -> list[list[int]]:
-        """A few numbers below 2^53 of each rank, in rank order. A separate call."""
+        """Return a few numbers below 2^53 of each rank, in rank order. A separate call."""
         channel, own = self.channel, self.participant.rank
         channel.begin(zlib.crc32(purpose.encode()) or 1, purpose)
         shape = (len(mine),)
@@ -322,7 +330,7 @@ class HostWorkspace:
         return [[int(number) for number in view.tolist()] for view in views]
 
     def set_chaos(self, **switches: Any) -> None:
-        """For tests: random delays at every publish and wait, and negative controls."""
+        """Switch on, for tests, random delays at every publish and wait, and negative controls."""
         self._chaos = switches
         self.channel.set_chaos(**switches)
         if self._device is not None:
@@ -331,20 +339,20 @@ class HostWorkspace:
             space.set_chaos(**switches)
 
     def abandon(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """Ends this rank's calls, because of an error of its own or of another rank. Peers that
-        wait are notified."""
+        """End this rank's calls, because of an error of its own or of another rank. Peers that wait
+        are notified."""
         self.channel.abandon(why, late, culprit)
         for space in self.on_gpus.values():
             space.close(why, late, culprit)
         self.on_gpus.clear()
 
     def leave(self) -> None:
-        """For the end of the process: kernels that are still queued stop waiting for peers."""
+        """Make kernels that are still queued stop waiting for peers, as the process ends."""
         for space in self.on_gpus.values():
             space.leave()
 
     def close(self) -> None:
-        """Drops the memory, which is freed when its last view is. Queued kernels may end first,
+        """Drop the memory, which is freed when its last view is. Queued kernels may end first,
         within limits: their peers count on them."""
         for space in self.on_gpus.values():
             space.let_end()

@@ -54,8 +54,8 @@ class _Skipped(Exception):
 
 
 def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, given: Any) -> bool:
-    """Tunes the problem of a call that ``auto`` makes, if nothing was measured for it: whether it
-    is to be planned again. Collective.
+    """Tune the problem of a call that ``auto`` makes, if nothing was measured for it; return
+    whether it is to be planned again. Collective.
 
     Args:
         names: the algorithms that ``auto`` may take.
@@ -81,7 +81,8 @@ def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, given
 
 
 def _is_known(group: Group, problem: Problem) -> bool:
-    """Whether the problem, or one of nearly the same extent, was measured, or nothing can be."""
+    """Return whether the problem, or one of nearly the same extent, was measured, or nothing can
+    be."""
     key = problem.tuning_key
     assert key is not None  # the caller has looked
     return group.measured.left_out_of(problem) is not None or group.tuned(problem.device).near(*key)
@@ -103,7 +104,7 @@ class _Attempts:
         self._group, self._problem = group, problem
 
     def agree(self) -> None:
-        """Checks that all ranks tune the same problem. Collective."""
+        """Check that all ranks tune the same problem. Collective."""
         seconds = self._group.timeout_on(self._problem.device)
         texts = self._group.exchange("tuning", {"problem": str(self._problem)}, seconds)
         for rank, said in enumerate(texts):
@@ -115,7 +116,7 @@ class _Attempts:
                 )
 
     def exchanged(self, what: str, *mine: float) -> list[list[float]]:
-        """The numbers of all ranks, in rank order. Collective."""
+        """Return the numbers of all ranks, in rank order. Collective."""
         numbers = torch.tensor(mine, **FLOAT64)
         found: list[list[float]] = exchanged(self._group, self._problem, what, numbers).tolist()
         return found
@@ -123,9 +124,9 @@ class _Attempts:
     def make(
         self, name: str, second: Group, run: Callable[[], Sequence[float]], count: int = 0
     ) -> list[list[float]] | None:
-        """What all ranks do on the second group for an algorithm: the ``count`` numbers that each
-        returns, in rank order; None: it cannot run, on any rank. `_Failed` if it fails on one. No
-        rank goes on before all have left it."""
+        """Run, on all ranks, what they do on the second group for an algorithm; return the
+        ``count`` numbers that each returns, in rank order; None: it cannot run, on any rank.
+        `_Failed` if it fails on one. No rank goes on before all have left it."""
         numbers: Sequence[float] = [0.0] * count
         supported, error = True, None
         try:
@@ -146,8 +147,8 @@ class _Attempts:
         return [theirs for _, *theirs in everyone] if supported else None
 
     def _failure(self, name: str, error: Exception | None) -> Exception:
-        """An algorithm has failed on one rank or more: why, or what is to be raised if it cannot be
-        left out."""
+        """Return why an algorithm has failed on one rank or more, or what is to be raised if it
+        cannot be left out."""
         # What a peer's failure has caused does not say why.
         own = error is not None and not isinstance(error, TpkernelsError)
         say = {"why": "" if error is None else of_error(error), "own": own}
@@ -176,7 +177,7 @@ class _Tuner:
         self._begun = self._reported = time.perf_counter()
 
     def tune(self, names: Sequence[str], make_run: MakeRun) -> None:
-        """Times the algorithms and has the group use the times."""
+        """Time the algorithms and make the group use the times."""
         group, problem = self._group, self._problem
         tuning, key = group.measured.tuning, problem.tuning_key
         assert tuning is not None and key is not None  # the caller has looked
@@ -209,7 +210,7 @@ class _Tuner:
             self._group.notices.append(f"{self._problem}: {text}")
 
     def _prepare(self, make_run: MakeRun) -> None:
-        """Allocates what the runs need; `_Skipped` on all ranks if one of them cannot."""
+        """Allocate what the runs need; `_Skipped` on all ranks if one of them cannot."""
         why = ""
         try:
             self._scratch = _scratch(self._x.device, self._problem.world)
@@ -222,7 +223,7 @@ class _Tuner:
 
     @contextlib.contextmanager
     def _second(self) -> Iterator[Group]:
-        """A second group whose failure leaves the real one usable."""
+        """Make a second group whose failure leaves the real one usable."""
         group, device = self._group, self._problem.device
         try:
             second = group.second("tuning", device)
@@ -240,7 +241,7 @@ class _Tuner:
         return [name for name in names if problem.device != "cpu" or is_worth_trying(problem, name)]
 
     def _compete(self, contest: Contest, second: Group, limit: float) -> None:
-        """Runs the candidates on the second group until the outcome is clear or the time is up.
+        """Run the candidates on the second group until the outcome is clear or the time is up.
         `_Failed` if one of them did."""
         calls: dict[str, Call] = {}
 
@@ -270,7 +271,7 @@ class _Tuner:
             order, counts, begun = contest.rounds(rounds, self._rounds), True, now
 
     def _sample(self, name: str, call: Call) -> list[Sample]:
-        """One run of an algorithm: the samples of all ranks."""
+        """Run an algorithm once; return the samples of all ranks."""
         timed = functools.partial(self._timed, call)
         samples = self._attempts.make(name, call.group, timed, len(Sample._fields))
         assert samples is not None  # it can run
@@ -287,7 +288,7 @@ class _Tuner:
         return Sample(begin, end, self._other)
 
     def _elapsed(self) -> float:
-        """Seconds since the tuning began, by rank 0's clock. Collective."""
+        """Return the seconds since the tuning began, by rank 0's clock. Collective."""
         return self._attempts.exchanged("the time", time.perf_counter() - self._begun)[0][0]
 
     def _report(self, contest: Contest) -> None:
@@ -316,7 +317,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _scratch(device: torch.device, world: int) -> torch.Tensor:
-    """This rank's part of what overwrites the last-level cache."""
+    """Allocate this rank's part of what overwrites the last-level cache."""
     cache = last_level_cache_bytes(device.type)
     nbytes = 2 * cache if device.type == "cuda" else 2 * cache // world
     return torch.empty(min(nbytes, _MOST_SCRATCH_BYTES), dtype=torch.uint8, device=device)

@@ -20,7 +20,7 @@ _UNLESS = "CUDA tensors keep torch's calls unless measured times favour the op"
 
 
 def read_times(name: str) -> None:
-    """Broadcasts rank 0's measured times for CUDA tensors. Collective on groups that move these by
+    """Broadcast rank 0's measured times for CUDA tensors. Collective on groups that move these by
     NCCL; on others, and without GPUs, it does nothing."""
     if not torch.cuda.is_available():
         return

@@ -25,7 +25,7 @@ from tpkernels.tuning.trial import tried
 def plan_call(
     group: Group, problem: Problem, given: Any, make_run: Callable[[], Callable[[Call], object]]
 ) -> Call:
-    """Plans a call with the arguments ``given``, which have been checked. A group's first call sets
+    """Plan a call with the arguments ``given``, which have been checked. A group's first call sets
     up its workspace. ``make_run()`` makes what runs a planned call on trial."""
     algorithm, on = given.algorithm, given.x.device
     call = _plan_call(group, problem, algorithm, on)
@@ -77,7 +77,7 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
 
 
 def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
-    """What the group offers, as far as it is set up."""
+    """Return what the group offers, as far as it is set up."""
     shared_memory = group.workspace is not None
     missing = dict(unsupported or {})
     return Means(shared_memory, group.usable_bytes, instructions(), missing, group.why_no_node)
@@ -86,9 +86,9 @@ def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
 def _unsupported_kernels(
     group: Group, algorithm: str, problem: Problem, on: torch.device
 ) -> str | None:
-    """Why the kernels of an algorithm cannot run on tensors of the problem's device type; None:
-    they can, or there are none. ``on`` is this rank's device. Collective on GPUs: the ranks, which
-    have made the same plan, find out together."""
+    """Return why the kernels of an algorithm cannot run on tensors of the problem's device type;
+    None: they can, or there are none. ``on`` is this rank's device. Collective on GPUs: the ranks,
+    which have made the same plan, find out together."""
     own, record = unsupported(algorithm, problem.device, on), ALGORITHMS[algorithm]
     kind = record.kernels.get(problem.device)
     if problem.device != "cuda" or kind is None:

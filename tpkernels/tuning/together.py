@@ -21,8 +21,8 @@ FLOAT64: Any = {"dtype": torch.float64, "device": "cpu"}
 
 
 def exchanged(group: Group, problem: Problem, what: str, mine: torch.Tensor) -> torch.Tensor:
-    """A tensor of float64 of each rank, in rank order: [W, ...]. Collective: the caller has the
-    turn."""
+    """Return a tensor of float64 of each rank, in rank order: [W, ...]. Collective: the caller has
+    the turn."""
     text, workspace = f"{what} of {problem}", group.workspace
     if workspace is None:
         return _by_process_group(group, problem, text, mine)
@@ -54,8 +54,8 @@ def _by_process_group(
 
 
 def other_extent(x: torch.Tensor, w: Weight | Sequence[Weight] | None) -> int:
-    """The extent of the matmul that is not part of the problem, on this rank: N of column-parallel
-    weights, which come in a list, K of a row-parallel one; 0 without a matmul."""
+    """Return the extent of the matmul that is not part of the problem, on this rank: N of
+    column-parallel weights, which come in a list, K of a row-parallel one; 0 without a matmul."""
     if w is None:
         return 0
     if isinstance(w, (torch.Tensor, Product)):

@@ -20,9 +20,9 @@ _MOST_TRIALS = 1024  # of one group
 
 
 def tried(call: Call, plan: Callable[[str], Call]) -> Call:
-    """The call as ``auto`` makes it: one that takes part in a trial, unless there is none for its
-    problem or it is over. All ranks plan the same problems in the same order, and so have the same
-    trials.
+    """Return the call as ``auto`` makes it: one that takes part in a trial, unless there is none
+    for its problem or it is over. All ranks plan the same problems in the same order, and so have
+    the same trials.
 
     Args:
         call: what is planned without a trial.
