@@ -56,8 +56,8 @@ TABLES = {
 
 
 def unsupported(algorithm: str, device: str, on: torch.device) -> str | None:
-    """Why the kernels of an algorithm cannot run on tensors of a device type; None: they can, or
-    the algorithm has none. ``on`` is this process's device of that type."""
+    """Return why the kernels of an algorithm cannot run on tensors of a device type; None: they
+    can, or the algorithm has none. ``on`` is this process's device of that type."""
     match ALGORITHMS[algorithm].kernels.get(device):
         case "Triton":
             return kernels.unsupported(device)
@@ -67,7 +67,7 @@ def unsupported(algorithm: str, device: str, on: torch.device) -> str | None:
 
 
 def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
-    """The function that executes a plan."""
+    """Return the function that executes a plan."""
     return TABLES[problem.device][problem.op, plan.algorithm]
 
 
@@ -78,8 +78,8 @@ def bind(
     arguments: _C.calls.Arguments,
     execute: Callable[[Call, Any], Any],
 ) -> _C.calls.Bound | None:
-    """What runs the calls of an op with these arguments in the extension, where something does. On
-    CUDA tensors it is what `run` does before and after ``execute(call, arguments)``."""
+    """Return what runs the calls of an op with these arguments in the extension, where something
+    does. On CUDA tensors it is what `run` does before and after ``execute(call, arguments)``."""
     problem, group = call.problem, call.group
     function = TABLES[problem.device][problem.op, call.plan.algorithm]
     if call.function is not function:  # of a trial
@@ -93,7 +93,7 @@ def bind(
 
 
 def failed(call: Call, error: BaseException) -> None:
-    """Breaks the group of a call that ends in an error, and tells the peers; not if nothing that
+    """Break the group of a call that ends in an error, and tell the peers; not if nothing that
     was queued runs (`CaptureError`)."""
     if not isinstance(error, CaptureError):
         call.group.mark_broken(error)
@@ -103,7 +103,7 @@ def failed(call: Call, error: BaseException) -> None:
 def run(
     call: Call, plan: Callable[[], Call], execute: Callable[[Call, Any], Any], given: Any
 ) -> Any:
-    """Runs ``execute(call, given)``, with a new ``plan()`` if the group has forgotten the call
+    """Run ``execute(call, given)``, with a new ``plan()`` if the group has forgotten the call
     while it waited for its turn. Calls on one group run one after another. Everything an op does
     after its arguments are checked belongs inside: an error there, such as no memory for a result,
     breaks the group and is reported to the peers that wait for this rank.

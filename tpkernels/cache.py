@@ -25,12 +25,13 @@ def cache_folder() -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder if it is missing, accessible to its owner only."""
+    """Create a folder if it is missing, accessible to its owner only."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def read_trusted(path: Path, *, most: int) -> bytes:
-    """The content of a file, of at most ``most`` bytes, that only this user or root can write.
+    """Return the content of a file, of at most ``most`` bytes, that only this user or root can
+    write.
 
     It must be a regular file, and its folder must be as safe. A symbolic link to the folder is
     followed, one to the file is not. Both are opened first and checked through their descriptors,
@@ -63,7 +64,7 @@ def read_trusted(path: Path, *, most: int) -> bytes:
 
 
 def check_folder(path: Path) -> None:
-    """Checks that `read_trusted` would read files from a folder.
+    """Check that `read_trusted` would read files from a folder.
 
     Raises:
         OSError: the folder is missing or cannot be opened.
@@ -97,7 +98,7 @@ def locked(path: Path, *, seconds: float) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: bytes, *, private: bool = True) -> None:
-    """Writes a file atomically: readers see the old content or the new, never a part.
+    """Write a file atomically: readers see the old content or the new, never a part.
 
     Args:
         private: mode 0600, in a folder that is created if missing. Otherwise the umask decides,

@@ -28,7 +28,7 @@ class Call:
 
     @functools.cached_property
     def kept(self) -> dict[Hashable, Any]:
-        """What an algorithm derives from the call once."""
+        """Return what an algorithm derives from the call once."""
         return {}
 
     @property
@@ -38,7 +38,7 @@ class Call:
 
     @property
     def node(self) -> Node | None:
-        """The ranks of this host, if the call's algorithm goes through their memory."""
+        """Return the ranks of this host, if the call's algorithm goes through their memory."""
         return self.group.node if ALGORITHMS[self.plan.algorithm].needs_nodes else None
 
     @functools.cached_property
@@ -49,12 +49,12 @@ class Call:
 
     @functools.cached_property
     def layout(self) -> _C.host.ShardLayout:
-        """The gathered or scattered tensor, as the extension sees it."""
+        """Return the gathered or scattered tensor, as the extension sees it."""
         return _C.host.ShardLayout(self.problem.outer, self.problem.inner, self.problem.sizes)
 
     @functools.cached_property
     def peers_in_ring_order(self) -> tuple[int, ...]:
-        """The other ranks, from the next one on, so that they do not all start with the same
+        """Return the other ranks, from the next one on, so that they do not all start with the same
         peer."""
         rank, world = self.group.rank, self.group.world
         return tuple((rank + i) % world for i in range(1, world))

@@ -12,7 +12,7 @@ POOL_VARIABLE = "TPKERNELS_RESULT_POOL_BYTES"
 
 
 def result_pool_bytes() -> int:
-    """The limit from the environment, or its default; 0 turns the pool off.
+    """Return the limit from the environment, or its default; 0 turns the pool off.
 
     Raises:
         ValueError: the variable holds no number of bytes.

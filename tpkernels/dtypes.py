@@ -18,7 +18,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def check_supported(dtype: torch.dtype, what: str) -> None:
-    """Checks that the ops take a dtype.
+    """Check that the ops take a dtype.
 
     Raises:
         NotImplementedError: they do not.
@@ -29,5 +29,5 @@ def check_supported(dtype: torch.dtype, what: str) -> None:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which matmuls and sums of ``dtype`` are accumulated."""
+    """Return the dtype in which matmuls and sums of ``dtype`` are accumulated."""
     return torch.float64 if dtype is torch.float64 else torch.float32

@@ -7,5 +7,5 @@ def ceil_div(value: int, unit: int) -> int:
 
 
 def round_up(value: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is at least ``value``."""
+    """Return the smallest multiple of ``unit`` that is at least ``value``."""
     return ceil_div(value, unit) * unit

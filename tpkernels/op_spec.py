@@ -43,17 +43,17 @@ class OpSpec:
 
     @functools.cached_property
     def scaled(self) -> bool:
-        """Whether the op multiplies operands with scales."""
+        """Return whether the op multiplies operands with scales."""
         return self.runs_as != self.name
 
     @functools.cached_property
     def exchanges(self) -> bool:
-        """Whether the op exchanges shards along one dim for shards along another."""
+        """Return whether the op exchanges shards along one dim for shards along another."""
         return self.scatters and not self.reduces
 
     @functools.cached_property
     def keeps_sum(self) -> bool:
-        """Whether every rank keeps the whole sum."""
+        """Return whether every rank keeps the whole sum."""
         return self.reduces and not self.scatters
 
 

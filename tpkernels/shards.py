@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def shard_sizes(total: int, world: int) -> list[int]:
-    """The balanced split of ``total`` rows over ``world`` ranks.
+    """Return the balanced split of ``total`` rows over ``world`` ranks.
 
     Args:
         total: number of rows, at least 0.
@@ -25,7 +25,8 @@ def shard_sizes(total: int, world: int) -> list[int]:
 
 
 def chunk_sizes(total: int, world: int) -> list[int]:
-    """The split of ``torch.chunk`` and DTensor: the last ranks may have fewer rows, or none."""
+    """Return the split of ``torch.chunk`` and DTensor: the last ranks may have fewer rows, or
+    none."""
     chunk = -(-total // world)
     return [max(0, min(chunk, total - rank * chunk)) for rank in range(world)]
 

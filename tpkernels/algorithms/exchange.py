@@ -32,7 +32,7 @@ class Exchange:
         return cls(dim, (rows // world,) * world if sizes is None else tuple(sizes))
 
     def given(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's piece for each rank."""
+        """Return this rank's piece for each rank."""
         return x.split(list(self.sizes), self.dim)
 
     def result_shape(self, call: Call) -> list[int]:
@@ -46,7 +46,7 @@ class Exchange:
         return empty(self.result_shape(call), x.dtype, x.device)
 
     def taken(self, call: Call, out: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The place in the result for each rank's piece for this one."""
+        """Return the place in the result for each rank's piece for this one."""
         assert call.problem.dim is not None
         return out.split(list(call.problem.sizes), call.problem.dim)
 
@@ -63,6 +63,6 @@ def counts_of(pieces: Sequence[torch.Tensor]) -> list[int]:
 
 
 def place(pieces: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
-    """Copies flat pieces to their places."""
+    """Copy flat pieces to their places."""
     for piece, to in zip(pieces, places, strict=True):
         to.copy_(piece.view(to.shape))

@@ -43,7 +43,7 @@ def _run(
     prepare: Callable[[], Prepared],
     *tensors: Any,
 ) -> None:
-    """Runs what ``prepare`` returns, which is the same for calls with the same key. On CPU tensors
+    """Run what ``prepare`` returns, which is the same for calls with the same key. On CPU tensors
     it has succeeded when this returns."""
     if call.problem.device == "cuda":
         queue_alike(call, device, key, prepare, *tensors)
@@ -77,8 +77,8 @@ def _config(call: Call, x: torch.Tensor) -> MatmulConfig:
 
 
 def _place(x: torch.Tensor) -> Hashable:
-    """What a prepared launch knows of an operand besides its shape and dtype: the strides, and
-    whether TMA can read it."""
+    """Return what a prepared launch knows of an operand besides its shape and dtype: the strides,
+    and whether TMA can read it."""
     return x.stride(), x.data_ptr() % 16 == 0
 
 
@@ -110,7 +110,7 @@ def all_gather_matmul(
 
 
 def _copies(call: Call, x: torch.Tensor) -> bool:
-    """Whether all ranks can use copy engines. Collective at the first call."""
+    """Return whether all ranks can use copy engines. Collective at the first call."""
     if call.problem.device != "cuda" or call.problem.world == 1:
         return False
     return call.group.unsupported_kernels(x.device, "CUDA", cuda.unsupported(x.device)) is None

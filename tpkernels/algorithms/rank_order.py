@@ -43,7 +43,7 @@ def _pairs(
 
 
 def gathers_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
-    """Makes an all_gather_matmul that splits the first dim split any dim but the last."""
+    """Make an all_gather_matmul that splits the first dim split any dim but the last."""
 
     @functools.wraps(function)
     def gather(
@@ -70,7 +70,7 @@ def gathers_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def scatters_in_rank_order(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Makes a matmul_reduce_scatter that splits the first dim split any dim but the last."""
+    """Make a matmul_reduce_scatter that splits the first dim split any dim but the last."""
 
     @functools.wraps(function)
     def scatter(call: Call, x: torch.Tensor, w: Any, reduction: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Reduction:
     residual: torch.Tensor | None = None
 
     def keeps(self, total: torch.dtype) -> bool:
-        """Whether a sum in this dtype is the result already."""
+        """Return whether a sum in this dtype is the result already."""
         return self.bias is None and self.residual is None and self.out_dtype == total
 
     def epilogue(self) -> _C.host.Epilogue:
@@ -43,7 +43,8 @@ class Reduction:
 
 
 def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The result for a single rank, whose partial is the whole sum. May be ``partial`` itself."""
+    """Return the result for a single rank, whose partial is the whole sum. May be ``partial``
+    itself."""
     if reduction.keeps(partial.dtype):
         return partial
     out = empty(partial.shape, reduction.out_dtype, partial.device)
@@ -125,7 +126,8 @@ def _add(total: torch.Tensor, term: torch.Tensor, out: torch.Tensor) -> torch.Te
 
 
 def _fitted(bias: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """The bias for ``count`` elements from ``begin`` on: one row where these are whole rows."""
+    """Return the bias for ``count`` elements from ``begin`` on: one row where these are whole
+    rows."""
     columns = bias.numel()
     first = begin % columns
     if not first and not count % columns:

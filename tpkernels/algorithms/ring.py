@@ -64,7 +64,7 @@ class Hop:
     parts: int = 1
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """The part of a flat shard that travels."""
+        """Return the part of a flat shard that travels."""
         edges = [shard.numel() * i // self.parts for i in (self.part, self.part + 1)]
         return shard[edges[0] : edges[1]]
 
@@ -89,7 +89,7 @@ def _gather(
     shards: Sequence[torch.Tensor],
     use: Callable[[int], None] = lambda owner: None,
 ) -> None:
-    """Fills ``shards``, flat and contiguous; this rank's own is filled already. ``use(owner)`` runs
+    """Fill ``shards``, flat and contiguous; this rank's own is filled already. ``use(owner)`` runs
     once for each shard that is here, while others travel."""
     here = [call.group.rank]
     for step in hops(call.group.rank, call.group.world):
@@ -113,7 +113,7 @@ def _scatter(
     counts: Sequence[int],
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Sends ``part_of(owner)``, flat and contiguous, to each owner while the next one is computed;
+    """Send ``part_of(owner)``, flat and contiguous, to each owner while the next one is computed;
     this rank's own comes last. Returns the ranks' parts for this rank, in rank order, of
     ``counts`` elements."""
     rank, world = call.group.rank, call.group.world

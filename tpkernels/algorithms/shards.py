@@ -102,7 +102,7 @@ class Factors:
     rest: list[Factor]
 
     def finish(self) -> None:
-        """Makes the products that are not split, of the gathered rows."""
+        """Make the products that are not split, of the gathered rows."""
         for w, bias, out in self.rest:
             assert self.gathered is not None
             local_matmul(as_rows(self.gathered), w, out, bias)
@@ -117,8 +117,8 @@ def split_gather(
     gathered: torch.Tensor | None,
     step: int,
 ) -> Factors:
-    """The factors of an all-gather and matmul that is split, ``step`` rows of each rank at a time.
-    ``gathered`` is the result, or None."""
+    """Return the factors of an all-gather and matmul that is split, ``step`` rows of each rank at a
+    time. ``gathered`` is the result, or None."""
     parts: list[Factor] = []
     rest: list[Factor] = []
     for w, bias, out in zip(weights, biases, map(as_rows, outs), strict=True):
@@ -214,8 +214,8 @@ def shard_counts(problem: Problem) -> list[int]:
 
 
 def edges_of(total: int, world: int) -> list[int]:
-    """Where the ranks' parts of an all-reduce begin, and the end of the last. All have the same
-    size, but the last ones, which may be smaller or empty."""
+    """Return where the ranks' parts of an all-reduce begin, and the end of the last. All have the
+    same size, but the last ones, which may be smaller or empty."""
     part = ceil_div(total, world)
     return [min(total, rank * part) for rank in range(world + 1)]
 

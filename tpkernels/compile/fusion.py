@@ -64,7 +64,7 @@ class CollectiveFusion(CustomGraphPass):
         self._entered: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveFusion:
-        """Returns itself: ``torch.compile`` copies inductor's config, but there is one report."""
+        """Return itself: ``torch.compile`` copies inductor's config, but there is one report."""
         return self
 
     @property
@@ -123,7 +123,7 @@ class CollectiveFusion(CustomGraphPass):
             graph.lint()
 
     def _fuse_norms(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
-        """Makes norms part of the all-reduces in front of them. Returns whether there are any."""
+        """Make norms part of the all-reduces in front of them. Returns whether there are any."""
         writes, report, changed = Writes.of(graph), self.report, False
         for node in list(graph.nodes):
             if not norms.is_reduction(node) or not self._takes_norms(node):
@@ -148,7 +148,7 @@ class CollectiveFusion(CustomGraphPass):
         return self._norms is True or on_gpu
 
     def _visit(self, node: fx.Node, graph: str, writes: Writes, sites: dict[fx.Node, Site]) -> bool:
-        """Rewrites a collective, or reports why not. Returns whether it did."""
+        """Rewrite a collective, or reports why not. Returns whether it did."""
         group: Any = node.kwargs["group_name"] if is_wrapped(node) else node.args[-1]
         site = Site(graph, node.name, str(group), _module_of(node))
         try:
@@ -163,7 +163,7 @@ class CollectiveFusion(CustomGraphPass):
         return True
 
     def _eligible(self, node: fx.Node, group: Any) -> int:
-        """Checks what holds for all kinds of collectives; returns the number of ranks.
+        """Check what holds for all kinds of collectives; return the number of ranks.
 
         Raises:
             Unsupported: the collective cannot be rewritten.
@@ -189,7 +189,7 @@ class CollectiveFusion(CustomGraphPass):
         return world
 
     def _after(self, present: Any) -> Any:
-        """The passes that are set already, then this one."""
+        """Return the passes that are set already, then this one."""
         if present is None:
             return self
         if not hasattr(custom_graph_pass, "get_custom_graph_passes"):
@@ -201,7 +201,7 @@ class CollectiveFusion(CustomGraphPass):
 
 
 def _moves_bytes(node: fx.Node) -> bool:
-    """Whether a node gathers fp8 numbers, perhaps as bytes."""
+    """Return whether a node gathers fp8 numbers, perhaps as bytes."""
     gathers = _kind(node) is _c10d.all_gather_into_tensor.default
     return gathers and value(node.args[0]).dtype in (*FP8, torch.uint8)
 
@@ -218,7 +218,8 @@ def _kind(node: fx.Node) -> torch._ops.OpOverload | None:
 
 
 def _module_of(node: fx.Node) -> str:
-    """The name of the module in which a node was traced; "" if the compiler has not kept it."""
+    """Return the name of the module in which a node was traced; "" if the compiler has not kept
+    it."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [path for path, _ in stack.values()][-1:]
     return re.sub(r"^L\['\w+'\]\.?", "", path[0]) if path else ""

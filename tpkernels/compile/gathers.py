@@ -40,7 +40,7 @@ class _Rows:
 
     @classmethod
     def of(cls, layout: Layout, ranks: Axis) -> _Rows | None:
-        """The rows of a matrix with this layout; None if the ranks are not among them."""
+        """Return the rows of a matrix with this layout; None if the ranks are not among them."""
         rows = layout.dims[0]
         if ranks not in rows:
             return None
@@ -49,7 +49,7 @@ class _Rows:
 
     @property
     def sizes(self) -> tuple[Size, Size]:
-        """How many rows are slower than the ranks, and how many are within a shard."""
+        """Return how many rows are slower than the ranks, and how many are within a shard."""
         return size_of(self.before), size_of(self.within)
 
 
@@ -64,7 +64,7 @@ class _Use:
 
 
 def fuse(gather: Collective) -> Change:
-    """Rewrites an ``all_gather_into_tensor`` and the matmuls of the gathered tensor.
+    """Rewrite an ``all_gather_into_tensor`` and the matmuls of the gathered tensor.
 
     Raises:
         Unsupported: they cannot be rewritten.
@@ -121,7 +121,7 @@ def fuse(gather: Collective) -> Change:
 
 
 def _result(editor: Editor, out: fx.Node, matmul: Matmul) -> fx.Node:
-    """What replaces a matmul, given the op's output."""
+    """Return what replaces a matmul, given the op's output."""
     rows, columns = shape_of(matmul.node)
     if not same(columns, 0):
         return editor.reshape(out, [rows, columns])
@@ -138,7 +138,7 @@ def _biases(editor: Editor, like: fx.Node, matmuls: list[Matmul]) -> list[fx.Nod
 
 
 def _replace(editor: Editor, fused: fx.Node, moves: dict[fx.Node, Layout], use: _Use) -> None:
-    """Makes all readers read the op's results. What can fail comes before the first change."""
+    """Make all readers read the op's results. What can fail comes before the first change."""
     kept = {}
     if use.rest:
         whole = editor.item(fused, 0)
@@ -193,14 +193,14 @@ def _use(gather: fx.Node, moves: dict[fx.Node, Layout], ranks: Axis) -> _Use:
 
 
 def _fits_dtype(matmul: Matmul, gather: fx.Node) -> bool:
-    """Whether a matmul reads the gathered numbers; those with scales may travel as bytes."""
+    """Return whether a matmul reads the gathered numbers; those with scales may travel as bytes."""
     return matmul.scales is not None or value(matmul.left).dtype == value(gather).dtype
 
 
 def _reason(
     reader: fx.Node, node: fx.Node, gather: fx.Node, in_columns: bool, dependent: set[fx.Node]
 ) -> str:
-    """Why a reader is not a matmul that can start with one shard.
+    """Return why a reader is not a matmul that can start with one shard.
 
     Args:
         reader: a reader of ``node``.

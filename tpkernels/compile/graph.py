@@ -73,7 +73,7 @@ class Collective:
     writes: Writes
 
     def check_fusible(self, matmuls: Iterable[fx.Node]) -> None:
-        """Checks that the collective and the matmuls can become one op, which reads all their
+        """Check that the collective and the matmuls can become one op, which reads all their
         inputs at one place in the graph.
 
         Raises:
@@ -120,7 +120,7 @@ class Editor:
                 node.graph.erase_node(node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adds a node, and computes its fake value from those of its arguments."""
+        """Add a node, and compute its fake value from those of its arguments."""
         with self._at.graph.inserting_before(self._at):
             node = self._at.graph.call_function(target, args, kwargs)
         self._made.append(node)
@@ -217,7 +217,7 @@ def descendants(node: fx.Node) -> set[fx.Node]:
 
 
 def read_sizes_of_inputs(graph: fx.Graph) -> None:
-    """Computes the sizes of intermediate tensors from those of the inputs where possible. A node
+    """Compute the sizes of intermediate tensors from those of the inputs where possible. A node
     that reads only the size of a tensor then no longer counts as its reader."""
     for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
         source: Any = node.args[0]
@@ -250,7 +250,7 @@ def erase_unread(nodes: Iterable[fx.Node]) -> None:
 
 
 def is_wrapped(node: fx.Node) -> bool:
-    """Whether a node wraps an op that writes into an argument (see in_place.py)."""
+    """Return whether a node wraps an op that writes into an argument (see in_place.py)."""
     return node.target in _WRAPPERS
 
 
@@ -261,7 +261,7 @@ def op_of(node: fx.Node) -> torch._ops.OpOverload | None:
 
 
 def describe(node: fx.Node) -> str:
-    """The name of a node for messages, such as "aten.mul.Tensor"."""
+    """Return the name of a node for messages, such as "aten.mul.Tensor"."""
     if node.op == "output":
         return "the graph's output"
     if node.op != "call_function":

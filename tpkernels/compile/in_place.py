@@ -38,7 +38,7 @@ def functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 def unwrap(node: fx.Node) -> fx.Node:
-    """Replaces a wrapped op by the functional one, and what the op wrote by what that returns.
+    """Replace a wrapped op by the functional one, and what the op wrote by what that returns.
 
     Returns:
         The node of the functional op.
@@ -97,8 +97,8 @@ class _Part:
 
     @classmethod
     def of(cls, node: fx.Node, name: str, editor: Editor) -> _Part | None:
-        """The part that is written as the argument ``name``; None if the wrapper itself creates
-        that tensor."""
+        """Return the part that is written as the argument ``name``; None if the wrapper itself
+        creates that tensor."""
         arguments: Any = node.kwargs
         if name in arguments:  # the first version of auto_functionalized
             return cls(editor, arguments[name], {})

@@ -23,18 +23,18 @@ Size: TypeAlias = "int | torch.SymInt"
 
 
 def same(a: Size, b: Size) -> bool:
-    """Whether two sizes are known to be equal, without a new guard."""
+    """Return whether two sizes are known to be equal, without a new guard."""
     return statically_known_true(a == b)
 
 
 def divides(divisor: Size, size: Size) -> bool:
-    """Whether ``divisor`` is known to divide ``size``, without a new guard."""
+    """Return whether ``divisor`` is known to divide ``size``, without a new guard."""
     rest: Size = size % divisor  # type: ignore[operator]
     return statically_known_true(rest == 0)
 
 
 def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
-    """Whether two shapes are known to be equal, without a new guard."""
+    """Return whether two shapes are known to be equal, without a new guard."""
     return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -46,14 +46,14 @@ class Axis:
     parts: tuple[Axis, ...] = ()
 
     def split(self, first: Size) -> tuple[Axis, Axis]:
-        """Splits the axis permanently, into a slower axis of size ``first`` and the rest."""
+        """Split the axis permanently, into a slower axis of size ``first`` and the rest."""
         halves = Axis(first), Axis(self.size // first)
         self.parts = halves
         return halves
 
     @property
     def leaves(self) -> tuple[Axis, ...]:
-        """The axes that it consists of now; itself if it has not been split."""
+        """Return the axes that it consists of now; itself if it has not been split."""
         return tuple(leaf for part in self.parts for leaf in part.leaves) or (self,)
 
 
@@ -65,7 +65,7 @@ def _leaves(axes: Sequence[Axis]) -> Axes:
 
 
 def size_of(axes: Axes) -> Size:
-    """The product of the sizes of the axes."""
+    """Return the product of the sizes of the axes."""
     return prod((axis.size for axis in axes), start=1)
 
 
@@ -77,12 +77,12 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[Size]) -> Layout:
-        """The layout of a tensor of which only the shape is known."""
+        """Return the layout of a tensor of which only the shape is known."""
         return cls([() if same(size, 1) else (Axis(size),) for size in shape])
 
     @property
     def dims(self) -> tuple[Axes, ...]:
-        """The axes of each dim, the slowest first."""
+        """Return the axes of each dim, the slowest first."""
         return tuple(_leaves(dim) for dim in self._dims)
 
     @property
@@ -121,8 +121,8 @@ class Layout:
         return Layout([self._dims[i] for i in order])
 
     def without_leading(self, dim: int, size: Size) -> tuple[Axis, Layout] | None:
-        """The slowest axis of a dim, and the layout without it; None unless that axis has ``size``,
-        or can be split so that it has."""
+        """Return the slowest axis of a dim, and the layout without it; None unless that axis has
+        ``size``, or can be split so that it has."""
         axes = list(self.dims[dim])
         if not axes:
             return None
@@ -134,5 +134,5 @@ class Layout:
         return axes[0], Layout(rest)
 
     def with_leading(self, dim: int, axis: Axis) -> Layout:
-        """The layout with ``axis`` as the slowest axis of a dim."""
+        """Return the layout with ``axis`` as the slowest axis of a dim."""
         return Layout([(axis, *d) if i == dim else d for i, d in enumerate(self._dims)])

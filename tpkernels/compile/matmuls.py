@@ -43,7 +43,8 @@ class Matmul:
 
     @classmethod
     def of(cls, node: fx.Node) -> Matmul | None:
-        """The matmul that a node computes; None if it is not one, or none that the ops support."""
+        """Return the matmul that a node computes; None if it is not one, or none that the ops
+        support."""
         args: Any = node.args
         if node.target is aten.mm.default:
             return cls(node, args[0], args[1])
@@ -80,12 +81,12 @@ class Matmul:
         return cls(node, left, right, given["bias"], found)
 
     def depends_on(self, nodes: Container[fx.Node]) -> bool:
-        """Whether something besides the left factor is among the nodes."""
+        """Return whether something besides the left factor is among the nodes."""
         scales = (self.scales.left, self.scales.right) if self.scales else ()
         return any(node in nodes for node in (self.right, self.bias, *scales) if node is not None)
 
     def shares_input(self, other: Matmul) -> bool:
-        """Whether one op can make both, given that the left factors have the same bytes."""
+        """Return whether one op can make both, given that the left factors have the same bytes."""
         if self.scales is None or other.scales is None:
             return self.scales is other.scales
         if value(self.left).dtype != value(other.left).dtype:
@@ -96,13 +97,13 @@ class Matmul:
 
 
 def is_tensor_wise(scale: fx.Node) -> bool:
-    """Whether there is one scale for all."""
+    """Return whether there is one scale for all."""
     return all(same(size, 1) for size in shape_of(scale))
 
 
 def _is_outer(left: Any, right: Any) -> bool:
-    """Whether an elementwise product is that of a column and a row. Inductor turns some matmuls
-    with K = 1 into this form, perhaps only on the rank with the smallest shard."""
+    """Return whether an elementwise product is that of a column and a row. Inductor turns some
+    matmuls with K = 1 into this form, perhaps only on the rank with the smallest shard."""
     if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
         return False
     columns, rows = shape_of(left), shape_of(right)

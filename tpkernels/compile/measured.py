@@ -12,7 +12,7 @@ from tpkernels.tuning.measured import why_left_to_torch
 def check_worthwhile(
     collective: Collective, op: str, rows: Size | None, width: Size, options: Options = NO_OPTIONS
 ) -> None:
-    """Checks that an op is to replace a collective and its matmuls.
+    """Check that an op is to replace a collective and its matmuls.
 
     Args:
         rows: of the tensor that travels, on all ranks; None: it is not split along its rows.

@@ -33,7 +33,7 @@ _CARRIERS = {*_SPLITS, operator.getitem, aten.slice.Tensor}
 
 
 def value(argument: Any) -> Any:
-    """The value of an argument of a node, such as a fake tensor or a size."""
+    """Return the value of an argument of a node, such as a fake tensor or a size."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
@@ -43,7 +43,7 @@ def shape_of(node: fx.Node) -> Sequence[Size]:
 
 
 def moved_from(node: fx.Node) -> fx.Node | None:
-    """The tensor of which ``node`` moves all elements; None if it does something else."""
+    """Return the tensor of which ``node`` moves all elements; None if it does something else."""
     target = node.target
     if target in _VIEWS or _copies(node) or _permutation(node) is not None:
         source = node.args[0]
@@ -55,7 +55,7 @@ def moved_from(node: fx.Node) -> fx.Node | None:
 
 
 def through(node: fx.Node, before: Layout) -> Layout | None:
-    """The layout of ``node``, given that of ``moved_from(node)``."""
+    """Return the layout of ``node``, given that of ``moved_from(node)``."""
     if _copies(node):
         return before
     if node.target in _VIEWS:
@@ -71,8 +71,8 @@ def through(node: fx.Node, before: Layout) -> Layout | None:
 
 
 def _copies(node: fx.Node) -> bool:
-    """Whether a node has the elements of its argument in the same places, perhaps as another dtype
-    of the same size."""
+    """Return whether a node has the elements of its argument in the same places, perhaps as another
+    dtype of the same size."""
     if node.target is not aten.view.dtype:
         return node.target in _COPIES
     source: torch.Tensor = value(node.args[0])
@@ -80,7 +80,7 @@ def _copies(node: fx.Node) -> bool:
 
 
 def follow(root: fx.Node, layout: Layout) -> dict[fx.Node, Layout]:
-    """The layouts of ``root`` and of all nodes that only move its elements."""
+    """Return the layouts of ``root`` and of all nodes that only move its elements."""
     moves, pending = {root: layout}, list(root.users)
     while pending:
         node = pending.pop(0)
@@ -101,7 +101,7 @@ def readers(node: fx.Node, moves: dict[fx.Node, Layout]) -> list[fx.Node]:
 
 
 def _only_moved(node: fx.Node, moves: dict[fx.Node, Layout]) -> bool:
-    """Whether ``node`` is one of the moves, or a chunk that only they read."""
+    """Return whether ``node`` is one of the moves, or a chunk that only they read."""
     if node in moves or node.target not in _CARRIERS:
         return node in moves
     return all(_only_moved(user, moves) for user in node.users)
@@ -127,7 +127,7 @@ def carriers(node: fx.Node) -> list[fx.Node]:
 
 
 def _permutation(node: fx.Node) -> list[int] | None:
-    """The order in which ``node`` puts dims; None if it is not a permutation."""
+    """Return the order in which ``node`` puts dims; None if it is not a permutation."""
     if node.target not in (aten.permute.default, aten.transpose.int, aten.t.default):
         return None
     ndim = len(shape_of(node))

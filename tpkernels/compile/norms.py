@@ -47,12 +47,12 @@ _OPS: dict[Any, str] = {
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether a norm may become part of what ``node`` calls."""
+    """Return whether a norm may become part of what ``node`` calls."""
     return node.target in _OPS
 
 
 def group_of(node: fx.Node) -> Any:
-    """The group of such a node."""
+    """Return the group of such a node."""
     return node.args[-1] if node.target is _FUNCTIONAL else _given(node)["group"]
 
 
@@ -74,7 +74,7 @@ class _Norm:
 
 
 def fuse(reduction: Collective) -> Change | None:
-    """Rewrites an all-reduce with the norm that follows it; None where none does.
+    """Rewrite an all-reduce with the norm that follows it; None where none does.
 
     Raises:
         Unsupported: they cannot be rewritten.
@@ -115,7 +115,7 @@ def fuse(reduction: Collective) -> Change | None:
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
-    """The arguments of one of our ops, by name."""
+    """Return the arguments of one of our ops, by name."""
     assert isinstance(node.target, torch._ops.OpOverload)  # of _OPS
     names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -138,7 +138,8 @@ def _operands(node: fx.Node) -> dict[str, Any]:
 
 
 def _last_move(node: fx.Node) -> fx.Node:
-    """The end of a chain of nodes that only move elements, and keep their order and the rows."""
+    """Return the end of a chain of nodes that only move elements, and keep their order and the
+    rows."""
     layout = Layout.of(shape_of(node))
     while len(node.users) == 1:
         (user,) = node.users
@@ -184,7 +185,7 @@ def _with_residual(end: fx.Node) -> tuple[fx.Node, fx.Node | None, _Norm] | None
 
 
 def _norm_of(total: fx.Node) -> _Norm | None:
-    """The norm that reads ``total``, if nothing else reads what it computes in between."""
+    """Return the norm that reads ``total``, if nothing else reads what it computes in between."""
     wide = [user for user in total.users if user.target is _CAST and user.args[1] == torch.float32]
     for source in (total, *wide):
         if value(source).dtype != torch.float32:
@@ -197,7 +198,7 @@ def _norm_of(total: fx.Node) -> _Norm | None:
 
 
 def _behind_square(square: fx.Node, source: fx.Node, total: fx.Node) -> _Norm | None:
-    """The norm of ``source``, which is ``total`` in fp32, that begins with ``square``."""
+    """Return the norm of ``source``, which is ``total`` in fp32, that begins with ``square``."""
     by_itself = square.target is aten.mul.Tensor and square.args == (source, source)
     if not by_itself and (square.target, square.args) != (aten.pow.Tensor_Scalar, (source, 2)):
         return None
@@ -224,7 +225,7 @@ def _behind_square(square: fx.Node, source: fx.Node, total: fx.Node) -> _Norm | 
 
 
 def _weighted(nodes: list[fx.Node], eps: float, total: fx.Node) -> _Norm | None:
-    """The norm with its product with a weight and its rounding, in either order."""
+    """Return the norm with its product with a weight and its rounding, in either order."""
     dtype, weight = value(total).dtype, None
     factor: Any
     while weight is None or value(nodes[-1]).dtype != dtype:
@@ -265,7 +266,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _casts(norm: _Norm, total: fx.Node) -> list[fx.Node]:
-    """The conversion in front of the norm."""
+    """Return the conversion in front of the norm."""
     source = norm.nodes[0].args[0]
     return [source] if isinstance(source, fx.Node) and source is not total else []
 

@@ -17,7 +17,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def keep_order(graph: fx.Graph) -> bool:
-    """Ties each op and each collective to the one before it, except two functional collectives in a
+    """Tie each op and each collective to the one before it, except two functional collectives in a
     row. Returns whether anything was tied.
 
     Inductor reorders independent nodes to save memory, by the sizes of their tensors. Ranks with
@@ -43,8 +43,8 @@ def _is_functional_collective(node: fx.Node) -> bool:
 
 
 def _is_other(node: fx.Node) -> bool:
-    """Whether it communicates without inductor's knowledge: our ops, except private ones, which are
-    local, and DTensor's all-to-all."""
+    """Return whether it communicates without inductor's knowledge: our ops, except private ones,
+    which are local, and DTensor's all-to-all."""
     op = op_of(node)
     if op is None:
         return False

@@ -101,7 +101,7 @@ class _Reduced:
         return name if self.scales is None else f"scaled_{name}"
 
     def _terms(self, node: fx.Node) -> list[Matmul]:
-        """The matmuls of which ``node`` is the sum."""
+        """Return the matmuls of which ``node`` is the sum."""
         matmul = Matmul.of(node)
         if matmul is not None:
             if matmul.bias is not None:
@@ -117,8 +117,8 @@ class _Reduced:
         return [*self._term(left, node), *self._term(right, node)]
 
     def _term(self, node: fx.Node, total: fx.Node) -> list[Matmul]:
-        """The matmuls of which ``node``, an addend of ``total``, is the sum. Moves in between must
-        keep the order of the elements."""
+        """Return the matmuls of which ``node``, an addend of ``total``, is the sum. Moves in
+        between must keep the order of the elements."""
         if not same_shape(shape_of(node), shape_of(total)):
             raise Unsupported("its input is a sum that broadcasts")
         source, moves = _chain_to(node)
@@ -141,20 +141,20 @@ class _Reduced:
         return x, w
 
     def replace(self, collective: fx.Node, result: fx.Node) -> None:
-        """Makes the collective's readers read ``result``, and erases the nodes it replaces."""
+        """Make the collective's readers read ``result``, and erase the nodes it replaces."""
         waits = [user for user in collective.users if user.target is _WAIT]
         for node in (*waits, collective):
             node.replace_all_uses_with(result)
         erase_unread([*waits, collective, *self.replaced])
 
     def change(self, op: str, x: str, node: fx.Node | None = None) -> Change:
-        """What is reported; ``x``: shape and dim of the op's input."""
+        """Return what is reported; ``x``: shape and dim of the op's input."""
         count = len(self.matmuls)
         more = f", {count} matmuls in one" if count > 1 else ""
         return Change(op, count, f"x {x}{more}", node)
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """The layouts of the matmul's result [M, N] and of the collective's input."""
+        """Return the layouts of the matmul's result [M, N] and of the collective's input."""
         matmul = Layout.of(shape_of(self.matmuls[0].node))
         layout = matmul.regrouped(shape_of(self.total))
         for move in self.moves:
@@ -165,7 +165,7 @@ class _Reduced:
 
 
 def fuse_scatter(scatter: Collective) -> Change:
-    """Rewrites a ``reduce_scatter_tensor`` and the matmul that it reduces.
+    """Rewrite a ``reduce_scatter_tensor`` and the matmul that it reduces.
 
     Raises:
         Unsupported: they cannot be rewritten.
@@ -201,7 +201,7 @@ def fuse_scatter(scatter: Collective) -> Change:
 
 
 def fuse_all_reduce(reduce: Collective) -> Change:
-    """Rewrites an ``all_reduce`` and the matmul that it reduces.
+    """Rewrite an ``all_reduce`` and the matmul that it reduces.
 
     Raises:
         Unsupported: they cannot be rewritten.

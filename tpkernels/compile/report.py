@@ -57,7 +57,7 @@ class Report:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many collectives became part of each op, by the op's name."""
+        """Return how many collectives became part of each op, by the op's name."""
         return dict(Counter(site.op for site in self.rewritten))
 
     def __str__(self) -> str:

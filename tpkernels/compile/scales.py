@@ -33,7 +33,7 @@ class RowScale:
 
 
 def options_of(matmul: Matmul) -> dict[str, Any]:
-    """The options of the op that makes a scaled matmul."""
+    """Return the options of the op that makes a scaled matmul."""
     assert matmul.scales is not None  # the caller has asked
     return {
         "out_dtype": value(matmul.node).dtype,
@@ -80,7 +80,7 @@ def row_scale(
     whole: Sequence[Size],
     sizes: tuple[Size, Size],
 ) -> RowScale:
-    """The scale of a gathered x.
+    """Return the scale of a gathered x.
 
     Args:
         scale: of the gathered rows, in the order of the matmul.
@@ -99,7 +99,7 @@ def row_scale(
 
 
 def row_scale_of(editor: Editor, scale: fx.Node, rows: Sequence[Size]) -> fx.Node:
-    """The scale of an x [*rows, K]."""
+    """Return the scale of an x [*rows, K]."""
     if is_tensor_wise(scale):
         return scalar(editor, scale)
     return editor.reshape(scale, [*rows, 1])
@@ -112,8 +112,8 @@ def _own_part(
     moves: Sequence[fx.Node],
     sizes: tuple[Size, Size],
 ) -> fx.Node | None:
-    """This rank's scales, if ``source`` gathers them over the same ranks and ``moves`` bring them
-    into the order of the rows of x."""
+    """Return this rank's scales, if ``source`` gathers them over the same ranks and ``moves`` bring
+    them into the order of the rows of x."""
     if source.target is not _GATHER or source.args[-1] != gather.node.args[-1]:
         return None
     if any(value(move).dtype != value(source).dtype for move in moves):

@@ -55,7 +55,8 @@ class BufferLayout:
 
 
 def layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> BufferLayout:
-    """The layout for ``count`` elements of ``x_bytes`` each, which become ``out_bytes`` each."""
+    """Return the layout for ``count`` elements of ``x_bytes`` each, which become ``out_bytes``
+    each."""
     if way == "low_latency":
         blocks = low_latency.blocks(count * x_bytes, _LANE * x_bytes)
         return BufferLayout(blocks, count, 0, 0, 0, low_latency.words(count * x_bytes))
@@ -195,7 +196,8 @@ def _check_multimem(
 def _largest_piece(
     space: DeviceWorkspace, way: str, count: int, x_bytes: int, out_bytes: int
 ) -> int:
-    """The most elements that fit the workspace in one call; larger tensors run piece by piece."""
+    """Return the most elements that fit the workspace in one call; larger tensors run piece by
+    piece."""
     piece = max(count, 1)
     while not _fits(space, layout(way, piece, space.world, x_bytes, out_bytes)):
         if piece <= _SEGMENT_UNIT:
@@ -256,7 +258,7 @@ def barrier(space: DeviceWorkspace, signature: int) -> None:
 def paced_copy(
     dst: torch.Tensor, src: torch.Tensor, gb_per_s: float, latency_us: float = 0.0, sms: int = 16
 ) -> None:
-    """Copies ``src`` to ``dst`` at the pace of a link, to model one on a single GPU: the first byte
+    """Copy ``src`` to ``dst`` at the pace of a link, to model one on a single GPU: the first byte
     arrives after ``latency_us``, then ``gb_per_s`` * 1e9 bytes a second. It has ``sms`` blocks of
     1024 threads, and is slower if they cannot move as much. Contiguous, of one shape and dtype.
     """

@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Raises ``ValueError`` for a tensor that is on another device or not contiguous."""
+    """Raise ``ValueError`` for a tensor that is on another device or not contiguous."""
     for what, tensor in tensors.items():
         if tensor is None:
             continue
@@ -26,7 +26,7 @@ def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> No
 
 
 def check_dtypes(**tensors: torch.Tensor | None) -> None:
-    """Raises ``NotImplementedError`` for a dtype that the kernels cannot sum."""
+    """Raise ``NotImplementedError`` for a dtype that the kernels cannot sum."""
     for what, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in DTYPES:
             allowed = ", ".join(map(name, DTYPES))
@@ -34,7 +34,7 @@ def check_dtypes(**tensors: torch.Tensor | None) -> None:
 
 
 def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
-    """Raises ``ValueError`` unless all tensors have the first one's shape and, if ``dtype``, its
+    """Raise ``ValueError`` unless all tensors have the first one's shape and, if ``dtype``, its
     dtype."""
     (first, model), *rest = tensors.items()
     assert model is not None  # no caller passes None first
@@ -49,7 +49,7 @@ def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
 
 
 def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
-    """Raises ``ValueError`` unless bias is [cols], of any length by default."""
+    """Raise ``ValueError`` unless bias is [cols], of any length by default."""
     if bias is not None and (bias.dim() != 1 or cols not in (None, bias.shape[0])):
         needed = "cols" if cols is None else cols
         raise ValueError(f"bias has shape {list(bias.shape)}; it must be [{needed}]")
@@ -73,7 +73,7 @@ def epilogue(
 
 
 def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
-    """What every kernel needs of a call, in the extension's form."""
+    """Return what every kernel needs of a call, in the extension's form."""
     return _C.cuda.Space(
         regions=space.regions.data_ptr(),
         state=space.state.data_ptr(),

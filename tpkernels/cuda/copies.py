@@ -26,7 +26,7 @@ from tpkernels.symm.gpu_segments import GpuSegment
 
 
 def flags_take_kernels(device: torch.device) -> bool:
-    """Whether each flag of a call that is made now takes a kernel, not a stream's write."""
+    """Return whether each flag of a call that is made now takes a kernel, not a stream's write."""
     loaded = kernels(device_and_stream(device)[0])
     return not loaded.streams_write(capture.is_captured(device))
 
@@ -83,17 +83,17 @@ class CopyCall:
             self._kernels.end(self._stream(), self._words, results)
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-        """The contiguous tensor at byte ``offset`` of this rank's memory."""
+        """Return the contiguous tensor at byte ``offset`` of this rank's memory."""
         return self._space.view(dtype, shape, offset)
 
     def put(self, src: torch.Tensor, offset: int) -> None:
-        """Copies a tensor to byte ``offset`` of this rank's memory."""
+        """Copy a tensor to byte ``offset`` of this rank's memory."""
         nbytes = self._check(src, offset)
         here = self._space.buffers(self._space.rank) + offset
         self._kernels.copy(self._stream(), here, src.data_ptr(), nbytes)
 
     def publish(self, index: int, to: int | None = None) -> None:
-        """Publishes word ``index`` to rank ``to``, or to all peers: the stream's earlier work is
+        """Publish word ``index`` to rank ``to``, or to all peers: the stream's earlier work is
         done."""
         self._check_word(index)
         if to is not None:
@@ -101,7 +101,7 @@ class CopyCall:
         self._kernels.publish(self._stream(), self._words, -1 if to is None else to, index)
 
     def raise_flag(self, index: int) -> None:
-        """Tells this rank's own kernels, once in the call: the stream's earlier work is done."""
+        """Tell this rank's own kernels, once in the call: the stream's earlier work is done."""
         if not 0 <= index < self._flags:
             raise ValueError(f"flag {index} of {self._flags}")
         self._kernels.raise_flag(self._stream(), self._words, index, self._captured)
@@ -119,7 +119,7 @@ class CopyCall:
         self._kernels.wait(self._stream(), self._words, source, index)
 
     def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
-        """Copies from byte ``offset`` of the memory of rank ``source`` into ``dst``. After a failed
+        """Copy from byte ``offset`` of the memory of rank ``source`` into ``dst``. After a failed
         wait the contents of ``dst`` must not be used."""
         self._check_peer(source)
         nbytes = self._check(dst, offset)
@@ -127,7 +127,7 @@ class CopyCall:
         self._kernels.copy(self._stream(), dst.data_ptr(), there, nbytes)
 
     def _begin(self, source: int) -> int:
-        """The address at which what ``source`` has for its peers begins."""
+        """Return the address at which what ``source`` has for its peers begins."""
         if self.in_place is not None:
             return self.in_place.addresses[source]
         return self._space.buffers(source)
@@ -136,7 +136,7 @@ class CopyCall:
         return device_and_stream(self._space.regions.device)[1]
 
     def _check(self, tensor: torch.Tensor, offset: int) -> int:
-        """The size of the tensor in bytes; raises if it does not fit at ``offset``."""
+        """Return the size of the tensor in bytes; raises if it does not fit at ``offset``."""
         check_contiguous(self._space.regions.device, tensor=tensor)
         nbytes = tensor.numel() * tensor.element_size()
         held = 2 * self._space.buffer_bytes if self.in_place is None else self.in_place.nbytes

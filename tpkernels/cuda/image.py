@@ -58,7 +58,7 @@ def image_status() -> str:
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Why the kernels cannot run on a GPU, or None if they are loaded."""
+    """Return why the kernels cannot run on a GPU, or None if they are loaded."""
     try:
         kernels(device_and_stream(device)[0])
     except NotImplementedError as error:
@@ -67,8 +67,8 @@ def unsupported(device: torch.device) -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels can be launched on a GPU; loads them. False while a graph is captured, if
-    nothing has loaded them before."""
+    """Return whether the kernels can be launched on a GPU; loads them. False while a graph is
+    captured, if nothing has loaded them before."""
     try:
         return _loads(device_and_stream(device)[0])
     except CaptureError:
@@ -85,7 +85,7 @@ def _loads(device: int) -> bool:
 
 
 def driver_status() -> str:
-    """What the CUDA driver supports, or why it cannot be used."""
+    """Return what the CUDA driver supports, or why it cannot be used."""
     try:
         version = _C.cuda.driver_version()
         devices = range(_C.cuda.device_count())
@@ -114,8 +114,8 @@ def nvrtc_image(capability: int) -> bytes:
 
 
 def read_cached(path: Path) -> bytes | None:
-    """The image in a file, or None if the file is missing, unreadable or damaged, or if another
-    user could have written it."""
+    """Return the image in a file, or None if the file is missing, unreadable or damaged, or if
+    another user could have written it."""
     try:
         content = read_trusted(path, most=_MOST_BYTES)
     except (OSError, ValueError):
@@ -125,7 +125,7 @@ def read_cached(path: Path) -> bytes | None:
 
 
 def write_cached(path: Path, image: bytes) -> None:
-    """Keeps an image. If that fails, the next process compiles again."""
+    """Keep an image. If that fails, the next process compiles again."""
     with contextlib.suppress(OSError):
         replace_file(path, hashlib.sha256(image).digest() + image)
 

@@ -19,8 +19,8 @@ _VECTOR = 8  # elements
 
 
 def takes(nbytes: int) -> bool:
-    """Whether ``auto`` gathers or scatters a tensor of ``nbytes``, counted over all ranks, by a
-    low-latency kernel."""
+    """Return whether ``auto`` gathers or scatters a tensor of ``nbytes``, counted over all ranks,
+    by a low-latency kernel."""
     return nbytes <= LOW_LATENCY_BYTES
 
 

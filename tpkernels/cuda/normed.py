@@ -39,7 +39,7 @@ _WAYS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
 
 
 def normalises(dtype: torch.dtype, columns: int) -> bool:
-    """Whether the kernels take rows of this dtype and length."""
+    """Return whether the kernels take rows of this dtype and length."""
     return dtype in DTYPES and columns % _VECTOR == 0
 
 

@@ -41,7 +41,7 @@ def _with_room(
 
 
 def queue(call: Call, on: torch.device, launch: Launch) -> None:
-    """Queues a prepared call."""
+    """Queue a prepared call."""
     with queued(call, on, launch.words, launch.buffer_bytes, launch.sizes) as memory:
         launch.run(memory.current, call.plan.signature)
 
@@ -56,7 +56,7 @@ class _Bound(NamedTuple):
 def queue_alike(
     call: Call, on: torch.device, key: Hashable, prepare: Callable[[], Prepared], *tensors: Any
 ) -> None:
-    """Queues a call. What ``prepare`` returns is bound to the workspace once and kept for the
+    """Queue a call. What ``prepare`` returns is bound to the workspace once and kept for the
     calls with that key, which have tensors alike, until the workspace or its arguments change.
 
     Raises what `queued` does.

@@ -42,7 +42,7 @@ class Choice:
 
 
 def choose(requested: str, version: str, platform: str, fast_products: bool) -> Choice:
-    """What to replace in a vLLM of that version on "cpu", "cuda" or another platform.
+    """Return what to replace in a vLLM of that version on "cpu", "cuda" or another platform.
     ``fast_products``: the extension multiplies by packed weights in the dtypes of models.
 
     Raises:
@@ -71,13 +71,14 @@ def choose(requested: str, version: str, platform: str, fast_products: bool) -> 
 
 
 def _has_fast_products() -> bool:
-    """Whether vLLM is known to be slower: with zentorch, which it prefers, it was not measured."""
+    """Return whether vLLM is known to be slower: with zentorch, which it prefers, it was not
+    measured."""
     zentorch = hasattr(torch.ops.zentorch, "zentorch_linear_unary")
     return not zentorch and _C.calls.multiplies(dtypes.CODES[torch.bfloat16], "packed", MANY_ROWS)
 
 
 def register() -> None:
-    """Replaces vLLM's parts, before any model is made. May be called several times.
+    """Replace vLLM's parts, before any model is made. May be called several times.
 
     Raises:
         ValueError: ``TPKERNELS_VLLM`` has no valid value.

@@ -31,8 +31,8 @@ def report(text: str) -> None:
 
 
 def group_for(group: torch.distributed.ProcessGroup) -> str | None:
-    """The name of a group that is set up for the ops; None: its ranks share no memory. The first
-    call is collective."""
+    """Return the name of a group that is set up for the ops; None: its ranks share no memory. The
+    first call is collective."""
     name = groups.name_of(group)
     tpkernels.init(name, timeout=TIMEOUT)
     if groups.get(name).shared_memory:
@@ -42,7 +42,7 @@ def group_for(group: torch.distributed.ProcessGroup) -> str | None:
 
 
 def is_reducible(x: torch.Tensor) -> bool:
-    """Whether the op takes this tensor."""
+    """Return whether the op takes this tensor."""
     return x.dtype in dtypes.CODES and x.is_contiguous()
 
 
@@ -69,7 +69,7 @@ def replace_communicator(platform: type) -> None:
 
 
 def drop_weight(layer: Any) -> None:
-    """Frees the plain weight. vLLM asks for its dtype and device still."""
+    """Free the plain weight. vLLM asks for its dtype and device still."""
     layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
 
@@ -105,7 +105,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             self.quant_method = OwnMethod()
 
     def _not_fused(self) -> str | None:
-        """Why the layer stays as it is."""
+        """Return why the layer stays as it is."""
         if not self.reduce_results or self.tp_size == 1:
             return "there is nothing to reduce"
         if type(self.quant_method) is not UnquantizedLinearMethod:
@@ -138,8 +138,8 @@ def replace_row_parallel() -> None:
 
 
 def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """What vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed copy of
-    w [K, N] in place of that weight. None: vLLM may be faster."""
+    """Return what vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed
+    copy of w [K, N] in place of that weight. None: vLLM may be faster."""
     code = dtypes.CODES.get(w.dtype)
     if code is None or not _C.calls.multiplies(code, "packed", MANY_ROWS):
         return None

@@ -15,7 +15,7 @@ NO_GPU = "needs a GPU that torch sees"
 
 @functools.lru_cache
 def unsupported(device: str) -> str | None:
-    """Why the kernels cannot run on tensors of a device type, or None if they can."""
+    """Return why the kernels cannot run on tensors of a device type, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton (pip install triton)"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

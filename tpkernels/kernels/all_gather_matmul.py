@@ -58,7 +58,7 @@ _CHUNK_BYTES, _ROOM = 4 << 20, 1
 
 @triton.jit
 def copy_elements(source, to, count, lane, lanes, BLOCK: tl.constexpr):
-    """Copies this program's part of ``count`` elements; it is ``lane`` of ``lanes``."""
+    """Copy this program's part of ``count`` elements; it is ``lane`` of ``lanes``."""
     for begin in range(lane * BLOCK, count, lanes * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         tl.store(to + at, tl.load(source + at, mask=at < count), mask=at < count)
@@ -66,7 +66,7 @@ def copy_elements(source, to, count, lane, lanes, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def shard_kernel(x, gathered, count, workspace, rank, BLOCK: tl.constexpr):
-    """Copies this rank's rows to where the peers find them, and to where its own tiles do."""
+    """Copy this rank's rows to where the peers find them, and to where its own tiles do."""
     own = pointer(next_buffer(workspace, rank), x.dtype.element_ty)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     if failed(workspace.state):
@@ -130,7 +130,7 @@ def all_gather_matmul_kernel(
     fetching: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Gathers x [M, K] into ``gathered`` and computes ``out = round(x @ b + bias)``. ``a`` is
+    """Gather x [M, K] into ``gathered`` and compute ``out = round(x @ b + bias)``. ``a`` is
     ``gathered`` as the tile loop takes it. PART: other launches begin and end the call and gather
     the rows."""
     peers = join(workspace, rank, signature, timeout_ns, seed)
@@ -208,8 +208,8 @@ def bind_others(
     weights: list[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> Callable[..., None]:
-    """The products with further weights, once all rows are there: takes gathered, and the lists of
-    weights, biases and outs."""
+    """Return the products with further weights, once all rows are there: takes gathered, and the
+    lists of weights, biases and outs."""
     products = [bind_matmul(config, gathered, w, out_dtype) for w in weights]
 
     def run(gathered: torch.Tensor, *lists: Any) -> None:

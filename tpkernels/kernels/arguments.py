@@ -31,7 +31,7 @@ SCALARS = ["rank", "signature", "timeout_ns", "seed"]
 
 
 def launch_arguments(space: DeviceWorkspace, signature: int) -> tuple[Any, ...]:
-    """The arguments of every kernel that communicates: `workspace`, and those in SCALARS."""
+    """Return the arguments of every kernel that communicates: `workspace`, and those in SCALARS."""
     if space.argument is None:
         space.argument = Workspace(
             space.regions,
@@ -48,12 +48,12 @@ def launch_arguments(space: DeviceWorkspace, signature: int) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes whose table of `starts` a kernel reads: none if all are equal."""
+    """Return the sizes whose table of `starts` a kernel reads: none if all are equal."""
     return () if sizes.count(sizes[0]) == len(sizes) else sizes
 
 
 def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
-    """The launch argument for segments of ``sizes`` rows."""
+    """Return the launch argument for segments of ``sizes`` rows."""
     found = space.segments.get(sizes)
     if found is None:
         starts = space.starts(sizes) if table_of(sizes) else None

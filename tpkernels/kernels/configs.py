@@ -71,10 +71,10 @@ class MatmulConfig:
     def operands(
         self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype, *, waits: bool = False
     ) -> Operands:
-        """How the kernels take a [M, K] and b [K, N], and any others of their shapes, strides and
-        alignments: as descriptors where TMA can load them. Tiles of the dtype ``stored`` go to
-        matrices with aligned rows of n elements. ``waits``: a tile waits for its rows.
-        """
+        """Return how the kernels take a [M, K] and b [K, N], and any others of their shapes,
+        strides and alignments: as descriptors where TMA can load them. Tiles of the dtype
+        ``stored`` go to matrices with aligned rows of n elements. ``waits``: a tile waits for its
+        rows."""
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
         a_matrix: Matrix | None = None
         b_matrix: Matrix | None = None
@@ -95,15 +95,16 @@ class MatmulConfig:
         return Operands(a_matrix, b_matrix, tiling, self.launch(specialized))
 
     def specializes(self, all_tma: bool) -> bool:
-        """Whether the tile loop has warps that only load, and only multiply. Where threads load
-        operands, or four warps store tiles, it would spill. Triton 3.7 crashes where tiles wait for
-        rows; older versions were not tried."""
+        """Return whether the tile loop has warps that only load, and only multiply. Where threads
+        load operands, or four warps store tiles, it would spill. Triton 3.7 crashes where tiles
+        wait for rows; older versions were not tried."""
         able = all_tma and self.num_warps == _STORING_WARPS and _TRITON >= (3, 7)
         return self.specialize and able
 
     def stores_by_tma(self, bits: int, stored_bits: int, n: int) -> bool:
-        """Whether TMA may store tiles into a matrix of ``n`` columns of ``stored_bits`` each: a
-        whole tile must fit shared memory beside the operands, whose elements have ``bits``."""
+        """Return whether TMA may store tiles into a matrix of ``n`` columns of ``stored_bits``
+        each: a whole tile must fit shared memory beside the operands, whose elements have
+        ``bits``."""
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * bits // 8
         needed = operands + self.block_m * self.block_n * stored_bits // 8 + _OTHER_SHARED_BYTES
         aligned = n * stored_bits // 8 % _TMA_ALIGNMENT == 0
@@ -127,7 +128,7 @@ def _tiles(sizes: tuple[int, ...], n: int, block_m: int, block_n: int) -> int:
 
 
 def _aligned(x: torch.Tensor, stride: int) -> bool:
-    """Whether TMA can read rows (or columns) of ``x`` that are ``stride`` elements apart."""
+    """Return whether TMA can read rows (or columns) of ``x`` that are ``stride`` elements apart."""
     nbytes = stride * x.element_size()
     return nbytes > 0 and nbytes % _TMA_ALIGNMENT == 0 and x.data_ptr() % _TMA_ALIGNMENT == 0
 
@@ -144,7 +145,7 @@ class Operands(NamedTuple):
     launch: dict[str, int]  # options
 
     def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
-        """The launch arguments for these tensors."""
+        """Return the launch arguments for these tensors."""
         return (
             a if self.a is None else Descriptor(a, *self.a),
             b if self.b is None else Descriptor(b, *self.b),
@@ -204,8 +205,8 @@ INTERPRETER = MatmulConfig(
 
 
 def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = ()) -> MatmulConfig:
-    """The config for a product of that many rows: the table's, with the fields that ``tuned``
-    replaces. A ``tuned`` that is not among the candidates is ignored.
+    """Return the config for a product of that many rows: the table's, with the fields that
+    ``tuned`` replaces. A ``tuned`` that is not among the candidates is ignored.
 
     Raises:
         NotImplementedError: the device is older than sm_80.

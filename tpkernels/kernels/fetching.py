@@ -67,7 +67,7 @@ def _pieces_in(rows, K, fetching: tl.constexpr):
 
 @triton.jit
 def _bring(source, to, count, fetching: tl.constexpr):
-    """Copies ``count`` elements from the start of a line of a buffer. Loads take whole vectors,
+    """Copy ``count`` elements from the start of a line of a buffer. Loads take whole vectors,
     also where sizes or the result are not aligned; a buffer ends with a line of 256 bytes."""
     VECTOR: tl.constexpr = 16
     readable = tl.cdiv(count, VECTOR) * VECTOR
@@ -78,7 +78,7 @@ def _bring(source, to, count, fetching: tl.constexpr):
 
 @triton.jit
 def fetch_rows(peers, gathered, segments, K, lane, fetching: tl.constexpr):
-    """Brings the peers' rows; the fetchers take the pieces of all peers in turn."""
+    """Bring the peers' rows; the fetchers take the pieces of all peers in turn."""
     PIECE: tl.constexpr = fetching.piece
     lanes: tl.constexpr = fetching.programs
     world = peers.space.world
@@ -113,7 +113,7 @@ def _wait_for_range(peers, source, first, last):
 
 @triton.jit
 def await_rows(peers, segments, K, owner, row, rows, fetching: tl.constexpr):
-    """Returns when ``rows`` rows of ``owner``, from its row ``row`` on, are there."""
+    """Return when ``rows`` rows of ``owner``, from its row ``row`` on, are there."""
     begin, end = segment(segments, owner)
     last = _pieces_in(tl.minimum(row + rows, end - begin), K, fetching)
     first = (tl.cast(row, tl.int64) * K // fetching.piece).to(tl.int32)

@@ -104,7 +104,7 @@ def _publish_result(results, result, at, inside, tile, last):
 
 @triton.jit
 def _copy_results(results, segments, N, lane, lanes, tiling: tl.constexpr):
-    """Copies the results of the other owners out of this rank's buffer."""
+    """Copy the results of the other owners out of this rank's buffer."""
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     SUM_M: tl.constexpr = tiling.sum_m

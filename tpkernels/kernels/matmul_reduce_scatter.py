@@ -87,7 +87,7 @@ def publish_tile(slots, owner, index):
 
 @triton.jit
 def push(slots, acc, tile, to):
-    """Stores a tile into this rank's slot at ``to``, part by part."""
+    """Store a tile into this rank's slot at ``to``, part by part."""
     peers, N, begin = slots.peers, slots.N, tile.begin
     slot = slot_of(slots, to, peers.rank)
     parts = column_parts(acc)
@@ -153,7 +153,7 @@ def sum_tiles(
     WORLD: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Sums the program's tiles of the segment ``own`` into ``out``, whose row ``out_row`` is the
+    """Sum the program's tiles of the segment ``own`` into ``out``, whose row ``out_row`` is the
     first of that segment. The hook `on_stored(context, result, at, inside, tile, last)` gets what
     was stored: sum_m rows of a tile at a time; ``last`` is true for the last of them."""
     BLOCK_M: tl.constexpr = tiling.block_m
@@ -230,7 +230,7 @@ _ALIGNMENT = 256  # bytes, of a slot
 
 @functools.lru_cache(maxsize=4096)
 def slot_bytes(rows: int, n: int, wire: torch.dtype) -> int:
-    """Bytes of one rank's slot for ``rows`` rows."""
+    """Return the bytes of one rank's slot for ``rows`` rows."""
     return round_up(rows * n * wire.itemsize, _ALIGNMENT)
 
 

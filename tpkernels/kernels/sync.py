@@ -132,14 +132,14 @@ def join(workspace, rank, signature, timeout_ns, seed):
 
 @triton.jit
 def enter(peers):
-    """Begins a call: the first program announces it to all peers."""
+    """Begin a call: the first program announces it to all peers."""
     if tl.program_id(0) == 0:
         publish_to_all(peers, ENTERED)
 
 
 @triton.jit
 def finish(peers):
-    """Ends a call: the first program waits for every peer, the last one advances the epoch. Returns
+    """End a call: the first program waits for every peer, the last one advances the epoch. Returns
     true in the last program of a grid in which a wait has failed: it must `poison` the results."""
     if tl.program_id(0) == 0:
         wait_for_all(peers, ENTERED)
@@ -163,7 +163,7 @@ def _clear_words(peers):
 
 @triton.jit
 def poison(out, count):
-    """Fills ``out`` with NaN, so it cannot be mistaken for a result."""
+    """Fill ``out`` with NaN, so it cannot be mistaken for a result."""
     _fill(out, count, float("nan"))
 
 
@@ -198,7 +198,7 @@ def buffer_of(peers, rank):
 
 @triton.jit
 def publish(peers, to, index):
-    """Tells ``to`` that everything this program has written is complete. Release."""
+    """Tell ``to`` that everything this program has written is complete. Release."""
     publish_from(peers, to, peers.rank, index)
 
 
@@ -222,7 +222,7 @@ def publish_from(peers, to, source, index):
 
 @triton.jit
 def wait_for(peers, source, index):
-    """Returns when the word ``index`` from ``source`` has arrived or a wait has failed. Acquire."""
+    """Return when the word ``index`` from ``source`` has arrived or a wait has failed. Acquire."""
     await_value(peers, source, word_of(peers, peers.rank, source, index), peers.word, index)
 
 
@@ -288,7 +288,7 @@ def _poll(peers, source, awaited, value):
 
 @triton.jit
 def _fail(peers, kind: tl.constexpr, source, seen):
-    """Records the first failure of a grid."""
+    """Record the first failure of a grid."""
     state = peers.space.state
     none, status = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
     if tl.atomic_cas(state + STATE_STATUS, none, status, sem="acq_rel", scope="gpu") == 0:

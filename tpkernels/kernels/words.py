@@ -200,7 +200,7 @@ def fence_async_proxy():
 
 @triton.jit
 def await_bulk_stores():
-    """Returns when the bulk stores (TMA) that this thread has issued are complete. Needed before a
+    """Return when the bulk stores (TMA) that this thread has issued are complete. Needed before a
     release of what they stored: a release orders accesses of the generic proxy, and what Triton
     has waited for is only that the source in shared memory has been read (`wait_group.read`).
 

@@ -189,8 +189,8 @@ class Ranks(Executor):
 
     @property
     def healthy(self) -> bool:
-        """Whether this is open, every rank is alive, and none is at work on what was submitted. Any
-        thread may ask, at any time."""
+        """Return whether this is open, every rank is alive, and none is at work on what was
+        submitted. Any thread may ask, at any time."""
         with self._looking:
             alive = all(process.exitcode is None for process in self._processes)
             return self._why_closed is None and alive and not self._job.pending

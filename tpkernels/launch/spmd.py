@@ -36,7 +36,7 @@ def spmd(
     timeout: float = 300.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls ``fn(mesh, *args, **kwargs)`` on new ranks, with the default process group initialised,
+    """Call ``fn(mesh, *args, **kwargs)`` on new ranks, with the default process group initialised,
     and returns the results by rank. The ranks end with the call.
 
     Args:
@@ -85,7 +85,7 @@ def spmd(
 
 
 def _call(job: bytes, device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> bytes:
-    """Runs on each rank."""
+    """Run on each rank."""
     import cloudpickle
 
     fn, args, kwargs = cloudpickle.loads(job)

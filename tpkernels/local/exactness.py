@@ -37,9 +37,9 @@ def multiplies_parts_exactly(
     out_dtype: torch.dtype,
     bias: torch.dtype | None = None,
 ) -> bool:
-    """Whether products by ``w`` of all ``parts``, given as (rows, columns), have the bits of the
-    whole product, whose ``shape`` is M, K, N. A caller's product promises it; a scaled one is not
-    split, because each part would convert the weight again."""
+    """Return whether products by ``w`` of all ``parts``, given as (rows, columns), have the bits of
+    the whole product, whose ``shape`` is M, K, N. A caller's product promises it; a scaled one is
+    not split, because each part would convert the weight again."""
     if not isinstance(w, torch.Tensor):
         return isinstance(w, LocalProduct)
     if parts == {(shape[0], shape[2])}:

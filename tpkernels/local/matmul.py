@@ -34,7 +34,7 @@ _MIN_ROWS = 4
 
 
 def converts(dtype: torch.dtype, rows: int) -> bool:
-    """Whether a product of ``rows`` rows is computed in fp32 on this processor."""
+    """Return whether a product of ``rows`` rows is computed in fp32 on this processor."""
     return not native(dtype) and rows >= _MIN_ROWS
 
 

@@ -9,7 +9,7 @@ import torch
 
 @functools.cache
 def native(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies ``dtype`` at full speed on this processor."""
+    """Return whether torch multiplies ``dtype`` at full speed on this processor."""
     if dtype in (torch.float32, torch.float64):
         return True
     probe = {

@@ -69,7 +69,7 @@ def pack(w: torch.Tensor) -> torch.Tensor:
 
 
 def has_panels(packed: torch.Tensor, rows: int) -> bool:
-    """Whether so many rows are multiplied by the extension."""
+    """Return whether so many rows are multiplied by the extension."""
     return hasattr(packed, "_tpkernels_panels") and _C.calls.multiplies(
         dtypes.CODES[packed.dtype], "packed", rows
     )
@@ -82,8 +82,8 @@ def _reordered(w: torch.Tensor) -> torch.Tensor:
 
 
 def _panel_pitch(packed: torch.Tensor) -> int | None:
-    """Bytes from one panel to the next; None: the memory of a packed weight is no panels, or no
-    vector unit multiplies by panels of the dtype."""
+    """Return the bytes from one panel to the next; None: the memory of a packed weight is no
+    panels, or no vector unit multiplies by panels of the dtype."""
     if not _C.calls.multiplies(dtypes.CODES[packed.dtype], "packed", 1):
         return None
     n, k = packed.shape
@@ -91,13 +91,13 @@ def _panel_pitch(packed: torch.Tensor) -> int | None:
 
 
 def _description(packed: torch.Tensor) -> bytes:
-    """What oneDNN says of the layout."""
+    """Return what oneDNN says of the layout."""
     return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
 
 
 @functools.cache
 def _pitch_of(description: bytes, n: int, k: int, dtype: torch.dtype) -> int | None:
-    """Packs random numbers and compares: oneDNN documents no layout, and a description has none
+    """Pack random numbers and compares: oneDNN documents no layout, and a description has none
     that can be read."""
     generator = torch.Generator().manual_seed(0)  # the global one is the user's
     plain = torch.randn(n, k, generator=generator, device="cpu", dtype=dtype)
@@ -121,9 +121,9 @@ def _pitch_of(description: bytes, n: int, k: int, dtype: torch.dtype) -> int | N
 
 
 def better_packed(dtype: torch.dtype) -> bool:
-    """Whether inference with any number of rows is served best by the packed weight, if one of both
-    is to be kept: in float32, and where the extension multiplies few rows faster by that one, or by
-    neither. Otherwise the plain one takes 0.8 to 1.2 times as long with up to 16 rows
+    """Return whether inference with any number of rows is served best by the packed weight, if one
+    of both is to be kept: in float32, and where the extension multiplies few rows faster by that
+    one, or by neither. Otherwise the plain one takes 0.8 to 1.2 times as long with up to 16 rows
     (benchmarks/results/cpu-2core-few-rows.md), and 1.05 times with hundreds
     (benchmarks/results/cpu-2core-llama.md)."""
     if dtype == torch.float32 or not _C.calls.multiplies(dtypes.CODES[dtype], "columns", 8):
@@ -133,7 +133,7 @@ def better_packed(dtype: torch.dtype) -> bool:
 
 
 def check_packable(w: torch.Tensor, what: str) -> None:
-    """Raises what `pack` raises for a weight, which the message calls ``what``."""
+    """Raise what `pack` raises for a weight, which the message calls ``what``."""
     if is_packed(w):
         raise ValueError(f"{what} of shape {list(w.shape)} is packed already")
     if w.dim() != 2 or 0 in w.shape:
@@ -155,7 +155,7 @@ def check_packable(w: torch.Tensor, what: str) -> None:
 
 
 def is_packed(w: Weight) -> bool:
-    """Whether a weight is packed."""
+    """Return whether a weight is packed."""
     return isinstance(w, torch.Tensor) and w.is_mkldnn
 
 

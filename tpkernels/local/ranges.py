@@ -32,7 +32,7 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def profiling() -> bool:
-    """Whether one of torch's profilers is running in this process."""
+    """Return whether one of torch's profilers is running in this process."""
     return profiler._is_profiler_enabled
 
 

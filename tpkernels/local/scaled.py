@@ -95,8 +95,8 @@ def torch_takes(
     scale_w: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> bool:
-    """Whether ``torch._scaled_mm`` supports these operands and should be used. It follows from
-    dtypes, layouts, K and N, never from M: all parts of a product are computed alike."""
+    """Return whether ``torch._scaled_mm`` supports these operands and should be used. It follows
+    from dtypes, layouts, K and N, never from M: all parts of a product are computed alike."""
     blocks = scaling_of(scale_x) is Scaling.BLOCK
     if not x.is_cuda:
         return False
@@ -179,6 +179,6 @@ def by_panels(
 
 
 def _columns(w: torch.Tensor, some: slice) -> torch.Tensor:
-    """The numbers of some columns of w [K, N], as rows: [columns, K] of float32."""
+    """Return the numbers of some columns of w [K, N], as rows: [columns, K] of float32."""
     rows = w[:, some].t()
     return unscaled(rows) if w.dtype == FP4 else rows.float().contiguous()

@@ -99,7 +99,7 @@ def _fp4_table() -> torch.Tensor:
 
 
 def unscaled(x: torch.Tensor) -> torch.Tensor:
-    """The numbers of a matrix [M, K] without their scales, in float32."""
+    """Return the numbers of a matrix [M, K] without their scales, in float32."""
     if x.dtype != FP4:
         return empty(x.shape, torch.float32, x.device).copy_(x)
     pairs = x.view(torch.uint8)
@@ -190,8 +190,8 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_words(data: torch.Tensor) -> torch.Tensor:
-    """Bytes that can be viewed as words, and loaded in units. torch's view needs whole words in the
-    offset and in every stride, also of a dim of size 1."""
+    """Return the bytes that can be viewed as words, and loaded in units. torch's view needs whole
+    words in the offset and in every stride, also of a dim of size 1."""
     whole = all(step % 4 == 0 for step in (data.storage_offset(), *data.stride()[:-1]))
     fits = whole and data.data_ptr() % _UNIT_BYTES == 0 and dense(data) is data
     return data if fits else data.clone(memory_format=torch.contiguous_format)

@@ -20,7 +20,7 @@ if not _C.calls.open_exchange(torch.Tensor, PLAIN_KEYS.raw_repr()):
 
 
 def arguments_of(schema: torch.FunctionSchema) -> _C.calls.Arguments:
-    """Makes a call's arguments a named tuple with the names and the defaults of an op's schema."""
+    """Make a call's arguments a named tuple with the names and the defaults of an op's schema."""
     given = schema.arguments
     described = [
         (

@@ -13,7 +13,7 @@ from tpkernels.ops._library import LIBRARY
 
 
 def define_autocast(op: str) -> None:
-    """Makes an op with a matmul cast its operands under autocast, as ``torch.matmul`` does.
+    """Make an op with a matmul cast its operands under autocast, as ``torch.matmul`` does.
 
     ``torch.library.register_autocast`` supports neither keyword arguments nor more than one dtype.
     """

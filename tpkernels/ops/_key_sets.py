@@ -22,13 +22,13 @@ def key_set(*names: str) -> torch._C.DispatchKeySet:
 
 
 def outside_modes(work: Callable[[], Result]) -> Result:
-    """Runs ``work`` in a thread of its own: a mode may be on in this one."""
+    """Run ``work`` in a thread of its own: a mode may be on in this one."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 
 
 def keys_of_thread() -> tuple[int, int]:
-    """The keys that are included and excluded, as torch says."""
+    """Return the keys that are included and excluded, as torch says."""
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
     return included.raw_repr(), excluded.raw_repr()

@@ -34,7 +34,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def define_local(schema: str, *, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors, of which
+    """Make ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors, of which
     arguments named ``w`` or ``weights`` may be packed, and its fake kernel. Both get the arguments
     as the schema has them."""
     name = schema.partition("(")[0]
@@ -62,7 +62,7 @@ def define(
     fake: Callable[[Group, Any], Any],
     check: Callable[[torch.Tensor], None] | None = None,
 ) -> None:
-    """Makes ``torch.ops.tpkernels.<name>``, an op that communicates over ``group``. The functions
+    """Make ``torch.ops.tpkernels.<name>``, an op that communicates over ``group``. The functions
     get the arguments as a named tuple with the schema's names.
 
     Args:
@@ -78,7 +78,7 @@ def define(
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
 
     def on_trial(given: Any) -> Callable[[Call], Any]:
-        """What runs a planned call and overwrites none of the caller's arguments."""
+        """Return what runs a planned call and overwrites none of the caller's arguments."""
         copies = given._replace(**{name: getattr(given, name).clone() for name in written})
         return lambda call: backends.run(call, lambda: call, execute, copies)
 
@@ -111,12 +111,12 @@ def define(
 
 
 def kernel_of(op: str) -> Callable[..., Any]:
-    """What runs an op on CPU and CUDA tensors."""
+    """Return what runs an op on CPU and CUDA tensors."""
     return _KERNELS[op]
 
 
 def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Gives an op its gradient.
+    """Give an op its gradient.
 
     Args:
         save: ``save(ctx, given, output)`` with the op's arguments as a named tuple.
@@ -171,7 +171,7 @@ def _above(
 
 
 def define_without_gradient(op: str, *, instead: str) -> None:
-    """Makes an op refuse tensors that need a gradient; ``instead`` says what to do then."""
+    """Make an op refuse tensors that need a gradient; ``instead`` says what to do then."""
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
 
     def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
@@ -185,7 +185,7 @@ def define_without_gradient(op: str, *, instead: str) -> None:
 
 
 def define_in_place(op: str, *, instead: str) -> None:
-    """Makes an op that overwrites its first argument tell autograd so, and refuse tensors that need
+    """Make an op that overwrites its first argument tell autograd so, and refuse tensors that need
     a gradient or cannot be overwritten; ``instead`` says what to do in that case."""
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
 
@@ -244,8 +244,8 @@ def _has_tangent(x: torch.Tensor) -> bool:
 def callable_for(
     op: str, weights: Sequence[Weight], usual: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What runs an op with these weights: what runs it with tensors, or, as the dispatcher takes no
-    functions, its kernel where one of them is a `LocalProduct`."""
+    """Return what runs an op with these weights: what runs it with tensors, or, as the dispatcher
+    takes no functions, its kernel where one of them is a `LocalProduct`."""
     for w in weights:
         # The first question is cheap; the class of the second is abstract.
         if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
@@ -254,7 +254,7 @@ def callable_for(
 
 
 def _run_products(op: str, *args: Any, **options: Any) -> Any:
-    """Breaks compiled graphs, which cannot have a function of the caller as a part."""
+    """Break compiled graphs, which cannot have a function of the caller as a part."""
     run = _products
     if "torch._dynamo" in sys.modules:  # otherwise this imports it, which takes a second
         run = torch.compiler.disable(_products)

@@ -24,7 +24,7 @@ def check_norm(
 
 
 def norm_of(weight: torch.Tensor, eps: float) -> RmsNorm:
-    """The normalisation of a checked call."""
+    """Return the normalisation of a checked call."""
     return RmsNorm(weight.contiguous(), eps)
 
 

@@ -19,7 +19,7 @@ _State: TypeAlias = tuple[int, int, bool, list[int]]  # PlainState of csrc/calls
 
 
 def _state(*tensors: Any) -> _State:
-    """The state of this thread, with tensors of these key sets."""
+    """Return the state of this thread, with tensors of these key sets."""
     records = not torch.is_inference_mode_enabled()
     return *keys_of_thread(), records, [keys.raw_repr() for keys in tensors]
 
@@ -42,8 +42,8 @@ _is_plain = _C.calls.make_is_plain(_STATES)
 
 
 def is_plain(*values: Any) -> bool:
-    """Whether the dispatcher has nothing to do for an op with these arguments: it may be run as a
-    function. Lists are looked into."""
+    """Return whether the dispatcher has nothing to do for an op with these arguments: it may be run
+    as a function. Lists are looked into."""
     return not is_dynamo_compiling() and not profiling() and _is_plain(*values)
 
 
@@ -72,7 +72,7 @@ def _in_place_of(overload: Any, short: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _uncompiled(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Breaks compiled graphs."""
+    """Break compiled graphs."""
     return torch.compiler.disable(op)(*args, **options)
 
 
@@ -80,8 +80,9 @@ _uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def shortcut(op: str, *, overwrites: bool = False) -> Callable[..., Any]:
-    """What to call in place of ``torch.ops.tpkernels.<op>.default``, which takes the shortcut too:
-    it is what compiled graphs call. ``overwrites``: the op changes its first argument."""
+    """Return what to call in place of ``torch.ops.tpkernels.<op>.default``, which takes the
+    shortcut too: it is what compiled graphs call. ``overwrites``: the op changes its first
+    argument."""
     overload, dispatched = _overload(op)
     short = _C.calls.make_shortcut(
         arguments_of(overload._schema),

@@ -113,7 +113,7 @@ def all_gather_matmul(  # type: ignore[misc]
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Any:
-    """Gathers ``x`` over the ranks of ``group`` and multiplies it by each weight, as one operation.
+    """Gather ``x`` over the ranks of ``group`` and multiply it by each weight, as one operation.
 
     Args:
         x: [..., K], this rank's shard along ``gather_dim``; any strides.

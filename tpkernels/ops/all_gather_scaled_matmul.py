@@ -109,7 +109,7 @@ def all_gather_scaled_matmul(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Any:
-    """Gathers a scaled ``x`` over the ranks of ``group`` and multiplies it by each scaled weight,
+    """Gather a scaled ``x`` over the ranks of ``group`` and multiply it by each scaled weight,
     as one operation. The bytes of ``x`` travel, each row with its scales.
 
     Args:

@@ -95,7 +95,7 @@ def all_reduce(
     out_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Sums ``x`` over the ranks; every rank gets the sum.
+    """Sum ``x`` over the ranks; every rank gets the sum.
 
     Args:
         x: of the same shape on all ranks; any strides.

@@ -108,7 +108,7 @@ class WeightGrad:
 
 
 def bias_grad(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of grad [..., N] over its rows, rounded once."""
+    """Return the sum of grad [..., N] over its rows, rounded once."""
     return as_rows(grad).sum(0, dtype=dtypes.accumulator(grad.dtype)).to(dtype)
 
 
@@ -128,9 +128,9 @@ def bias_grads(
 
 
 def algorithm_like(forward: str, *, has_matmul: bool, last_dim: bool) -> str:
-    """The algorithm of a collective in the backward: the one requested in the forward, or "auto"
-    where that needs a matmul and there is none, or cannot split the one there is, along the last
-    dim."""
+    """Return the algorithm of a collective in the backward: the one requested in the forward, or
+    "auto" where that needs a matmul and there is none, or cannot split the one there is, along the
+    last dim."""
     if forward == "auto":
         return forward
     algorithm = ALGORITHMS[forward]

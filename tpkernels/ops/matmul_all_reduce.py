@@ -69,7 +69,7 @@ def matmul_all_reduce(
     wire_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiplies and sums over the ranks of ``group``, as one operation.
+    """Multiply and sum over the ranks of ``group``, as one operation.
 
     Args:
         x: [..., K]; any strides. K may differ by rank.

@@ -78,7 +78,7 @@ def reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Sums the ranks' ``x`` and keeps this rank's shard along ``scatter_dim``.
+    """Sum the ranks' ``x`` and keep this rank's shard along ``scatter_dim``.
 
     Args:
         x: of the same shape on all ranks; any strides.

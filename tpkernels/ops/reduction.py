@@ -19,7 +19,7 @@ from tpkernels.planning.problem import Problem
 def matmul_problem(
     op: str, group: Group, given: Any, scatter_dim: int | None, sizes: Any = None
 ) -> Problem:
-    """Checks the arguments of an op that multiplies and sums over the ranks.
+    """Check the arguments of an op that multiplies and sum over the ranks.
 
     Args:
         scatter_dim: the dim of the sum [..., N] of which each rank keeps its shard; None: all.
@@ -55,8 +55,8 @@ def matmul_problem(
 def shapes_of(
     x: torch.Tensor, columns: int, dim: int | None, sizes: Any, group: Group
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
-    """The shape of the sum; the rows of each rank along ``dim``, which are ``sizes`` where these
-    are given, and none if all ranks keep the sum; the shape of what this rank keeps."""
+    """Return the shape of the sum; the rows of each rank along ``dim``, which are ``sizes`` where
+    these are given, and none if all ranks keep the sum; the shape of what this rank keeps."""
     shape = kept = [*x.shape[:-1], columns]
     if dim is None:
         return tuple(shape), (), kept
@@ -66,7 +66,7 @@ def shapes_of(
 
 
 def save_operands(ctx: Any, given: Any, *more: torch.Tensor) -> None:
-    """Keeps for the backward what a product with an epilogue needs, of the op's arguments, and
+    """Keep for the backward what a product with an epilogue needs, of the op's arguments, and
     ``more``."""
     x, w, bias, residual = given.x, given.w, given.bias, given.residual
     ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None, *more)
@@ -78,7 +78,8 @@ def save_operands(ctx: Any, given: Any, *more: torch.Tensor) -> None:
 def operand_grads(
     ctx: Any, needs: Any, x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
-    """The gradients of what an all-reduce of a product was made of, given that of the sum."""
+    """Return the gradients of what an all-reduce of a product was made of, given that of the
+    sum."""
     factor = grad.to(ctx.dtype)
     return {
         "x": matmul(factor, w.t()) if needs.x else None,
@@ -109,7 +110,7 @@ def reduction_of(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> Reduction:
-    """The epilogue of a checked call. The kernels of GPUs read a bias of any dtype."""
+    """Return the epilogue of a checked call. The kernels of GPUs read a bias of any dtype."""
     if bias is not None:
         bias = bias.contiguous() if x.is_cuda else bias.to(dtypes.accumulator(x.dtype)).contiguous()
     if residual is not None:

@@ -115,7 +115,7 @@ def _scale(
 
 
 def out_dtype(value: torch.dtype | None) -> torch.dtype:
-    """The dtype of the result, bfloat16 by default."""
+    """Return the dtype of the result, bfloat16 by default."""
     return _among(value or torch.bfloat16, OUT_DTYPES, "out_dtype")
 
 
@@ -144,7 +144,7 @@ def gather_options(x: torch.Tensor, scale: torch.Tensor, result: torch.dtype) ->
 
 
 def own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
-    """The scales of this rank's shard, of its own or of those of the gathered x."""
+    """Return the scales of this rank's shard, of its own or of those of the gathered x."""
     gathered = [*problem.shape[:-1], 1]
     if scaling_of(scale) is Scaling.ROW and list(scale.shape) == gathered:
         assert problem.dim is not None  # a gather has one
@@ -181,7 +181,7 @@ def _as_scalar(scale: torch.Tensor) -> torch.Tensor:
 
 
 def swizzled_rows(scale: torch.Tensor, lead: Sequence[int], dim: int, sizes: Sequence[int]) -> None:
-    """Checks that swizzled scales are whole tiles on every rank, so that those of all ranks, one
+    """Check that swizzled scales are whole tiles on every rank, so that those of all ranks, one
     after the other, are those of the gathered x.
 
     Args:
@@ -203,7 +203,7 @@ def swizzled_rows(scale: torch.Tensor, lead: Sequence[int], dim: int, sizes: Seq
 def reduction_problem(
     op: str, group: Group, given: Any, scatter_dim: int | None, sizes: Any = None
 ) -> Problem:
-    """Checks the arguments of an op that multiplies scaled operands and sums over the ranks.
+    """Check the arguments of an op that multiplies scaled operands and sum over the ranks.
 
     Args:
         scatter_dim: the dim of the sum [..., N] of which each rank keeps its shard; None: all.
@@ -240,7 +240,7 @@ def reduction_problem(
 
 
 def execute_reduction(call: Call, given: Any) -> torch.Tensor:
-    """Runs a planned call of such an op."""
+    """Run a planned call of such an op."""
     rows = Rows.of(given.x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
     reduction: Reduction = reduction_of(
         given.x, out_dtype(given.out_dtype), given.bias, given.residual

@@ -50,7 +50,7 @@ def scaled_matmul_all_reduce(
     use_fast_accum: bool = False,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiplies scaled operands and sums over the ranks of ``group``, as one operation.
+    """Multiply scaled operands and sum over the ranks of ``group``, as one operation.
 
     Args:
         x, w, scale_x, scale_w, bias, out_dtype, wire_dtype, use_fast_accum: as in

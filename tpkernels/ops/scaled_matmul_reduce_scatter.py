@@ -57,7 +57,7 @@ def scaled_matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiplies scaled operands, sums over the ranks of ``group`` and keeps this rank's shard, as
+    """Multiply scaled operands, sums over the ranks of ``group`` and keep this rank's shard, as
     one operation.
 
     Args:

@@ -71,7 +71,7 @@ class Means:
 def choose(
     problem: Problem, means: Means, *, requested: str = "auto", tuned: Table = NOTHING_TUNED
 ) -> Plan:
-    """The plan for ``problem``.
+    """Return the plan for ``problem``.
 
     Args:
         requested: an algorithm's name, or "auto".
@@ -101,14 +101,15 @@ def choose(
 
 
 def _cut(plan: Plan, tuned: Table, tuning_key: tuple[Series, int] | None) -> Plan:
-    """The plan with the block sizes measured to be best for its kernels, if there are any."""
+    """Return the plan with the block sizes measured to be best for its kernels, if there are
+    any."""
     if tuning_key is None or "Triton" not in ALGORITHMS[plan.algorithm].kernels.values():
         return plan
     return replace(plan, config=tuned.config(*tuning_key))
 
 
 def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
-    """The algorithm that the thresholds alone give, and why."""
+    """Return the algorithm that the thresholds alone give, and why."""
     if problem.world == 1:
         # `direct` then moves nothing either, and runs without Python.
         name = "direct" if problem.device == "cpu" and means.shared_memory else "unfused"
@@ -136,7 +137,7 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
 
 
 def candidates(problem: Problem, means: Means) -> list[str]:
-    """What "auto" may take: all that can run, except under Triton's interpreter."""
+    """Return what "auto" may take: all that can run, except under Triton's interpreter."""
     return [
         name
         for name, reason in unsupported_algorithms(problem, means).items()
@@ -145,8 +146,8 @@ def candidates(problem: Problem, means: Means) -> list[str]:
 
 
 def is_worth_trying(problem: Problem, name: str) -> bool:
-    """Whether an algorithm that can run may be faster than others on CPU tensors. A scaled product
-    is not split: each part would convert the weight again."""
+    """Return whether an algorithm that can run may be faster than others on CPU tensors. A scaled
+    product is not split: each part would convert the weight again."""
     if not (ALGORITHMS[name].splits_matmul and problem.spec.has_matmul):
         return True
     return not problem.spec.scaled and _rows_per_part(problem) >= TRIED_MIN_ROWS
@@ -189,7 +190,7 @@ def _rows_per_part(problem: Problem) -> int:
 
 
 def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
-    """Why an algorithm cannot run ``problem``; None: it can."""
+    """Return why an algorithm cannot run ``problem``; None: it can."""
     algorithm = ALGORITHMS[name]
     last = problem.dim == len(problem.shape) - 1
     if problem.spec.scaled and "Triton" in algorithm.kernels.values():

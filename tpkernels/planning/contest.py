@@ -45,14 +45,14 @@ class Contest:
         self._seconds: dict[int, dict[str, list[float]]] = {}  # by the other extent
 
     def rounds(self, count: int, seed: int) -> list[str]:
-        """The order in which the candidates run: each once in every round."""
+        """Return the order in which the candidates run: each once in every round."""
         names, chance = self.remaining, random.Random(seed)
         return [name for _ in range(count) for name in chance.sample(names, len(names))]
 
     def add(
         self, order: Sequence[str], calls: Iterable[Sequence[Sample]], *, one_clock: bool = True
     ) -> None:
-        """Records calls that ran in this order, each with the samples of all ranks.
+        """Record calls that ran in this order, each with the samples of all ranks.
 
         Args:
             one_clock: whether the ranks read one clock.
@@ -63,13 +63,13 @@ class Contest:
             times.setdefault(name, []).append(seconds(ranks))
 
     def leave_out(self, name: str) -> None:
-        """Takes a candidate out, and its times."""
+        """Take a candidate out, and its times."""
         self.remaining.remove(name)
         for times in self._seconds.values():
             times.pop(name, None)
 
     def drop_slower(self) -> None:
-        """Drops the candidates that are clearly slower than the fastest, whatever the other
+        """Drop the candidates that are clearly slower than the fastest, whatever the other
         extent."""
         shortest = [_shortest(times) for times in self._comparable().values()]
         self.remaining = [
@@ -80,11 +80,12 @@ class Contest:
 
     @property
     def all_compared(self) -> bool:
-        """Whether every extent that came up has enough calls of each candidate."""
+        """Return whether every extent that came up has enough calls of each candidate."""
         return len(self._compared()) == len(self._seconds)
 
     def _compared(self) -> dict[int, dict[str, list[float]]]:
-        """The times by the other extent, where all candidates have been timed often enough."""
+        """Return the times by the other extent, where all candidates have been timed often
+        enough."""
         return {
             other: times
             for other, times in self._seconds.items()
@@ -92,9 +93,9 @@ class Contest:
         }
 
     def times(self) -> dict[int, dict[str, float]]:
-        """What the outcome follows from, by the other extent: the median of each candidate that
-        remains, or its shortest time if it is the only one. What has dropped out keeps its ratio to
-        the fastest of these by the shortest times, for which it dropped out."""
+        """Return what the outcome follows from, by the other extent: the median of each candidate
+        that remains, or its shortest time if it is the only one. What has dropped out keeps its
+        ratio to the fastest of these by the shortest times, for which it dropped out."""
         typical = min if len(self.remaining) == 1 else statistics.median
         found = {}
         for other, times in self._comparable().items():

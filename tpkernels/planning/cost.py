@@ -24,7 +24,7 @@ class Cost:
 
     @classmethod
     def of(cls, problem: Problem, other: int) -> Cost:
-        """The cost of an evenly split ``problem``.
+        """Return the cost of an evenly split ``problem``.
 
         Args:
             other: the extent of the matmul that is not part of the problem, over all ranks: N of a

@@ -69,19 +69,19 @@ class _Call:
 
     @property
     def received(self) -> float:
-        """Seconds in which a rank receives what it lacks of the whole tensor, once."""
+        """Return the seconds in which a rank receives what it lacks of the whole tensor, once."""
         share = self.problem.nbytes * (self.ranks - 1) / self.ranks
         return share / self.profile.within.bandwidth
 
     @property
     def sum(self) -> float:
-        """Seconds in which a rank reads the partials of its rows."""
+        """Return the seconds in which a rank reads the partials of its rows."""
         return 0.0 if self.problem.spec.gathers else self.problem.nbytes / self.profile.bandwidth
 
     def product(
         self, parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0
     ) -> float:
-        """Seconds of the local product, or of one of ``parts`` of its rows.
+        """Return the seconds of the local product, or of one of ``parts`` of its rows.
 
         Args:
             at_once: parts that share the multiprocessors.
@@ -167,7 +167,7 @@ _ALGORITHMS = {
 
 
 def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, float]:
-    """Seconds of each algorithm that has something to do for a problem.
+    """Return the seconds of each algorithm that has something to do for a problem.
 
     Args:
         other: the extent of the matmul that is not part of the problem, over all ranks.

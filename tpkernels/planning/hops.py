@@ -21,8 +21,8 @@ TWO_SHOT_BYTES, WHOLE_LINES_BYTES = 512 << 10, 2 << 20
 
 
 def seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float:
-    """What the hops of an all-reduce of ``nbytes`` take, without the sum: a latency for each, and
-    the bytes that a rank sends."""
+    """Return what the hops of an all-reduce of ``nbytes`` take, without the sum: a latency for
+    each, and the bytes that a rank sends."""
     part = (world - 1) / world
     hops, latency, sent = {
         "low_latency": (1, HOP_S, 2.0 * (world - 1)),
@@ -35,8 +35,8 @@ def seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float
 
 @functools.lru_cache(maxsize=4096)
 def all_reduce_way(nbytes: int, world: int, whole_lines: bool, split: int = 0) -> str:
-    """The way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the fastest of
-    those without fences, by the model.
+    """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the
+    fastest of those without fences, by the model.
 
     Args:
         whole_lines: stores of 128 bytes arrive whole at all ranks (symm/nvlink.py).

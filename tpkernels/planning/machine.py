@@ -85,7 +85,7 @@ def instructions() -> frozenset[str]:
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
-    """What the kernel says about the first core."""
+    """Return what the kernel says about the first core."""
     pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     return {key.strip(): value.strip() for key, colon, value in reversed(list(pairs)) if colon}
 

@@ -79,7 +79,7 @@ class Profile:
 
 
 def machines() -> tuple[str, ...]:
-    """The names in `machines.yaml`."""
+    """Return the names in `machines.yaml`."""
     return tuple(_data()["machines"])
 
 
@@ -108,7 +108,8 @@ def own_machine(device: str, ranks: int) -> tuple[str, Profile]:
 
 
 def name_of_own(device: str) -> str:
-    """The name in `machines.yaml` of this machine's device; that of `DEFAULTS` if it has none."""
+    """Return the name in `machines.yaml` of this machine's device; that of `DEFAULTS` if it has
+    none."""
     if device == "cuda":
         title = torch.cuda.get_device_name()
         for name, entry in _data()["machines"].items():
@@ -153,7 +154,7 @@ def _link(name: str) -> Link:
 
 
 def path_for(machine: Machine) -> Path:
-    """The file of a machine's measured rates. ``RuntimeError`` if the user has no home."""
+    """Return the file of a machine's measured rates. ``RuntimeError`` if the user has no home."""
     return cache_folder() / machine.file_name.replace("tuning-", "machine-", 1)
 
 
@@ -167,7 +168,7 @@ def load(machine: Machine) -> Profile | None:
 
 
 def keep(machine: Machine, profile: Profile) -> Path:
-    """Writes a machine's measured rates. ``OSError`` if the file cannot be written."""
+    """Write a machine's measured rates. ``OSError`` if the file cannot be written."""
     path = path_for(machine)
     content = {"of": _of(machine), "profile": asdict(profile)}
     replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
@@ -180,17 +181,18 @@ def _of(machine: Machine) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str) -> Profile:
-    """The profile in the JSON of ``asdict``."""
+    """Return the profile in the JSON of ``asdict``."""
     return from_json(json.loads(text))
 
 
 def to_text(profile: Profile) -> str:
-    """The JSON that `parse` reads."""
+    """Return the JSON that `parse` reads."""
     return json.dumps(asdict(profile))
 
 
 def from_json(value: Any) -> Profile:
-    """The profile of ``asdict``. ``ValueError``, ``KeyError`` or ``TypeError`` if it is none."""
+    """Return the profile of ``asdict``. ``ValueError``, ``KeyError`` or ``TypeError`` if it is
+    none."""
     flops16, flops32, flops64 = map(_positive, value["flops"])
     return Profile(
         title=str(value["title"]),

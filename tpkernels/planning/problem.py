@@ -74,7 +74,7 @@ class Problem:
 
     @functools.cached_property
     def spec(self) -> OpSpec:
-        """What the op does."""
+        """Return what the op does."""
         return OPS[self.op]
 
     @functools.cached_property
@@ -101,14 +101,14 @@ class Problem:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole communicated tensor."""
+        """Return the bytes of the whole communicated tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def tuning_key(self) -> tuple[Series, int] | None:
-        """The series of measurements that this problem belongs to, and its extent in it. None where
-        it belongs to none: it is not split evenly along its rows (along its elements, without a
-        matmul). An all-to-all is split along the first two dims, each evenly.
+        """Return the series of measurements that this problem belongs to, and its extent in it.
+        None where it belongs to none: it is not split evenly along its rows (along its elements,
+        without a matmul). An all-to-all is split along the first two dims, each evenly.
 
         A bias and a residual do not count: every algorithm adds them while it sums. Nor does how
         rows are normalised. The numerics do: `unfused` takes longer where it sums in order.

@@ -17,7 +17,8 @@ _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 
 
 def step_bytes(problem: Problem) -> int:
-    """Bytes of a data buffer that one row of each rank takes in a step of `pipelined`."""
+    """Return the bytes of a data buffer that one row of each rank takes in a step of
+    `pipelined`."""
     width, world = problem.shape[-1], problem.world
     if problem.spec.gathers:
         return width * problem.dtype.itemsize
@@ -34,15 +35,15 @@ def step_rows(problem: Problem, workspace_bytes: int) -> int:
 
 
 def pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Bytes that a call by `pipelined` uses of each data buffer."""
+    """Return the bytes that a call by `pipelined` uses of each data buffer."""
     rows = ceil_div(problem.rows, problem.world) if problem.dim is None else _most_rows(problem)
     steps = max(1, min(rows, step_rows(problem, workspace_bytes)))
     return steps * step_bytes(problem) + 2 * problem.world * LINE_BYTES
 
 
 def chunk_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Bytes for each rank of a step of `hierarchical` without a matmul; a multiple of all sizes of
-    elements."""
+    """Return the bytes for each rank of a step of `hierarchical` without a matmul; a multiple of
+    all sizes of elements."""
     fitting = workspace_bytes // problem.world // LINE_BYTES * LINE_BYTES
     return max(LINE_BYTES, min(_HIERARCHICAL_CHUNK_BYTES, fitting))
 
@@ -54,8 +55,8 @@ def hierarchical_rows(problem: Problem, workspace_bytes: int) -> int:
 
 
 def hierarchical_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Bytes that a call by `hierarchical` uses of each data buffer: at most those of one host with
-    all ranks."""
+    """Return the bytes that a call by `hierarchical` uses of each data buffer: at most those of one
+    host with all ranks."""
     if problem.spec.has_matmul:
         return pipelined_bytes(problem, workspace_bytes)
     each = min(problem.nbytes, chunk_bytes(problem, workspace_bytes))
@@ -63,8 +64,8 @@ def hierarchical_bytes(problem: Problem, workspace_bytes: int) -> int:
 
 
 def direct_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Bytes that a call by `direct` uses of each data buffer. The sums lie there too, at 4 bytes an
-    element, or 8 in float64."""
+    """Return the bytes that a call by `direct` uses of each data buffer. The sums lie there too, at
+    4 bytes an element, or 8 in float64."""
     with_sums = 1 + ceil_div(max(4, problem.dtype.itemsize), problem.dtype.itemsize)
     moved = min(problem.nbytes, _CHUNK_BYTES * problem.world)
     return moved * with_sums + _SLACK_BYTES

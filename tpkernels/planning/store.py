@@ -31,7 +31,7 @@ _DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
 
 
 def path_for(machine: Machine) -> Path:
-    """The file for a machine. ``RuntimeError`` if the user has no home."""
+    """Return the file for a machine. ``RuntimeError`` if the user has no home."""
     return cache_folder() / machine.file_name
 
 
@@ -63,7 +63,7 @@ def load_or_warn(machine: Machine) -> Table:
 
 
 def update(machine: Machine, *new: Measurement) -> tuple[Path, Table]:
-    """Adds measurements to a machine's table, replacing those of the same cases. Returns the file
+    """Add measurements to a machine's table, replacing those of the same cases. Returns the file
     and the new table. Concurrent updates are serialised by a lock.
 
     Raises:
@@ -85,13 +85,13 @@ def update(machine: Machine, *new: Measurement) -> tuple[Path, Table]:
 
 
 def to_json(table: Table) -> list[dict[str, Any]]:
-    """The measurements as JSON values."""
+    """Return the measurements as JSON values."""
     return [asdict(one) for one in table.measurements]
 
 
 def parse(content: bytes, machine: Machine) -> Table:
-    """The table in a file's content. ``ValueError`` or ``RecursionError`` if it is not a table for
-    ``machine`` and the current versions."""
+    """Return the table in a file's content. ``ValueError`` or ``RecursionError`` if it is not a
+    table for ``machine`` and the current versions."""
     try:
         data = json.loads(content)
     except UnicodeDecodeError as error:
@@ -107,7 +107,7 @@ def parse(content: bytes, machine: Machine) -> Table:
 
 
 def from_json(values: Iterable[Any]) -> Table:
-    """The table of these measurements. ``ValueError`` if one is malformed."""
+    """Return the table of these measurements. ``ValueError`` if one is malformed."""
     return Table(tuple(_measurement(one) for one in values))
 
 

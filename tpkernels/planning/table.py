@@ -58,7 +58,7 @@ class Series:
 
     @property
     def spec(self) -> OpSpec:
-        """What the op does."""
+        """Return what the op does."""
         return OPS[self.op]
 
 
@@ -99,16 +99,16 @@ class Table:
             self._by_series.setdefault(one.series, {}).setdefault(one.extent, []).append(one)
 
     def at(self, series: Series, extent: int) -> list[Measurement]:
-        """The measurements of exactly this problem."""
+        """Return the measurements of exactly this problem."""
         return self._by_series.get(series, {}).get(extent, [])
 
     def near(self, series: Series, extent: int) -> bool:
-        """Whether this extent, or one that is nearly the same, was measured."""
+        """Return whether this extent, or one that is nearly the same, was measured."""
         return any(are_alike(known, extent) for known in self._by_series.get(series, ()))
 
     def config(self, series: Series, extent: int) -> Config:
-        """The block sizes for the `fused` kernels: those of the largest measured case of this
-        problem. Between two extents, those of both ends if they agree."""
+        """Return the block sizes for the `fused` kernels: those of the largest measured case of
+        this problem. Between two extents, those of both ends if they agree."""
         extents = self._by_series.get(series, {})
         known = sorted(extents)
         if extent not in extents:
@@ -126,8 +126,8 @@ class Table:
     def choice(
         self, series: Series, extent: int, possible: Collection[str], unless: str
     ) -> tuple[str, str] | None:
-        """The algorithm to use, out of ``possible``, and the reason; ``unless`` wins if it is as
-        fast. None: the table does not decide."""
+        """Return the algorithm to use, out of ``possible``, and the reason; ``unless`` wins if it
+        is as fast. None: the table does not decide."""
         extents = self._by_series.get(series)
         if not extents:
             return None
@@ -149,7 +149,7 @@ class Table:
         return best and (best[0], f"tuned: as at {nearest} {_unit(series)}")
 
     def extended(self, new: Iterable[Measurement]) -> Table:
-        """The table with ``new`` replacing any measurements of the same cases."""
+        """Return the table with ``new`` replacing any measurements of the same cases."""
         added = {(one.series, one.extent, one.other): one for one in new}
         kept = (
             one for one in self.measurements if (one.series, one.extent, one.other) not in added
@@ -158,7 +158,7 @@ class Table:
 
 
 def are_alike(left: int, right: int) -> bool:
-    """Whether two extents are so close that they need not be measured both."""
+    """Return whether two extents are so close that they need not be measured both."""
     return _ratio(left, right) <= _ALIKE
 
 
@@ -168,15 +168,15 @@ def _ratio(left: int, right: int) -> float:
 
 
 def _common(measurements: Sequence[Measurement], possible: Collection[str]) -> list[str]:
-    """The algorithms that all measurements include, in the order of ``possible``."""
+    """Return the algorithms that all measurements include, in the order of ``possible``."""
     return [name for name in possible if all(name in one.ms for one in measurements)]
 
 
 def _steadiest(
     measurements: Sequence[Measurement], possible: Collection[str], unless: str
 ) -> tuple[str, float] | None:
-    """The algorithm with the smallest worst-case ratio to the fastest, and that ratio, among those
-    never slower than `unfused`."""
+    """Return the algorithm with the smallest worst-case ratio to the fastest, and that ratio, among
+    those never slower than `unfused`."""
     names = _common(measurements, possible)
     if len(names) < 2:  # nothing to compare
         return None

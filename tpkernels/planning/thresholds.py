@@ -70,5 +70,5 @@ def pipeline_min_rows(dtype: torch.dtype, instructions: Collection[str]) -> int:
 
 
 def splits_all_reduce(dtype: torch.dtype, instructions: Collection[str]) -> bool:
-    """Whether `pipelined` pays off before an all-reduce, with these rows or more."""
+    """Return whether `pipelined` pays off before an all-reduce, with these rows or more."""
     return _kind_of(dtype, instructions).splits_all_reduce

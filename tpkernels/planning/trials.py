@@ -28,9 +28,9 @@ MOST_CALLS = UNTRIED_CALLS + len(ELIGIBLE) * (2 * _ROUNDS + _MORE_ROUNDS)
 
 
 def is_eligible(problem: Problem, shared_memory: bool, tuned: Table) -> bool:
-    """Whether ``auto`` may try algorithms for a problem: nothing was measured for it or for nearly
-    the same extent (prompts have any number of tokens), several make sense, and the ranks are
-    processes of one machine, which have one clock. A scaled product is not split."""
+    """Return whether ``auto`` may try algorithms for a problem: nothing was measured for it or for
+    nearly the same extent (prompts have any number of tokens), several make sense, and the ranks
+    are processes of one machine, which have one clock. A scaled product is not split."""
     if problem.device != "cpu" or problem.world == 1 or not shared_memory or problem.spec.scaled:
         return False
     key = problem.tuning_key
@@ -55,21 +55,21 @@ class Trial:
 
     @property
     def algorithm(self) -> str:
-        """What the next call runs."""
+        """Return what the next call runs."""
         return self._order[len(self.samples)]
 
     @property
     def stage_over(self) -> bool:
-        """Whether the ranks are to exchange their samples and `advance`."""
+        """Return whether the ranks are to exchange their samples and `advance`."""
         return len(self.samples) == len(self._order)
 
     @property
     def begun(self) -> bool:
-        """Whether the first calls are over, of which nothing is measured."""
+        """Return whether the first calls are over, of which nothing is measured."""
         return self._stage > 0
 
     def begin(self) -> None:
-        """Begins to try the candidates."""
+        """Begin to try the candidates."""
         self._start_stage(_ROUNDS)
         self._uncounted = len(self._contest.remaining)
 
@@ -79,7 +79,7 @@ class Trial:
         self._uncounted, self.samples = 0, []
 
     def advance(self, ranks: Sequence[Sequence[Sample]]) -> None:
-        """Ends a stage that has begun, given the samples of all ranks."""
+        """End a stage that has begun, given the samples of all ranks."""
         contest, counted = self._contest, slice(self._uncounted, None)
         calls = list(zip(*ranks, strict=True))
         contest.add(self._order[counted], calls[counted])

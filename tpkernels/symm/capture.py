@@ -6,7 +6,7 @@ import torch
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what this thread queues on ``device`` now goes into a graph."""
+    """Return whether what this thread queues on ``device`` now goes into a graph."""
     if device.type != "cuda":
         return False
     if torch.cuda.current_device() == device.index:

@@ -19,8 +19,8 @@ _SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
 
 
 def is_crowded(pids: Sequence[int]) -> bool:
-    """Whether the ranks are more than the cores they may use together. An engine may have bound
-    each to a core of its own."""
+    """Return whether the ranks are more than the cores they may use together. An engine may have
+    bound each to a core of its own."""
     cores = os.sched_getaffinity(0)
     for pid in pids:
         with contextlib.suppress(OSError):  # it ended, or is in another pid namespace

@@ -29,8 +29,8 @@ _ACCEPT_SLICE = 0.05  # s
 def probe_colocation(
     participant: Participant, statement: dict[str, Any]
 ) -> tuple[str | None, list[dict[str, Any]]]:
-    """Why the ranks cannot share memory; None: they can. Also returns the statements of all ranks,
-    as `exchange` does, with each rank's "boot_id" added."""
+    """Return why the ranks cannot share memory; None: they can. Also returns the statements of all
+    ranks, as `exchange` does, with each rank's "boot_id" added."""
     statement = {
         **statement,
         "unsupported": unsupported(participant.world),
@@ -88,7 +88,7 @@ def find_leaders(
 
 
 def unsupported(world: int = 1) -> str | None:
-    """Why this process cannot share memory with ``world`` ranks; None: it can."""
+    """Return why this process cannot share memory with ``world`` ranks; None: it can."""
     if world > MOST_RANKS:
         return f"is one of {world} ranks; at most {MOST_RANKS} can share memory"
     for name, probe in (
@@ -106,7 +106,7 @@ def unsupported(world: int = 1) -> str | None:
 
 
 def _why_not_reached(name: str | None, seconds: float) -> str | None:
-    """Why rank 0's socket cannot be reached; None: a process of this user listens there."""
+    """Return why rank 0's socket cannot be reached; None: a process of this user listens there."""
     if name is None:
         return "got no socket name from rank 0"
     try:

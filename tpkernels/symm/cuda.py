@@ -70,11 +70,11 @@ class CudaWorkspace:
 
     @property
     def current(self) -> DeviceWorkspace:
-        """The largest workspace."""
+        """Return the largest workspace."""
         return self.spaces[-1]
 
     def grow(self, words: int, buffer_bytes: int, reason: str | None = None) -> None:
-        """Makes a workspace of at least that size and at least twice the last one's, so that all
+        """Make a workspace of at least that size and at least twice the last one's, so that all
         together take less than twice the largest. Collective; raises what ``make_workspace`` does.
         """
         if self.spaces:
@@ -112,7 +112,7 @@ class CudaWorkspace:
             space.set_timeout(seconds)
 
     def check(self, text: str) -> None:
-        """Raises the first failure of a kernel so far, or that a peer is lost. ``text``: what has
+        """Raise the first failure of a kernel so far, or that a peer is lost. ``text``: what has
         found it."""
         for space in self.spaces:
             if space.has_failed:
@@ -139,7 +139,7 @@ class CudaWorkspace:
         )
 
     def wait(self) -> None:
-        """Returns when all calls outside graphs have run; at once in a capture."""
+        """Return when all calls outside graphs have run; at once in a capture."""
         while not capture.is_captured(self.device) and not self.ended(_SLICE_S):
             pass
 
@@ -149,7 +149,7 @@ class CudaWorkspace:
         return self._turn
 
     def ended(self, seconds: float) -> bool:
-        """Whether all calls outside graphs have run, after a wait of at most that long."""
+        """Return whether all calls outside graphs have run, after a wait of at most that long."""
         deadline = time.monotonic() + seconds
         while self.event is not None and not self.event.query():
             if time.monotonic() > deadline:
@@ -158,7 +158,7 @@ class CudaWorkspace:
         return True
 
     def let_end(self) -> None:
-        """Waits a while for the calls outside graphs to run, before `close` would end them."""
+        """Wait a while for the calls outside graphs to run, before `close` would end them."""
         if self._is_forked():
             return
         if not capture.is_captured(self.device):
@@ -172,7 +172,7 @@ class CudaWorkspace:
             space.set_chaos(**switches)
 
     def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """Stops the watch, tells the peers and ends the waits of queued kernels. The memory is
+        """Stop the watch, tells the peers and end the waits of queued kernels. The memory is
         freed once these have run. If that takes too long, or a graph may replay some, it is never
         freed: kernels would read and write what somebody else has there by then."""
         if self._is_forked():
@@ -197,7 +197,8 @@ class CudaWorkspace:
         self._keep()
 
     def _is_forked(self) -> bool:
-        """Whether this is a fork, which must not touch the device or what the parent shares."""
+        """Return whether this is a fork, which must not touch the device or what the parent
+        shares."""
         return os.getpid() != self._pid
 
     def _abort(self, culprit: int) -> None:
@@ -205,7 +206,7 @@ class CudaWorkspace:
             space.abort(self._member.rank if culprit < 0 else culprit)
 
     def _ended_at_last(self) -> bool:
-        """Whether the kernels have ended, now that none waits any more."""
+        """Return whether the kernels have ended, now that none waits any more."""
         if capture.is_captured(self.device):  # of another group's calls; events cannot be queried
             return False
         try:

@@ -44,7 +44,7 @@ def signed(signature: int) -> int:
 
 
 def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
-    """Bytes of a region with that many words of each source and buffers of that size."""
+    """Return the bytes of a region with that many words of each source and buffers of that size."""
     words = round_up(words, _LINE)
     return round_up(2 * world * words * _WORD, _ALIGNMENT) + 2 * round_up(buffer_bytes, _ALIGNMENT)
 
@@ -107,11 +107,11 @@ class DeviceWorkspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's region."""
+        """Return the bytes of this rank's region."""
         return region_bytes(self.world, self.words, self.buffer_bytes)
 
     def holds(self, words: int, buffer_bytes: int) -> bool:
-        """Whether a call that needs that much fits."""
+        """Return whether a call that needs that much fits."""
         return words <= self.words and buffer_bytes <= self.buffer_bytes
 
     def enlarged(self, words: int, buffer_bytes: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class DeviceWorkspace:
         return self._memory[rank].address + self.buffers_at
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
-        """The contiguous tensor at byte ``offset`` of this rank's two buffers."""
+        """Return the contiguous tensor at byte ``offset`` of this rank's two buffers."""
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > 2 * self.buffer_bytes:
             raise IndexError(f"bytes [{offset}, +{nbytes}) of {2 * self.buffer_bytes}")
@@ -155,7 +155,7 @@ class DeviceWorkspace:
         return starts
 
     def abort(self, rank: int) -> None:
-        """Ends all waits of a running kernel, because ``rank`` is lost."""
+        """End all waits of a running kernel, because ``rank`` is lost."""
         self.control[ABORT] = 1 + rank
 
     def set_timeout(self, seconds: float) -> None:
@@ -165,12 +165,12 @@ class DeviceWorkspace:
 
     @property
     def failed_word(self) -> int:
-        """The address of the word that a kernel sets when a wait has failed."""
+        """Return the address of the word that a kernel sets when a wait has failed."""
         return ctypes.addressof(self._failed)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a wait has failed so far."""
+        """Return whether a wait has failed so far."""
         return self._failed.value != 0
 
     def failure(self) -> tuple[int, int, int, int] | None:

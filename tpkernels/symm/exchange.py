@@ -67,11 +67,11 @@ class Participant:
         return f"tpkernels/{self.group}"
 
     def name(self, rank: int) -> int:
-        """The number of a rank in errors."""
+        """Return the number of a rank in errors."""
         return self.names[rank] if self.names else rank
 
     def look(self, purpose: str, *more_addresses: str) -> None:
-        """Raises if a peer is lost, or has notified this rank that it left."""
+        """Raise if a peer is lost, or has notified this rank that it left."""
         if self.watch is not None:
             self.watch()
         for address in (self.presence.address, *more_addresses):
@@ -87,7 +87,7 @@ class Participant:
                 )
 
     def tell(self, addresses: Iterable[str], error: BaseException) -> None:
-        """Notifies other ranks that this one has left with ``error``."""
+        """Notify other ranks that this one has left with ``error``."""
         peer = error.peer if isinstance(error, TpkernelsError) else None
         note = {
             "rank": self.name(self.rank),
@@ -106,8 +106,8 @@ class Participant:
 def exchange(
     participant: Participant, purpose: str, statement: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The statements of all ranks, in rank order. Collective; waits at most ``participant.timeout``
-    seconds.
+    """Return the statements of all ranks, in rank order. Collective; waits at most
+    ``participant.timeout`` seconds.
 
     Raises:
         CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
@@ -121,7 +121,7 @@ def exchange(
 
 
 def tell_left(participant: Participant, error: BaseException) -> None:
-    """Notifies the other ranks, in whatever exchange or set-up, that this one has left."""
+    """Notify the other ranks, in whatever exchange or set-up, that this one has left."""
     addresses = participant.presence.addresses
     participant.tell(
         (each for rank, each in enumerate(addresses) if rank != participant.rank), error
@@ -164,7 +164,7 @@ class _Attempt:
             pause = min(2 * pause, longest)
 
     def give_up(self, error: BaseException) -> None:
-        """Notifies the ranks that are here already."""
+        """Notify the ranks that are here already."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             messages = map(self._message_of, range(self.participant.world))
             nonces = [message["nonce"] for message in messages if message]
@@ -210,7 +210,7 @@ class _Attempt:
                 self.participant.store.delete_key(key)
 
     def _late(self) -> CollectiveTimeoutError:
-        """The error that names the first rank that is missing."""
+        """Return the error that names the first rank that is missing."""
         participant, last = self.participant, next(reversed(self.confirmed), None)
 
         def is_here(rank: int) -> bool:

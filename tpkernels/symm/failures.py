@@ -27,7 +27,7 @@ def kernel_error(
     timeout: float,
     groups: Collection[str] = (),
 ) -> TpkernelsError:
-    """The exception for a failed wait of a kernel of ``rank``.
+    """Return the exception for a failed wait of a kernel of ``rank``.
 
     Args:
         failure: see ``DeviceWorkspace.failure``.

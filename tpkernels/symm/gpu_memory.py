@@ -82,7 +82,7 @@ def make_workspace(
     device: torch.device,
     reason: str | None = None,
 ) -> DeviceWorkspace:
-    """The workspace of a group's kernels on GPUs. The same as `make_symmetric` otherwise."""
+    """Return the workspace of a group's kernels on GPUs. The same as `make_symmetric` otherwise."""
     rank, nbytes = participant.rank, region_bytes(participant.world, words, buffer_bytes)
     memory, addresses, handle = make_symmetric(participant, nbytes, device, reason)
     return DeviceWorkspace(
@@ -98,7 +98,7 @@ def make_workspace(
 
 
 def _describe(device: torch.device) -> str:
-    """What must be the same for all ranks' GPUs, because grids and configs depend on it."""
+    """Return what must be the same for all ranks' GPUs, because grids and configs depend on it."""
     if device.type != "cuda":  # a rehearsal
         return device.type
     gpu = torch.cuda.get_device_properties(device)
@@ -117,7 +117,7 @@ def _gpu_under_mps(device: torch.device) -> str | None:
 def agree_on_gpus(
     participant: Participant, error: str | None, kind: str = "", under_mps: str | None = None
 ) -> None:
-    """Raises ``NotImplementedError`` on all ranks if one has an ``error`` or another ``kind`` of
+    """Raise ``NotImplementedError`` on all ranks if one has an ``error`` or another ``kind`` of
     GPU, or if two have one GPU, named by ``under_mps``. Collective."""
     report = {"error": error, "kind": kind, "under_mps": under_mps}
     reports = exchange(participant, "kernels on GPUs", report)

@@ -33,7 +33,7 @@ class GpuSegment:
     owner: StorageWeakRef
 
     def signature(self, of_call: int) -> int:
-        """The signature of a call that reads it."""
+        """Return the signature of a call that reads it."""
         return zlib.crc32(f"{of_call} in symmetric tensor {self.number}".encode()) or 1
 
 
@@ -66,7 +66,7 @@ class GpuSegments:
         return made.memory[:nbytes].view(dtype).view(shape)
 
     def find(self, x: torch.Tensor) -> GpuSegment | None:
-        """The one that x is the whole of."""
+        """Return the one that x is the whole of."""
         if not self._at:
             return None
         captured = capture.is_captured(x.device)

@@ -25,7 +25,8 @@ class _Controller:
     reclaimable: tuple[str, ...]
 
     def room(self, folder: Path) -> int | None:
-        """Bytes that the processes of a group may still allocate; None: it has no limit."""
+        """Return the bytes that the processes of a group may still allocate; None: it has no
+        limit."""
         with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
             limit = int((folder / self.limit).read_text())
             used = int((folder / self.usage).read_text())
@@ -44,7 +45,7 @@ def available_bytes() -> int:
 
 
 def short_of_memory(nbytes: int, world: int) -> str | None:
-    """Why ``world`` ranks cannot commit ``nbytes`` each; None: they can."""
+    """Return why ``world`` ranks cannot commit ``nbytes`` each; None: they can."""
     free = available_bytes()
     if nbytes * world <= free:
         return None

@@ -68,7 +68,7 @@ def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
-    """Sends one message with descriptors, which stay open here."""
+    """Send one message with descriptors, which stay open here."""
     socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 

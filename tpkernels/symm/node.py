@@ -44,12 +44,12 @@ class Node:
 
     @property
     def index(self) -> int:
-        """This rank's place in ``ranks``."""
+        """Return this rank's place in ``ranks``."""
         return self.participant.rank - self.ranks.start
 
     @property
     def usable_bytes(self) -> int:
-        """What each data buffer may grow to, on every host."""
+        """Return what each data buffer may grow to, on every host."""
         return self.workspace.workspace_bytes if self._limit is None else self._limit
 
     def set_timeout(self, seconds: float) -> None:
@@ -57,7 +57,8 @@ class Node:
         self.participant = replace(self.participant, timeout=seconds)
 
     def wants(self, nbytes: int) -> bool:
-        """Whether the data buffers should grow for a call that would use ``nbytes`` of each."""
+        """Return whether the data buffers should grow for a call that would use ``nbytes`` of
+        each."""
         return min(nbytes, self.usable_bytes) > self.channel.capacity
 
     def grow(self, nbytes: int, text: str) -> str | None:
@@ -79,7 +80,8 @@ class Node:
 
 
 def make_node(participant: Participant, workspace_bytes: int) -> tuple[Node | None, str | None]:
-    """This rank's node, or what the group lacks for that; all ranks get one, or none. Collective.
+    """Return this rank's node, or what the group lacks for that; all ranks get one, or none.
+    Collective.
 
     Raises:
         CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
@@ -119,14 +121,14 @@ def make_node(participant: Participant, workspace_bytes: int) -> tuple[Node | No
 
 
 def why_not_hierarchical(sizes: Sequence[int]) -> str | None:
-    """What hosts with so many ranks each lack for `hierarchical`; None: nothing."""
+    """Return what hosts with so many ranks each lack for `hierarchical`; None: nothing."""
     hosts = hosts_of([sum(sizes[:host]) for host, size in enumerate(sizes) for _ in range(size)])
     return hosts if isinstance(hosts, str) else None
 
 
 def hosts_of(leaders: Sequence[int]) -> tuple[range, ...] | str:
-    """The ranks of each host, given the first rank of each rank's host; or why they cannot take the
-    two levels of `hierarchical`."""
+    """Return the ranks of each host, given the first rank of each rank's host; or why they cannot
+    take the two levels of `hierarchical`."""
     firsts = sorted(set(leaders))
     hosts = tuple(range(first, end) for first, end in pairwise([*firsts, len(leaders)]))
     for ranks in hosts:

@@ -23,7 +23,7 @@ _SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
 
 
 def why_lines_may_tear(participant: Participant, device: torch.device) -> str | None:
-    """Why stores of 128 bytes may not arrive whole at all ranks' GPUs, this rank's being
+    """Return why stores of 128 bytes may not arrive whole at all ranks' GPUs, this rank's being
     ``device``; None: they do. The same on all ranks. Collective."""
     gpus = [each["gpu"] for each in exchange(participant, "GPUs", {"gpu": _uuid(device)})]
     own = _why_not(gpus, participant.rank)
@@ -35,7 +35,7 @@ def why_lines_may_tear(participant: Participant, device: torch.device) -> str | 
 
 
 def _uuid(device: torch.device) -> str | None:
-    """The name of a GPU, whatever other processes see of it."""
+    """Return the name of a GPU, whatever other processes see of it."""
     if device.type != "cuda":
         return None
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -59,8 +59,8 @@ def _why_not(gpus: Sequence[str | None], rank: int) -> str | None:
 
 
 def _allows_ll128(protocols: str | None) -> bool:
-    """Whether a value of NCCL_PROTO leaves LL128 on: a list of protocols, or of those that are off
-    after ``^``. What else NCCL may understand counts as no."""
+    """Return whether a value of NCCL_PROTO leaves LL128 on: a list of protocols, or of those that
+    are off after ``^``. What else NCCL may understand counts as no."""
     if protocols is None:
         return True
     names = {name.strip().lower() for name in protocols.removeprefix("^").split(",")}

@@ -37,7 +37,7 @@ class DeviceOrder:
         self.groups: set[str] = set()
 
     def begin(self, group: str, stream: torch.cuda.Stream) -> None:
-        """Begins a call on ``stream``, which `end` must end, whether it raises or not."""
+        """Begin a call on ``stream``, which `end` must end, whether it raises or not."""
         self._lock.acquire()
         try:
             self.groups.add(group)
@@ -48,7 +48,7 @@ class DeviceOrder:
             raise
 
     def end(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Ends a call on ``stream``, and records ``event`` there."""
+        """End a call on ``stream``, and record ``event`` there."""
         try:
             stream.record_event(event)
             self._last, self._stream = event, stream
@@ -58,12 +58,13 @@ class DeviceOrder:
 
 @functools.cache
 def order_of(device: torch.device) -> DeviceOrder:
-    """The chain of a device of this process."""
+    """Return the chain of a device of this process."""
     return DeviceOrder()
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that calls on ``device`` are queued on; None for a CPU, where they run at once."""
+    """Return the stream that calls on ``device`` are queued on; None for a CPU, where they run at
+    once."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 

@@ -48,7 +48,7 @@ class MappedArena:
 def make_arena(
     participant: Participant, purpose: str, region_bytes: int, parts: Parts
 ) -> MappedArena:
-    """Maps a new arena of ``participant.world`` regions on every rank; each rank commits ``parts``
+    """Map a new arena of ``participant.world`` regions on every rank; each rank commits ``parts``
     of its own. Collective.
 
     Raises:
@@ -263,7 +263,7 @@ def _verdict(
 
 @contextlib.contextmanager
 def _bounded(participant: Participant, peer: int, deadline: float) -> Iterator[float]:
-    """Yields the seconds left, and turns a socket's errors into ours, which name ``peer``."""
+    """Yield the seconds left, and turn a socket's errors into ours, which name ``peer``."""
     own, peer = participant.name(participant.rank), participant.name(peer)
     where = f"set-up of group '{participant.group}': rank {own} waited for rank {peer}"
     remaining = deadline - time.monotonic()

@@ -13,7 +13,7 @@ class Segments(_C.host.Segments):
     """This rank's regions of the segments of a group, each for as long as its tensor lives."""
 
     def register(self, region: _C.host.Region) -> int:
-        """The identity of a new segment, which is the same on all ranks."""
+        """Return the identity of a new segment, which is the same on all ranks."""
         identity = self.add(region.address, region.nbytes)
         weakref.finalize(region, self.forget, identity).atexit = False
         return identity

@@ -44,7 +44,7 @@ class _Greetings:
         self.received = {peer: torch.empty_like(self.own) for peer in call.peers_in_ring_order}
 
     def wait(self, _: timedelta) -> None:
-        """Compares the greetings, all of which have arrived. Raises ``CollectiveMismatchError``."""
+        """Compare the greetings, all of which have arrived. Raises ``CollectiveMismatchError``."""
         for peer, greeting in self.received.items():
             if not torch.equal(greeting, self.own):
                 raise CollectiveMismatchError(
@@ -74,7 +74,7 @@ class PeerLinks:
         ]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Started]:
-        """Starts sends and receives of contiguous tensors; empty ones do not travel. The peers must
+        """Start sends and receive of contiguous tensors; empty ones do not travel. The peers must
         start the matching receives and sends in the same order."""
         return self._start(sends, receives, self._call.plan.signature & 0x7FFFFFFF)
 
@@ -97,7 +97,7 @@ class PeerLinks:
         return [(work, op.group_peer) for work, op in zip(works, operations, strict=False)]
 
     def wait(self, started: Sequence[Started] = ()) -> None:
-        """Waits until all ranks have entered this call, then for what `start` returned. On a GPU
+        """Wait until all ranks have entered this call, then for what `start` returned. On a GPU
         the stream waits, not the host.
 
         Raises:
@@ -114,7 +114,7 @@ class PeerLinks:
 
 
 def enter(call: Call) -> PeerLinks:
-    """Begins a call. Before the first `PeerLinks.wait`, send only through `PeerLinks.start`."""
+    """Begin a call. Before the first `PeerLinks.wait`, send only through `PeerLinks.start`."""
     link, group = PeerLinks(call), call.group
     if group.world == 1 or call.problem.device != "cpu":
         return link
@@ -129,7 +129,7 @@ def enter(call: Call) -> PeerLinks:
 
 
 def hang_up(call: Call, error: BaseException) -> None:
-    """Closes this rank's connections after a failure, if nothing else tells the peers. Peers that
+    """Close this rank's connections after a failure, if nothing else tells the peers. Peers that
     wait for this rank then fail at once and hang up too. gloo closes connections when a wait times
     out, so a receive with a short timeout is enough."""
     group = call.group

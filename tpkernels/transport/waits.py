@@ -22,7 +22,7 @@ _LOOK = timedelta(seconds=0.02)  # between two looks at the peers
 
 
 def finish(call: Call, work: Any) -> None:
-    """Waits for torch.distributed and watches the peers meanwhile: gloo reports a rank's death only
+    """Wait for torch.distributed and watch the peers meanwhile: gloo reports a rank's death only
     to its neighbours, and tells nobody that a rank has given up. On GPUs the stream waits, and
     torch.distributed watches."""
     group = call.group
@@ -48,7 +48,7 @@ def finish(call: Call, work: Any) -> None:
 
 
 def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn:
-    """Raises our exception for torch.distributed's ``error``: what is known about the peers, or
+    """Raise our exception for torch.distributed's ``error``: what is known about the peers, or
     about ``peer``, the rank that was waited for."""
     group, late = call.group, "timed out" in str(error).lower()
     # A connection may close slightly before the kernel reports that the process has ended.
@@ -66,7 +66,7 @@ def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn
 
 
 def _watch(call: Call, waited: float) -> None:
-    """Raises if a peer is lost or late. Peers that have not called torch.distributed come first.
+    """Raise if a peer is lost or late. Peers that have not called torch.distributed come first.
     Across hosts the late one is at the other end of the transfer, wherever that is."""
     workspace = call.group.workspace
     if workspace is not None:
@@ -77,7 +77,7 @@ def _watch(call: Call, waited: float) -> None:
 
 
 def announce_done(call: Call) -> None:
-    """Tells the peers that this rank needs nothing more from them, and that its process may end."""
+    """Tell the peers that this rank needs nothing more from them, and that its process may end."""
     shared = call.node or call.group.workspace
     if shared is not None and call.group.world > 1 and call.problem.device == "cpu":
         shared.channel.publish(Phase.RESULT)

@@ -26,8 +26,8 @@ from tpkernels.local.ranges import COPY, recorded
 
 
 def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
-    """What runs calls of an op with these arguments in the extension; None: Python does, because
-    operands or results are converted or split, or a product is the caller's.
+    """Return what runs calls of an op with these arguments in the extension; None: Python does,
+    because operands or results are converted or split, or a product is the caller's.
 
     Args:
         op: as in ``torch.ops.tpkernels``; ``call`` does not tell what is in place.
@@ -131,7 +131,7 @@ def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 def _exchange_layouts(
     call: Call, exchange: Exchange
 ) -> tuple[_C.host.ShardLayout, _C.host.ShardLayout, int]:
-    """What this rank gives, what it takes, and the elements of the largest piece."""
+    """Return what this rank gives, what it takes, and the elements of the largest piece."""
     problem, dim = call.problem, call.problem.dim
     assert dim is not None  # an all-to-all has one
     x, out = shard_shape(problem, call.group.rank), exchange.result_shape(call)

@@ -103,8 +103,9 @@ def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reducti
 
 
 def _starts_early(partial: torch.Tensor, w: Weight) -> bool:
-    """Whether the kernel behind ``partial = x @ w`` may start while the product runs: it is torch's
-    and a kernel. What a caller's product queues is not known, nor whether it queues anything."""
+    """Return whether the kernel behind ``partial = x @ w`` may start while the product runs: it is
+    torch's and a kernel. What a caller's product queues is not known, nor whether it queues
+    anything."""
     return isinstance(w, torch.Tensor) and partial.numel() > 0
 
 
@@ -123,7 +124,7 @@ _in_steps = behind_all_reduce(all_reduce)
 def _normed(
     call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm, early: bool = False
 ) -> tuple[Rows, Launch]:
-    """The results of one launch, and the launch."""
+    """Return the results of one launch, and the launch."""
     total = empty(x.shape, reduction.out_dtype, x.device)
     normed = empty(x.shape, reduction.out_dtype, x.device)
     launch = cuda.prepare_normed_all_reduce(

@@ -76,7 +76,7 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_flat(levels: Levels, whole: Sequence[torch.Tensor]) -> None:
-    """Fills ``whole``, a flat tensor for each rank; this rank's own is filled already. Ends the
+    """Fill ``whole``, a flat tensor for each rank; this rank's own is filled already. Ends the
     call."""
     problem, rank = levels.call.problem, levels.call.group.rank
     shards = {owner: whole[owner] for owner in levels.received} | {rank: whole[rank]}
@@ -211,7 +211,7 @@ def _products_of(problem: Problem, step: int, columns: int) -> frozenset[tuple[i
 
 
 def _parts_of(partials: list[torch.Tensor], levels: Levels) -> Parts:
-    """The parts of a tensor that is there, as flat tensors."""
+    """Return the parts of a tensor that is there, as flat tensors."""
 
     def fill(owner: int, begin: int, to: torch.Tensor) -> None:
         to.copy_(partials[owner][begin : begin + to.numel()])

@@ -59,7 +59,7 @@ Batch: TypeAlias = tuple[Transfer, ...]
 
 
 def gathering(hosts: Hosts) -> list[list[Transfer]]:
-    """The batches of an all-gather, of all ranks."""
+    """Return the batches of an all-gather, of all ranks."""
     batches: list[list[Transfer]] = [[] for _ in range(len(hosts) + 1)]
     for here, ranks in enumerate(hosts):
         for distance in range(len(hosts)):
@@ -74,7 +74,7 @@ def gathering(hosts: Hosts) -> list[list[Transfer]]:
 
 
 def summing(hosts: Hosts, ordered: Sequence[Route]) -> list[list[Transfer]]:
-    """The batches of a reduction, of all ranks; batch i has the partials of route i."""
+    """Return the batches of a reduction, of all ranks; batch i has the partials of route i."""
     count = max(number + 1 + route.hops for number, route in enumerate(ordered))
     batches: list[list[Transfer]] = [[] for _ in range(count)]
     for number, route in enumerate(ordered):
@@ -199,4 +199,4 @@ class Batches:
             add_to(out, *terms(self._rank, problem.world), reduction, begin)
 
     def end(self) -> None:
-        """Ends the call: the current stream has waited for everything."""
+        """End the call: the current stream has waited for everything."""

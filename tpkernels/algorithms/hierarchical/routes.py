@@ -14,7 +14,7 @@ from itertools import accumulate
 
 
 def delegate(hosts: Sequence[range], of: int, host: int) -> int:
-    """The rank that deals with rank ``of`` on a host: on its own host the rank itself."""
+    """Return the rank that deals with rank ``of`` on a host: on its own host the rank itself."""
     index = next(of - ranks.start for ranks in hosts if of in ranks)
     return hosts[host][index % len(hosts[host])]
 
@@ -42,11 +42,11 @@ class Route:
 
     @property
     def hops(self) -> int:
-        """How often the sum crosses a link."""
+        """Return how often the sum crosses a link."""
         return self.turn - self.start + (self.turn > self.home)
 
     def visits(self, host: int) -> bool:
-        """Whether the host adds its partials to the sum; otherwise it sends them."""
+        """Return whether the host adds its partials to the sum; otherwise it sends them."""
         return self.start <= host <= self.turn
 
 
@@ -78,5 +78,5 @@ def routes(sizes: tuple[int, ...], partial_bytes: int, sum_bytes: int) -> tuple[
 
 
 def in_order(routes: Sequence[Route]) -> list[Route]:
-    """The routes in the order in which every host deals with them: the longest first."""
+    """Return the routes in the order in which every host deals with them: the longest first."""
     return sorted(routes, key=lambda route: (-route.hops, -route.home))

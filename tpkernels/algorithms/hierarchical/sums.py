@@ -53,7 +53,7 @@ class Parts:
     there: Callable[[int], torch.Tensor] | None = None
 
     def partial(self, owner: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """This rank's whole partial of a part."""
+        """Return this rank's whole partial of a part."""
         if self.there is not None:
             return self.there(owner)
         partial = empty([self.counts[owner]], dtype, device)
@@ -109,7 +109,7 @@ class Sums:
         return owner
 
     def _receive(self) -> None:
-        """Starts all receives of the call."""
+        """Start all receives of the call."""
         levels, here = self.levels, self.node.host
         for route in self.routes:
             if not route.visits(here):
@@ -151,7 +151,7 @@ class Sums:
         return empty([self.parts.counts[owner]], dtype, self.out.device)
 
     def _step(self, route: Route, owners: list[int | None], index: int) -> None:
-        """Adds the partials of this host to one step of the sums of a round's owners."""
+        """Add the partials of this host to one step of the sums of a round's owners."""
         levels, node, parts = self.levels, self.node, self.parts
         levels.step()
         for place in (*levels.peers, node.index):
@@ -194,7 +194,7 @@ class Sums:
         return self.node.workspace.view(of, self.wire, (count,), place * self.slot)
 
     def _received(self, owner: int, ranks: range, span: slice) -> list[torch.Tensor]:
-        """The partials of ``ranks`` that came as they are, as far as they did."""
+        """Return the partials of ``ranks`` that came as they are, as far as they did."""
         self.levels.wait(self.partials_arriving.pop(owner, []))
         return [part[span] for rank, part in self.partials.get(owner, []) if rank in ranks]
 
@@ -205,7 +205,7 @@ class Sums:
         add_to(to, total, partials, self.reduction, self.begin + begin)
 
     def _finish(self) -> None:
-        """Waits for the sum that returns to this rank, if it does, and adds the last partials."""
+        """Wait for the sum that returns to this rank, if it does, and add the last partials."""
         own = next(route for route in self.routes if route.home == self.node.host)
         if own.turn == own.home:
             return
@@ -223,7 +223,7 @@ class Shared(Levels):
     """Both levels of one call, with its sums."""
 
     def reduce(self, parts: Parts, out: torch.Tensor, reduction: Reduction, begin: int = 0) -> None:
-        """Fills ``out``, flat, with the sum of this rank's part, which starts at element ``begin``
+        """Fill ``out``, flat, with the sum of this rank's part, which starts at element ``begin``
         of the whole output of the reduction."""
         Sums(self, parts, out, reduction, begin).run()
 

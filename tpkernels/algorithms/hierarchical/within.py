@@ -29,24 +29,24 @@ class Levels:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks of this host, by their place in it, from the next one on."""
+        """Return the other ranks of this host, by their place in it, from the next one on."""
         own, count = self.node.index, len(self.node.ranks)
         return [(own + i) % count for i in range(1, count)]
 
     def step(self) -> None:
-        """Begins a step within the host: the next call of the node's channel. `enter` has begun the
+        """Begin a step within the host: the next call of the node's channel. `enter` has begun the
         first."""
         if not self._first:
             self.node.channel.begin(self.call.plan.signature, self.call.plan.text)
         self._first = False
 
     def entered(self) -> None:
-        """Waits until all ranks have entered the call. Before anything else is waited for: a rank
+        """Wait until all ranks have entered the call. Before anything else is waited for: a rank
         in another call may never publish the word, or send the message."""
         self.link.wait()
 
     def delegate(self, of: int, host: int) -> int:
-        """The rank that deals with ``of`` on a host."""
+        """Return the rank that deals with ``of`` on a host."""
         return delegate(self.node.hosts, of, host)
 
     def rounds(self, host: int) -> Iterator[list[int | None]]:
@@ -64,22 +64,22 @@ class Levels:
         return [rank for each in self.rounds(host) if (rank := each[self.node.index]) is not None]
 
     def send(self, data: torch.Tensor, to: int) -> None:
-        """Starts to send a flat tensor; `end` waits for it."""
+        """Start to send a flat tensor; `end` waits for it."""
         self._kept.append(data)
         self._sent += self.link.start([(data, to)], [])
 
     def receive(self, data: torch.Tensor, source: int) -> list[Started]:
-        """Starts to receive a flat tensor."""
+        """Start to receive a flat tensor."""
         return self.link.start([], [(data, source)])
 
     def wait(self, started: Sequence[Started]) -> None:
-        """Waits for what `receive` returned."""
+        """Wait for what `receive` returned."""
         if started:
             with recorded(TRANSFER):
                 self.link.wait(started)
 
     def end(self) -> None:
-        """Ends the call."""
+        """End the call."""
         self.entered()
         if self._first:  # there was nothing to share
             self.node.channel.barrier()

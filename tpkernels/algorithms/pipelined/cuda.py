@@ -107,7 +107,7 @@ def gather_and_multiply(
 
 
 def fetch(copies: CopyCall, side: SideStream, source: int, to: torch.Tensor, offset: int) -> None:
-    """Queues a copy from ``source``, once its data are there. The wait for them runs while the copy
+    """Queue a copy from ``source``, once its data are there. The wait for them runs while the copy
     before is under way."""
     with side.next():
         copies.await_word(source, DATA)

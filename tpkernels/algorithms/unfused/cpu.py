@@ -73,7 +73,7 @@ def _all_gather(call: Call, own: torch.Tensor) -> torch.Tensor:
 def _scatter(
     call: Call, pieces: Sequence[torch.Tensor], counts: Sequence[int] | None = None
 ) -> Sequence[torch.Tensor]:
-    """Sends piece r to rank r. Returns what the ranks sent to this one, flat and in rank order:
+    """Send piece r to rank r. Returns what the ranks sent to this one, flat and in rank order:
     ``counts`` elements; by default as many as it keeps of its own."""
     group = call.group
     received_splits = list(counts or [pieces[group.rank].numel()] * group.world)

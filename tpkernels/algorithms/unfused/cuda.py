@@ -187,7 +187,7 @@ def _gather_into(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _by_owner(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """The elements of the ranks' shards along a dim, one shard after the other."""
+    """Return the elements of the ranks' shards along a dim, one shard after the other."""
     if prod(x.shape[:dim]) == 1:
         return x.reshape(-1)
     if _even(sizes):
@@ -213,7 +213,7 @@ def _all_gather(call: Call, own: torch.Tensor, whole: torch.Tensor, counts: Sequ
 def _exchanged(
     call: Call, x: torch.Tensor, counts: Sequence[int], received_counts: Sequence[int] | None = None
 ) -> Sequence[torch.Tensor]:
-    """Sends each rank its part of x. Returns what this rank got, in rank order: by default as many
+    """Send each rank its part of x. Return what this rank got, in rank order: by default as many
     elements from each as it keeps."""
     even = received_counts is None and _even(counts)  # alike on all ranks
     received_counts = received_counts or [counts[call.group.rank]] * call.group.world

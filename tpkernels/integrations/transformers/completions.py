@@ -27,7 +27,7 @@ class Times:
 
 
 def prompt_tokens(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
-    """The tokens of a text; with ``chat``, of a user's message in the chat template.
+    """Return the tokens of a text; with ``chat``, of a user's message in the chat template.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -53,7 +53,7 @@ class Completion:
     reason: Literal["stop", "length"] | None = None  #: why it has ended; None: it has not
 
     def push(self, token: int) -> str:
-        """Takes the next token, and returns the text that is certain now. After the end it does
+        """Take the next token, and return the text that is certain now. After the end it does
         nothing."""
         if self.reason is not None:
             return ""

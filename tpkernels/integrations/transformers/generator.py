@@ -33,7 +33,7 @@ class Sampling:
     seed: int = 0  #: of the sampled tokens of one call
 
     def check(self) -> None:
-        """Raises ValueError if a value is out of range."""
+        """Raise ValueError if a value is out of range."""
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if not 0 <= self.temperature < float("inf"):
@@ -80,7 +80,7 @@ class Generator:
         }
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Iterator[list[int]]:
-        """Yields the next token of each prompt, until all have ended or have ``max_new_tokens``.
+        """Yield the next token of each prompt, until all have ended or have ``max_new_tokens``.
         A prompt that has ended goes on with tokens that mean nothing.
 
         Args:
@@ -145,7 +145,7 @@ class _Steps:
         """Called by ``generate`` at its end."""
 
     def of(self, run: Callable[[], None]) -> Iterator[list[int]]:
-        """Yields the tokens of ``run``, which calls ``generate``."""
+        """Yield the tokens of ``run``, which calls ``generate``."""
 
         def guarded() -> None:
             try:

@@ -18,7 +18,7 @@ from tpkernels.parallel.checkpoints import locate
 
 
 def preload() -> None:
-    """Lets ranks that this process starts find transformers imported, which takes each of them
+    """Let ranks that this process starts find transformers imported, which takes each of them
     seconds otherwise. To be called before the first start."""
     fork_server(
         ["transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
@@ -32,7 +32,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     ffn_only: bool = False,
 ) -> Any:
-    """The model at ``path``, split over all ranks for inference. Collective.
+    """Return the model at ``path``, split over all ranks for inference. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
     CPUs the weights of the parallel layers are packed where that pays off.
@@ -59,13 +59,13 @@ def load_model(
 
 
 def end_tokens(model: Any) -> list[int]:
-    """The tokens that end a text, by the model's generation configuration."""
+    """Return the tokens that end a text, by the model's generation configuration."""
     given = model.generation_config.eos_token_id
     return [] if given is None else [given] if isinstance(given, int) else list(given)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The tokenizer in a model's folder or GGUF file.
+    """Return the tokenizer in a model's folder or GGUF file.
 
     Raises:
         FileNotFoundError: there is no such file or folder.

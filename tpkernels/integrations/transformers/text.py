@@ -26,7 +26,7 @@ class TextStream:
         self.stopped = False  #: a stop string was found, or a token that ends the answer
 
     def feed(self, tokens: Sequence[int], last: bool) -> str:
-        """The text that these tokens make certain. ``last``: no more will follow."""
+        """Return the text that these tokens make certain. ``last``: no more will follow."""
         if self.stopped:
             return ""
         searched = len(self._text)
@@ -47,13 +47,13 @@ class TextStream:
         return piece
 
     def _complete(self) -> None:
-        """Adds what the decoder still holds: bytes that are no whole character."""
+        """Add what the decoder still holds: bytes that are no whole character."""
         whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         if whole.startswith(self._text):
             self._text = whole
 
     def _find_stop(self, searched: int) -> int | None:
-        """Where the first stop string begins; the text before ``searched`` contains none."""
+        """Return where the first stop string begins; the text before ``searched`` contains none."""
         places = [self._text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
         found = [place for place in places if place >= 0]
         if not found:

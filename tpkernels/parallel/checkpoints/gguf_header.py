@@ -35,7 +35,7 @@ class Header(GGUFReader):
 
     @property
     def data(self) -> np.ndarray[Any, Any]:
-        """The file's bytes."""
+        """Return the file's bytes."""
         return self._bytes
 
     @data.setter

@@ -133,7 +133,7 @@ class _Gone(Exception):
 
 
 async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """The result of ``work``, which is cancelled if the client hangs up."""
+    """Return the result of ``work``, which is cancelled if the client hangs up."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -67,19 +67,19 @@ class Batcher:
         metrics.watch(running=lambda: self._count(True), waiting=lambda: self._count(False))
 
     def start(self) -> None:
-        """Starts the generation; called in the event loop."""
+        """Start the generation; called in the event loop."""
         self._manager.output_router = ToLoop(self.receive)
         self._manager.start()
 
     def failure(self) -> str | None:
-        """Why no text can be generated; None as long as it can."""
+        """Return why no text can be generated; None as long as it can."""
         error = self._manager.background_thread_status.fatal_error
         if error is not None:
             return f"{type(error).__name__}: {error}"
         return None if self._manager.is_running() else "the generation has ended"
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Answer:
-        """Adds a request.
+        """Add a request.
 
         Raises:
             ApiError: there are too many, or none is taken any more.
@@ -107,13 +107,13 @@ class Batcher:
         return answer
 
     def fail(self, why: str) -> None:
-        """Ends all answers with an error."""
+        """End all answers with an error."""
         for answer in list(self._live.values()):
             answer.end(why)
         self._live.clear()
 
     def receive(self, outputs: Sequence[Any]) -> None:
-        """Takes outputs of the manager."""
+        """Take outputs of the manager."""
         for output in outputs:
             answer = self._live.get(output.request_id)
             if answer is not None:
@@ -146,7 +146,7 @@ class Batcher:
 
     @property
     def timeout(self) -> float:
-        """Seconds for an answer."""
+        """Return the seconds for an answer."""
         return self._timeout
 
 
@@ -162,7 +162,7 @@ class Answer:
         self.tokens: list[int] = []
 
     def receive(self, output: Any) -> None:
-        """Takes an output; only in the event loop."""
+        """Take an output; only in the event loop."""
         now, metrics = time.monotonic(), self._batcher.metrics
         new = len(output.generated_tokens) - len(self.tokens)
         if new > 0:
@@ -179,7 +179,7 @@ class Answer:
         self._arrived.set()
 
     def end(self, error: str) -> None:
-        """Ends the answer with an error."""
+        """End the answer with an error."""
         self._error, self._finished = error, True
         self._arrived.set()
 

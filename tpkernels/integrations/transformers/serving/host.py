@@ -109,7 +109,8 @@ def _watch(ranks: Ranks, stopping: _Stopping, grace: float) -> list[Outcome]:
 
 
 def _stopped(outcomes: list[Outcome], stopping: _Stopping) -> bool:
-    """Whether the signal ended rank 0 before it had begun to serve; the others fail without it."""
+    """Return whether the signal ended rank 0 before it had begun to serve; the others fail without
+    it."""
     return stopping.asked and outcomes[0].exitcode == -signal.SIGTERM
 
 

@@ -33,7 +33,7 @@ class Prompts:
         tokenizer("a")
 
     async def of_completion(self, prompt: str | list[int]) -> list[int]:
-        """The tokens of a text, or the tokens given.
+        """Return the tokens of a text, or the tokens given.
 
         Raises:
             ApiError: they cannot be a prompt.
@@ -50,7 +50,7 @@ class Prompts:
         return self._checked(prompt, "prompt")
 
     async def of_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation, in the model's template.
+        """Return the tokens of a conversation, in the model's template.
 
         Raises:
             ApiError: there is no template, or it does not take these messages.

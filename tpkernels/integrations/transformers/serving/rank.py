@@ -109,13 +109,13 @@ def make_manager(model: Any, options: Options) -> Any:
 
 
 def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer."""
+    """Return the tokens that end an answer."""
     own = tokenizer.eos_token_id
     return frozenset([*end_tokens(model), *([] if own is None else [own])])
 
 
 def _report_once(manager: Any) -> None:
-    """Keeps the manager from printing what `run_rank` raises: it logs the error that ends its loop,
+    """Keep the manager from printing what `run_rank` raises: it logs the error that ends its loop,
     and often fails again while it tells the other ranks."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     report = threading.excepthook
@@ -179,7 +179,7 @@ async def _serve(
 
 
 async def _watch(batcher: Any, server: Any) -> None:
-    """Ends the server if the generation has failed; its clients get the reason."""
+    """End the server if the generation has failed; its clients get the reason."""
     while (why := batcher.failure()) is None:
         await asyncio.sleep(_LOOK_S)
     batcher.fail(why)
@@ -187,6 +187,6 @@ async def _watch(batcher: Any, server: Any) -> None:
 
 
 def longest(options: Options, model_length: int) -> int:
-    """The most tokens of a prompt and its answer."""
+    """Return the most tokens of a prompt and its answer."""
     wanted = model_length if options.max_length is None else options.max_length
     return min(wanted, model_length, options.cache_tokens)

@@ -33,7 +33,7 @@ class ApiError(Exception):
         self.param = None if param is None else _sendable(param, _MOST_PARAM)
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the reply."""
+        """Return the JSON of the reply."""
         kind = _KINDS.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
@@ -71,7 +71,7 @@ class Replies:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, text: str, finish: str, usage: Usage) -> dict[str, Any]:
-        """The reply that is not a stream."""
+        """Return the reply that is not a stream."""
         if self.chat:
             message = {"role": "assistant", "content": text}
             choice = self._choice({"message": message}, finish)
@@ -79,13 +79,13 @@ class Replies:
         return self._body("text_completion", [self._choice({"text": text}, finish)], usage)
 
     def start(self) -> str:
-        """The first event of a stream, which only chats have."""
+        """Return the first event of a stream, which only chats have."""
         if not self.chat:
             return ""
         return self._chunk([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
     def piece(self, text: str, finish: str | None) -> str:
-        """The event of a stream with more text, or with the reason of its end."""
+        """Return the event of a stream with more text, or with the reason of its end."""
         if self.chat:
             content: dict[str, Any] = {"delta": {"content": text} if text else {}}
         else:
@@ -93,7 +93,7 @@ class Replies:
         return self._chunk([self._choice(content, finish)])
 
     def usage(self, usage: Usage) -> str:
-        """The event of a stream with the numbers of tokens."""
+        """Return the event of a stream with the numbers of tokens."""
         return self._chunk([], usage)
 
     def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> str:

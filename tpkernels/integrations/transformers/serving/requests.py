@@ -100,11 +100,11 @@ class Request(_Strict):
         return stop
 
     def wanted_tokens(self) -> int | None:
-        """The most tokens that the client wants; None for as many as fit."""
+        """Return the most tokens that the client wants; None for as many as fit."""
         return self.max_tokens
 
     def sampling(self, room: int) -> Sampling:
-        """How to generate after a prompt that leaves room for ``room`` tokens.
+        """Return how to generate after a prompt that leaves room for ``room`` tokens.
 
         Raises:
             ApiError: the tokens do not fit, or options exclude each other.
@@ -138,7 +138,7 @@ class Request(_Strict):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Return whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -179,7 +179,7 @@ class Message(_Strict):
     name: _Text | None = None
 
     def for_template(self) -> dict[str, str]:
-        """The message with its content as one text."""
+        """Return the message with its content as one text."""
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content)

@@ -69,7 +69,7 @@ def _top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keeps the most likely tokens up to the first at which their probability reaches ``top_p``."""
+    """Keep the most likely tokens up to the first at which their probability reaches ``top_p``."""
     ordered, order = scores.softmax(dim=1).sort(dim=1, descending=True)
     before = ordered.cumsum(dim=1) - ordered
     dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, before >= top_p)
@@ -78,8 +78,8 @@ def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def processors() -> Any:
-    """What a manager of transformers takes as ``logit_processor``: ``temperature``, ``top_k`` and
-    ``top_p``, in this order, as `requests.Sampling` has them."""
+    """Return what a manager of transformers takes as ``logit_processor``: ``temperature``,
+    ``top_k`` and ``top_p``, in this order, as `requests.Sampling` has them."""
     each = [
         _OfRequest("temperature", 1.0, _with_temperature),
         _OfRequest("top_k", 0, _top_k),
