@@ -33,16 +33,16 @@ demo: $(EXT) $(MODEL)  ## a transformer layer on four processes, and a model tha
 	@$(BIN)/tpkernels demo $(ARGS)
 	@$(BIN)/python examples/speak.py
 
-test: $(EXT)  ## each op, algorithm, failure, command and document once: about 7 minutes
+test: $(EXT)  ## each op, algorithm, failure, command and document once: about 9 minutes
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-thorough: $(EXT)  ## the same with more of its sweeps: about 20 minutes
+test-thorough: $(EXT)  ## the same with more of its sweeps: about 21 minutes
 	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 test-slow: $(EXT)  ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-machines: $(EXT)  ## those that depend on the processor, on it with less than it has: about 6 minutes
+test-machines: $(EXT)  ## those that depend on the processor, on it with less than it has: about 4 minutes
 	@$(BIN)/python -m tests.support.machines $(ARGS)
 
 faults: $(EXT)  ## random faults at random moments: nobody hangs, nothing is wrong

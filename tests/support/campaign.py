@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import random
 import signal
@@ -100,17 +99,32 @@ def job(trial: Trial) -> Report:
     group = faults.group_of(dist.new_group())
     victim = rank == trial.victim
     if not trial.in_set_up:
-        tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
+        _set_up(trial, group)
         faults.run_op(trial.op, group, trial.algorithm)
-    with _disturbed(trial, group) if victim else contextlib.nullcontext() as fork:
-        ending = faults.ending_of(functools.partial(_calls, trial, group, victim, destroyed))
-    broken = faults.ending_of(lambda: faults.run_op("all_reduce", group, rows=61))
+    fork: list[str] = []
+
+    def calls() -> None:  # a fault may come while it is being prepared
+        with _disturbed(trial, group, fork) if victim else contextlib.nullcontext():
+            _calls(trial, group, victim, destroyed)
+
+    ending = faults.ending_of(calls)
+    broken = faults.ending_of(lambda: _next_call(trial, group))
     last = None
     if other is not None and trial.kind != "stop":  # one of its ranks is still stopped
         last = faults.ending_of(lambda: faults.run_op("all_gather", other))
     store = dist.distributed_c10d._get_default_store()
     at = float(store.get("disturbed")) if store.check(["disturbed"]) else 0.0
-    return Report(ending, broken, last, at, "".join(fork or []))
+    return Report(ending, broken, last, at, "".join(fork))
+
+
+def _set_up(trial: Trial, group: dist.ProcessGroup) -> None:
+    """Sets the group up, unless it is already."""
+    tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
+
+
+def _next_call(trial: Trial, group: dist.ProcessGroup) -> None:
+    _set_up(trial, group)
+    faults.run_op("all_reduce", group, rows=61)
 
 
 def _destroyed_group() -> dist.ProcessGroup:
@@ -132,8 +146,7 @@ def _calls(
     victim: bool,
     destroyed: dist.ProcessGroup | None,
 ) -> None:
-    # Does nothing if the group is set up already.
-    tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
+    _set_up(trial, group)
     workspace = faults.workspace_of(group)
     workspace.set_chaos(seed=trial.seed * 8 + group.rank(), max_delay_us=MOST_DELAY_US)
     if trial.kind == "late":
@@ -187,9 +200,8 @@ def _calls_of_two_threads(trial: Trial, group: dist.ProcessGroup) -> None:
 
 
 @contextlib.contextmanager
-def _disturbed(trial: Trial, group: dist.ProcessGroup) -> Iterator[list[str]]:
-    """Makes the fault happen to this rank within the block. Yields what its fork reports."""
-    fork: list[str] = []
+def _disturbed(trial: Trial, group: dist.ProcessGroup, fork: list[str]) -> Iterator[None]:
+    """Makes the fault happen to this rank within the block. ``fork``: takes its fork's report."""
     if trial.kind in (*BY_SIGNAL, "turn"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         faults.disturb_later(trial.moment, BY_SIGNAL.get(trial.kind, signal.SIGINT))
@@ -198,7 +210,7 @@ def _disturbed(trial: Trial, group: dist.ProcessGroup) -> Iterator[list[str]]:
     elif trial.kind == "exception":
         _raise_in_call(trial, group)
     try:
-        yield fork
+        yield
     finally:
         if trial.kind == "fork":
             while not fork:
@@ -313,7 +325,10 @@ def _allowed(trial: Trial, victim: bool) -> set[str]:
     own = {kind: "KeyboardInterrupt" for kind in INTERRUPTS} | {"exception": "ArithmeticError"}
     if victim:
         return {own.get(trial.kind, "MemoryError"), ""}
-    return {"", "CollectiveMismatchError", *lost} if trial.kind in INTERRUPTS else {"", *lost}
+    if trial.kind not in INTERRUPTS:
+        return {"", *lost}
+    # Who is interrupted before it has joined is awaited until the timeout: nobody knows it yet.
+    return {"", "CollectiveMismatchError", *lost, *(late if trial.in_set_up else ())}
 
 
 def main(argv: list[str] | None = None) -> int:
