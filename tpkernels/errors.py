@@ -1,5 +1,15 @@
 """Errors of collectives. Invalid input raises ``ValueError`` or ``TypeError``, and valid input that
-is not supported ``NotImplementedError``."""
+is not supported ``NotImplementedError``.
+
+    RuntimeError
+    |-- TpkernelsError                    the group is broken, or the call was not the peers'
+    |   |-- PeerLostError                 a peer ended, or left the call
+    |   |-- CollectiveTimeoutError        a peer lives, and did not come in time
+    |   |-- CollectiveMismatchError       a peer made another call
+    |   |   `-- ProductMismatchError      a rank of a mesh made another sharded product
+    |   `-- GroupBrokenError              an earlier call failed
+    `-- CaptureError                      a CUDA graph's capture needs a call before it
+"""
 
 from __future__ import annotations
 

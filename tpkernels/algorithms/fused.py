@@ -1,5 +1,12 @@
 """One Triton kernel that both moves data and multiplies; see kernels/ for the algorithms.
 
+Tiles in time on rank 0 of 3; `*r` are the tiles of rank r's rows, `->r` stores to its memory:
+
+    all_gather_matmul        *0   wait for 1, *1   wait for 2, *2
+    matmul_reduce_scatter    *1 ->1   *2 ->2   *0   wait for 1 and 2, sum the own rows
+    matmul_all_reduce        each tile to all ranks and summed by all (one-shot), or to its owner,
+                             which sums it and stores the sum to all ranks (two-shot)
+
 On CPU tensors the kernels run under Triton's interpreter, one process per rank, in the host's
 arena: slow, but the same code that GPUs run.
 

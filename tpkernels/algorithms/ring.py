@@ -8,6 +8,18 @@ matmul_reduce_scatter  in step s each rank multiplies the rows of rank+s and sen
                        own rows last. When it has the partials of all ranks it sums them.
 matmul_all_reduce      the same on parts of the rows, then the sums travel round the ring.
 
+What rank 0 of 4 does; a number is the owner of a shard or of rows:
+
+    all_gather_matmul        step 1      step 2
+      sends to rank 1        0           half of 3
+      sends to rank 3        0           half of 1
+      receives               3, 1        2, in halves
+      multiplies             0           3, 1           2
+    matmul_reduce_scatter    step 1      step 2         step 3
+      multiplies             1           2              3             0
+      sends                              1              2             3
+      receives partials of               3              2             1, then sums
+
 Partials go straight to their owner. If neighbours passed on running sums, each chunk's sum would
 start at a different rank, which breaks the contract of fixed rank order. Either way each rank sends
 (W-1)/W of the tensor. Links without all-to-all have to route transfers between ranks that are not

@@ -1,5 +1,10 @@
 """One matmul, and a collective on shared memory that reads all peers' buffers at once.
 
+    all_gather_matmul        publish x | wait for all | copy the shards | matmul
+    matmul_reduce_scatter    matmul | publish the partial | wait for all | sum the own rows
+    matmul_all_reduce        the same, of all rows (one-shot), or of an equal part, which is then
+                             published and copied by the others (two-shot)
+
 The matmul is not split, so this is fastest when it has few rows. csrc/host/collectives.h has the
 collectives, their chunks and their synchronisation; csrc/calls/ops.h has the calls that need no
 Python once they are planned.

@@ -7,6 +7,13 @@ matmul_reduce_scatter  each rank multiplies the rows of rank+1, rank+2, ... stra
                        sums its part.
 matmul_all_reduce      the same; then each rank publishes its sum, and the others copy it.
 
+One step of 3 ranks in time; `*r` is a matmul of rank r's rows, `!` publishes:
+
+    all_gather_matmul            matmul_reduce_scatter
+    rank 0   !*0 *1 *2           *1! *2! *0  wait, sum
+    rank 1   !*1 *2 *0           *2! *0! *1  wait, sum
+    rank 2   !*2 *0 *1           *0! *1! *2  wait, sum
+
 Sync: every step of rows is one call of the channel, so the channel's proof holds
 (csrc/host/channel.h). In every step each rank waits for a word of every peer, even for parts
 without rows. A step takes as many rows as the workspace holds (planning/steps.py).

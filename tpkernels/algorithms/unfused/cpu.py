@@ -5,6 +5,10 @@ Reductions move the partials with an all-to-all and sum them locally, in fp32 an
 That moves as many bytes as a reduce-scatter, and gives the same bits as every other algorithm. It
 takes CUDA tensors too, where gloo moves them: through the host's memory.
 
+    all_gather_matmul        |-- all-gather --|------ matmul ------|
+    matmul_reduce_scatter    |------ matmul ------|-- all-to-all --|-- sum --|
+    matmul_all_reduce        the same, then       |-- all-gather --|
+
 A rank in another call is detected before anything is sent; see ``transport``.
 """
 
