@@ -38,7 +38,7 @@ DEVICE_CODE += ["whole_lines.cuh", "rms_norm.cuh", "normed.cuh", "kernels.cu"]
 BUILD = Path(os.environ.get("TPKERNELS_BUILD", "build")).absolute()
 ARCHITECTURES = (80, 90, 100)
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Icsrc", "-Werror", "all-warnings"]
-NVCC_FLAGS += ["-Xcompiler", "-Wall,-Wextra", "-Xfatbin", "-compress-all"]
+NVCC_FLAGS += ["-Xcompiler", "-Wall,-Wextra", "-Xfatbin", "-compress-all", "--threads=0"]
 
 
 def find_nvcc() -> str | None:
@@ -57,8 +57,9 @@ def compile_kernels(folder: Path) -> tuple[bytes, str]:
         return b"", ""
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     found = [arch for arch in ARCHITECTURES if f"compute_{arch}" in known.stdout.split()]
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in found]
-    targets.append(f"-gencode=arch=compute_{found[-1]},code=compute_{found[-1]}")  # newer GPUs
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in found[:-1]]
+    # The last one's PTX too, for newer GPUs.
+    targets.append(f"-gencode=arch=compute_{found[-1]},code=[sm_{found[-1]},compute_{found[-1]}]")
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     state = hashlib.sha256(f"{version} {NVCC_FLAGS} {targets}".encode())
     for name in DEVICE_CODE:

@@ -56,7 +56,7 @@ OPS: dict[str, Callable[[int, int, int, int], Case]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sweep(OPS, 2))
 @pytest.mark.parametrize(
     "world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3, 4))]
 )

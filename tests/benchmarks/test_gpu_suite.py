@@ -52,7 +52,7 @@ def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
 NEW = ("grad_check", "layer_check", "streams_check", "path_check", "fault_check", "autotune_check")
 
 
-@pytest.mark.parametrize("stage", sweep(NEW, later=0))
+@pytest.mark.parametrize("stage", sweep(NEW))
 def test_a_stage_checks(stage: str) -> None:
     """In this process; stages of kernels are rehearsed in the slow tier."""
     setting = Setting("cpu", 120.0, small=True)

@@ -157,7 +157,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("algorithm", sweep(EXPECTED, later=0))
+@pytest.mark.parametrize("algorithm", sweep(EXPECTED))
 def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
     options = ["--shape", "256,512,512", "--algorithm", algorithm, "--calls", "4"]
     shown = invoke(

@@ -144,7 +144,7 @@ def best_of_candidates() -> tuple[Config, Config]:
     return best, taken
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
     """A config that does not compile is skipped and breaks nothing."""
     for configs in interpreting(2).run(best_of_candidates, timeout=120):

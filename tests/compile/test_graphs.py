@@ -187,7 +187,7 @@ def test_four_ranks(ranks: RanksFixture, symbolic: bool) -> None:
     report(f for rank in ranks(4).run(job, F32, symbolic, list(FUSED), timeout=280) for f in rank)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_another_dtype(ranks: RanksFixture) -> None:
     names = list(FUSED)[::4]
     report(f for rank in ranks(3).run(job, torch.bfloat16, False, names, timeout=250) for f in rank)

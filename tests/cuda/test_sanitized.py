@@ -35,7 +35,7 @@ def run(
     return toolchain.run(emulated.build(scratch, "threads.cpp", *flags), *switches)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", pytest.param("address", marks=pytest.mark.slow)])
 def test_no_report(scratch: Path, sanitizer: str) -> None:
     ended = run(scratch, sanitizer)

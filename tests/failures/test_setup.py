@@ -96,7 +96,7 @@ def test_a_killed_rank_is_reported(step: str, where: str, victim: int) -> None:
 
 @pytest.mark.parametrize(
     ("step", "where", "victim"),
-    sweep(CASES, later=0),
+    sweep(CASES),
 )
 def test_a_stopped_rank_is_a_timeout(step: str, where: str, victim: int) -> None:
     with faults.watched_ranks(WORLD) as ranks:

@@ -140,7 +140,7 @@ def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
-@pytest.mark.parametrize("arch", sweep([90, 80, 100], later=0))
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
     """Before each release there is a barrier, and between the two no store of data."""
     stores = r"st\.global|cp\.async\.bulk\.tensor\S*global\.shared"
@@ -153,7 +153,7 @@ def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
-@pytest.mark.parametrize("arch", sweep([90, 80, 100], later=0))
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_one_thread_polls_and_tells(name: str, arch: int) -> None:
     """A word is stored and polled, and the host's memory is read, by one thread; nothing at system
     scope that stores into a peer's memory is an atomic, which PCIe may not have."""
@@ -219,7 +219,7 @@ def test_words_of_all_ranks_are_looked_at_together(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
-@pytest.mark.parametrize("arch", sweep([90, 80, 100], later=0))
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_even_segments_and_descriptors_are_not_read_by_kernels(name: str, arch: int) -> None:
     """The table of rows is what all threads read as 32-bit numbers. Kernels make the descriptors of
     what TMA stores, whose address depends on the epoch."""

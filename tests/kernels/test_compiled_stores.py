@@ -50,7 +50,7 @@ def test_bulk_stores_are_complete_before_the_word(name: str, arch: int) -> None:
 
 @pytest.mark.parametrize("name", [*PUSHES, pytest.param("one_shot", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wire", [tl.bfloat16, thorough(tl.float32)])
-@pytest.mark.parametrize("arch", sweep([90, 80, 100], later=0))
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_a_tile_is_published_within_the_product_of_the_next(
     name: str, wire: tl.dtype, arch: int
 ) -> None:

@@ -23,7 +23,7 @@ from tpkernels import nn as tnn
 from tpkernels.nn.linear import ParallelLinear
 
 SHAPE = Shape(heads=4, kv_heads=2, tied=True)  # one of 3 ranks has no heads
-WAYS = sweep([(True, True), (False, False), (True, False), (False, True)], 2, later=0)
+WAYS = sweep([(True, True), (False, False), (True, False), (False, True)], 2)
 
 
 def make(group: dist.ProcessGroup, sequence: bool, seed: int = 0) -> Model:

@@ -113,7 +113,7 @@ def compile_job(
     return failures
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_opcheck(ranks: RanksFixture) -> None:
     report(f for rank in ranks(2).run(opcheck_job, timeout=250) for f in rank)
 

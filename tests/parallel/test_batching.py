@@ -57,7 +57,7 @@ def batching_job(options: dict[str, Any]) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", hf_models.SWEEP)
 @pytest.mark.parametrize(
-    "options", sweep([{"sequence_parallel": "prefill"}, {"ffn_only": True}, {}], later=0)
+    "options", sweep([{"sequence_parallel": "prefill"}, {"ffn_only": True}, {}])
 )
 def test_continuous_batching_generates_the_same_tokens(
     ranks: RanksFixture, world: int, options: dict[str, Any]

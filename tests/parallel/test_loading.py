@@ -88,7 +88,7 @@ def test_options(ranks: RanksFixture, tmp_path: Path, options: dict[str, Any]) -
     check(ranks, 2, path, path, **options)
 
 
-@pytest.mark.parametrize(("made_for", "world"), sweep([(3, 2), (1, 2), (4, 3), (2, 4)], later=0))
+@pytest.mark.parametrize(("made_for", "world"), sweep([(3, 2), (1, 2), (4, 3), (2, 4)]))
 def test_shards_of_another_number_of_ranks(
     ranks: RanksFixture, tmp_path: Path, made_for: int, world: int
 ) -> None:

@@ -14,13 +14,9 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-# Cases of a sweep that `make test-thorough` runs in addition.
-_THOROUGH = 1
-
-
-def sweep(cases: Iterable[Any], count: int = 1, later: int = _THOROUGH) -> list[Any]:
+def sweep(cases: Iterable[Any], count: int = 1, later: int = 0) -> list[Any]:
     """Cases of ``parametrize``, of which `make test` runs the first ``count`` and `make
-    test-thorough` so many more. A tuple has a value for each of several parameters."""
+    test-thorough` ``later`` more. A tuple has a value for each of several parameters."""
     return _left(list(cases), set(range(count)), later)
 
 
@@ -34,7 +30,7 @@ def covering(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
         most = max(range(len(given)), key=lambda i: len(given[i][1] & missing))
         chosen.add(most)
         missing -= given[most][1]
-    return _left([case for case, _ in given], chosen, _THOROUGH)
+    return _left([case for case, _ in given], chosen, 0)
 
 
 def _left(cases: list[Any], chosen: set[int], count: int) -> list[Any]:
