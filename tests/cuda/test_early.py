@@ -73,8 +73,8 @@ def test_an_early_launch_waits_for_its_input(ranks: RanksFixture, cuda_driver: s
 
 
 def test_without_that_wait_it_is_wrong(ranks: RanksFixture, cuda_driver: str) -> None:
-    """Negative control."""
-    assert all(wrong == 2 * len(CASES) for wrong, _ in ranks(3).run(early_job, cuda_driver, False))
+    """Negative control. A rank that the machine delays may find its input there all the same."""
+    assert all(wrong > 0 for wrong, _ in ranks(3).run(early_job, cuda_driver, False))
 
 
 def gated_job(driver: str, capability: int, version: int) -> tuple[bool, int]:
