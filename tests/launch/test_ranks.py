@@ -293,6 +293,10 @@ def test_a_stopped_rank_may_come_back() -> None:
             pass
         went_on, stopped = outcomes
         assert went_on.value == "went on" and stopped.timed_out and not stopped.ok
+        stat = Path(f"/proc/{pool.pids[1]}/stat")  # a SIGCONT before it has stopped is lost
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         os.kill(pool.pids[1], signal.SIGCONT)
         assert [outcome.value for outcome in pool.collect(30)] == ["went on", "went on"]
 
