@@ -81,7 +81,7 @@ def disagreement(product: str, mesh: DeviceMesh) -> CollectiveMismatchError | No
     try:
         ready = [group.ready(mesh.device_type) for group in _groups(mesh)]
         for group in ready:
-            bounds = group.numbers_of_all(_NEW_PRODUCT, (lowest, highest), mesh.device_type)
+            bounds = group.statements(_NEW_PRODUCT, (lowest, highest), mesh.device_type)
             lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
         if lowest == highest:
             return None

@@ -106,12 +106,12 @@ class _Attempts:
     def agree(self) -> None:
         """Check that all ranks tune the same problem. Collective."""
         seconds = self._group.timeout_on(self._problem.device)
-        texts = self._group.exchange("tuning", {"problem": str(self._problem)}, seconds)
-        for rank, said in enumerate(texts):
-            if said["problem"] != str(self._problem):
+        problems = self._group.exchange("tuning", str(self._problem), seconds)
+        for rank, problem in enumerate(problems):
+            if problem != str(self._problem):
                 raise CollectiveMismatchError(
                     f"rank {self._group.rank} tunes {self._problem}, but rank {rank} "
-                    f"{said['problem']}. The group is broken: make a new one.",
+                    f"{problem}. The group is broken: make a new one.",
                     peer=rank,
                 )
 
