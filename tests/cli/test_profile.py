@@ -217,7 +217,7 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     ],
     ids=["raises", "exits", "dies while the other goes on"],
 )
-@mock.patch("tpkernels.launch.executor.GRACE_SECONDS", 0.5)
+@mock.patch("tpkernels.launch.ranks.GRACE_SECONDS", 0.5)
 def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     script = tmp_path / "example.py"
     script.write_text(

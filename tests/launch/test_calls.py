@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.support.held import Held, make
-from tpkernels.launch import RankError, Ranks, executor, worker
+from tpkernels.launch import RankError, Ranks, worker
+from tpkernels.launch import ranks as pool_module
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +212,7 @@ def test_closing_a_stream_ends_all_ranks_after_the_same_step(two: Ranks, taken: 
     (steps, ended), other = two.call("progress")
     assert other == (steps, ended)
     if taken:
-        assert ended == "closed" and taken <= steps <= taken + executor.STREAM_AHEAD
+        assert ended == "closed" and taken <= steps <= taken + pool_module.STREAM_AHEAD
     for _ in two.stream("count", 10_000):
         break  # an abandoned stream is closed
     assert two.call("progress", rank=0)[1] == "closed"

@@ -22,7 +22,8 @@ from tests.support.cases import RanksFixture
 from tests.support.held import Held
 from tests.support.tiers import sweep
 from tpkernels import launch
-from tpkernels.launch import RankError, Ranks, executor, worker
+from tpkernels.launch import RankError, Ranks, worker
+from tpkernels.launch import ranks as pool_module
 
 BIG = worker.RING_BYTES * 8
 
@@ -179,7 +180,7 @@ def test_an_exception_comes_back_with_its_traceback_and_is_not_printed(
 
 
 def test_a_rank_that_waits_for_one_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.3)
     for use in ("run", "call"):
         begin = time.monotonic()
         with Ranks(2, Held) as pool:
