@@ -19,13 +19,13 @@ pytest.importorskip("uvicorn")
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that starts would make a test of refusals slow, and pass."""
-    from tpkernels.integrations.transformers.serving import host
+    from tpkernels.integrations.transformers.serving import server
 
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(host, "Ranks", start)
-    monkeypatch.setattr(host, "fork_server", lambda *_: None)
+    monkeypatch.setattr(server, "Ranks", start)
+    monkeypatch.setattr(server, "fork_server", lambda *_: None)
 
 
 def refused(*args: object) -> str:

@@ -10,10 +10,9 @@ from starlette.testclient import TestClient
 
 from tests.support import hf_models, served
 from tests.support.fake_manager import FakeManager
+from tpkernels.integrations.transformers.serving.api import Prompts
 from tpkernels.integrations.transformers.serving.app import Service, make_app
 from tpkernels.integrations.transformers.serving.batcher import Batcher
-from tpkernels.integrations.transformers.serving.metrics import Metrics
-from tpkernels.integrations.transformers.serving.prompts import Prompts
 
 NAME, LENGTH, END = "tiny", 64, 2
 
@@ -32,9 +31,7 @@ def service(
     **options: Any,
 ) -> Service:
     tokenizer = served.tokenizer(template)
-    batcher = Batcher(
-        manager, tokenizer, end_tokens=[END], most=most, timeout=timeout, metrics=Metrics()
-    )
+    batcher = Batcher(manager, tokenizer, end_tokens=[END], most=most, timeout=timeout)
     prompts = Prompts(tokenizer, vocabulary=hf_models.VOCAB, most=LENGTH)
     return Service(NAME, batcher, prompts, **options)
 

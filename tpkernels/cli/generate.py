@@ -17,8 +17,12 @@ import typer
 
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
-from tpkernels.integrations.transformers.generator import Generator, Sampling
+from tpkernels.integrations.transformers.generator import (
+    Completions,
+    Generator,
+    Sampling,
+    prompt_tokens,
+)
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
 from tpkernels.launch import Executor, GroupExecutor, Ranks, serve_group
 from tpkernels.launch.session import backend_of, device_named, under_torchrun, world_size

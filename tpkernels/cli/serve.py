@@ -73,11 +73,10 @@ def serve(
             import fastapi  # noqa: F401
             import uvicorn  # noqa: F401
 
-            from tpkernels.integrations.transformers.serving import host as hosting
-            from tpkernels.integrations.transformers.serving.rank import Options
+            from tpkernels.integrations.transformers.serving import server
         except ImportError as error:
             raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
-        wanted = Options(
+        wanted = server.Options(
             model=model,
             name=name or path.resolve().stem,
             dtype=None if dtype is None else dtype_named(dtype),
@@ -91,7 +90,7 @@ def serve(
             key=key,
         )
         try:
-            hosting.serve(wanted, ranks=ranks, threads=threads, host=host, port=port)
+            server.serve(wanted, ranks=ranks, threads=threads, host=host, port=port)
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
 

@@ -215,7 +215,7 @@ def test_a_model_without_a_template() -> None:
 
 
 def test_a_tokenizer_that_is_not_fast() -> None:
-    from tpkernels.integrations.transformers.serving.prompts import Prompts
+    from tpkernels.integrations.transformers.serving.api import Prompts
 
     with pytest.raises(ValueError, match=r"is not a fast tokenizer; copy a tokenizer\.json"):
         Prompts(object(), vocabulary=5, most=5)

@@ -36,7 +36,7 @@ def _resident() -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 def test_batches_of_all_sizes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpkernels.integrations.transformers.serving.host import limits
+    from tpkernels.integrations.transformers.serving.server import limits
 
     for name in limits():
         monkeypatch.delenv(name, raising=False)
@@ -51,7 +51,7 @@ def test_batches_of_all_sizes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_the_user_sets_other_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpkernels.integrations.transformers.serving.host import limits
+    from tpkernels.integrations.transformers.serving.server import limits
 
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     assert limits()["LRU_CACHE_CAPACITY"] == "7"
