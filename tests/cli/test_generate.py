@@ -89,14 +89,8 @@ def test_samples_depend_on_the_seed_alone(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_under_torchrun(folder: Path, words: list[str]) -> None:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", *torchrun]
     command = [*launch, "-m", "tpkernels", "generate", "--model", str(folder), "--prompt", PROMPT]
     result = subprocess.run(
         [*command, "--max-new-tokens", "8", "--json"],
@@ -133,11 +127,11 @@ def test_refused_before_ranks_start(
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        pytest.param("", ("--prompt", "the " * 60), "64 in all", marks=pytest.mark.slow),
-        pytest.param("", ("--prompt", ""), "has no tokens", marks=pytest.mark.slow),
-        pytest.param("tokenizer", ("--prompt", PROMPT), "no tokenizer", marks=pytest.mark.slow),
-        pytest.param("chat", ("--prompt", "a", "--chat"), "template", marks=pytest.mark.slow),
-        pytest.param("weights", ("--prompt", PROMPT), "safetensors", marks=pytest.mark.slow),
+        ("", ("--prompt", "the " * 60), "64 in all"),
+        ("", ("--prompt", ""), "has no tokens"),
+        ("tokenizer", ("--prompt", PROMPT), "no tokenizer"),
+        ("chat", ("--prompt", "a", "--chat"), "template"),
+        ("weights", ("--prompt", PROMPT), "safetensors"),
     ],
 )
 def test_refused_by_what_the_model_is(

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from tpkernels.cli import app
+from tests.cli.test_cli import invoke
 
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
@@ -29,7 +28,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(*args: object) -> str:
-    result = CliRunner().invoke(app, ["serve", *map(str, args)])
+    result = invoke("serve", *map(str, args))
     assert result.exit_code == 2, result.output or result.exception
     return " ".join(result.output.split())
 
@@ -48,9 +47,6 @@ def refused(*args: object) -> str:
 )
 def test_bad_options(tmp_path: Path, args: tuple[object, ...], message: str) -> None:
     assert message in refused("--model", tmp_path, "--port", 0, *args)
-
-
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "there is no" in refused("--model", tmp_path / "nothing")
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,19 +218,19 @@ def test_a_rank_that_dies_at_work_is_reported_within_a_second(where: str) -> Non
     of a message read: neither blocks the other side."""
     with Ranks(2, Held) as ranks:
         pid = ranks.pids[1]
-        act: Callable[[], object] = lambda: ranks.call("signal", 1, int(signal.SIGKILL))
+        act: Callable[[], object] = partial(ranks.call, "signal", 1, int(signal.SIGKILL))
         if where == "step":
-            act = lambda: list(ranks.stream("die_in_step", 2, 1))
+            act = partial(list, ranks.stream("die_in_step", 2, 1))
         elif where == "item":
             items = ranks.stream("count", 3, BIG, rank=1)
             next(items)  # the next item waits for room
             time.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
-            act = lambda: list(items)
+            act = partial(list, items)
         elif where == "message":
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-            act = lambda: ranks.call("echo", torch.zeros(BIG))
+            act = partial(ranks.call, "echo", torch.zeros(BIG))
         error = failure_of(ranks, act)
     dead = error.outcomes[1]
     assert dead.seconds < 1 and dead.exitcode == -signal.SIGKILL == ranks.exitcodes[1]

@@ -17,7 +17,7 @@ _MOST_KEY = 4096  # bytes of a key's file
 
 def serve(
     model: options.Checkpoint,
-    ranks: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    ranks: options.Tp = 2,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
     ] = "127.0.0.1",

@@ -21,7 +21,7 @@ from tpkernels.terminal import UsageError, byte_size, check_workers, console, dt
 
 def shard(
     model: options.Checkpoint,
-    ranks: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    ranks: options.Tp = 2,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show how the model is split; write nothing.")
     ] = False,
@@ -31,9 +31,7 @@ def shard(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a model that is in the folder of --out.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of a table.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show how a model is split over ranks, or write a file with each rank's shard.
 
