@@ -18,7 +18,6 @@ next when it has made that one. Ranks do not wait until a reply has arrived, but
 from __future__ import annotations
 
 import contextlib
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,8 +32,6 @@ from tpkernels.launch import messages, ranks, worker
 from tpkernels.launch.messages import Message
 
 _MESSAGES_PER_TIMEOUT = 4
-_LENGTH = struct.Struct("<Q")
-_FIRST_BYTES = 4096  # of a message and its length
 
 
 class GroupExecutor(ranks.Executor):
@@ -160,11 +157,7 @@ def serve_group(group: dist.ProcessGroup | None = None, timeout: float = ranks.T
 
 class _Wire:
     """One rank's gloo connections to the others, which nothing else uses. Raises RuntimeError, as
-    gloo does.
-
-    A transfer takes some 0.1 ms, however short it is. So the first has a fixed size, which holds
-    most messages whole, and what it lacks is the second.
-    """
+    gloo does. A message is two transfers of some 0.1 ms each: its length, and its bytes."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         pg = group or dist.group.WORLD
@@ -208,21 +201,13 @@ class _Wire:
 
 
 def _transfers(message: Message) -> list[torch.Tensor]:
-    body = bytes(message)
-    data = bytearray(_LENGTH.pack(len(body)) + body).ljust(_FIRST_BYTES, b"\0")
-    return [
-        part
-        for part in torch.frombuffer(data, dtype=torch.uint8).tensor_split([_FIRST_BYTES])
-        if len(part)
-    ]
+    body = torch.frombuffer(bytearray(bytes(message)), dtype=torch.uint8)
+    return [torch.tensor([len(body)]), body]
 
 
 def _received(take: Callable[[torch.Tensor], None]) -> Any:
-    first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-    take(first)
-    (length,) = _LENGTH.unpack_from(bytes(first.numpy()))
-    rest = torch.empty(max(0, length + _LENGTH.size - _FIRST_BYTES), dtype=torch.uint8)
-    if len(rest):
-        take(rest)
-    data = bytes(first.numpy()) + bytes(rest.numpy())
-    return messages.decode(data[_LENGTH.size : _LENGTH.size + length])
+    length = torch.zeros(1, dtype=torch.int64)
+    take(length)
+    body = torch.empty(int(length), dtype=torch.uint8)
+    take(body)
+    return messages.decode(bytes(body.numpy()))

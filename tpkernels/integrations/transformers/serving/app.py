@@ -50,7 +50,8 @@ def make_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = None)
     """Return the application."""
     app = FastAPI(title="tpkernels", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(_Guard, service=service)
-    _handle_errors(app)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _error)
     begun = int(time.time())
 
     @app.get("/health")
@@ -107,8 +108,9 @@ async def _answer(
     replies = Replies(isinstance(body, api.ChatRequest), service.name)
     try:
         if not body.stream:
-            text, last = await _unless_gone(request, _whole(pieces))
+            whole = await _unless_gone(request, _all(pieces))
             answer.close()
+            text, last = "".join(piece.text for piece in whole), whole[-1]
             return JSONResponse(replies.whole(text, last.finish or "", last.usage))
         # Errors until here have a status of their own.
         first = await _unless_gone(request, anext(pieces))
@@ -121,11 +123,8 @@ async def _answer(
     return _Stream(answer, events, service.batcher.timeout + _SLOW_READER_S)
 
 
-async def _whole(pieces: AsyncIterator[Piece]) -> tuple[str, Piece]:
-    texts = []
-    async for piece in pieces:
-        texts.append(piece.text)
-    return "".join(texts), piece
+async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in pieces]
 
 
 class _Gone(Exception):
@@ -257,26 +256,16 @@ class _Guard:
                 return bytes(body)
 
 
-def _handle_errors(app: FastAPI) -> None:
-    def reply(error: ApiError) -> Response:
-        headers = {"retry-after": str(_RETRY_S)} if error.status in (429, 503) else None
-        return JSONResponse(error.body(), error.status, headers)
-
-    @app.exception_handler(ApiError)
-    async def known(_: Request, error: ApiError) -> Response:
-        return reply(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Response:
+async def _error(_: Request, error: Exception) -> Response:
+    """Reply to any error as OpenAI does."""
+    if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         what = first["msg"].removeprefix("Value error, ")
-        return reply(ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None))
-
-    @app.exception_handler(HTTPException)
-    async def of_http(_: Request, error: HTTPException) -> Response:
-        return reply(ApiError(error.status_code, str(error.detail)))
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return reply(ApiError(500, f"internal error: {type(error).__name__}"))
+        error = ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None)
+    elif isinstance(error, HTTPException):
+        error = ApiError(error.status_code, str(error.detail))
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"internal error: {type(error).__name__}")
+    headers = {"retry-after": str(_RETRY_S)} if error.status in (429, 503) else None
+    return JSONResponse(error.body(), error.status, headers)
