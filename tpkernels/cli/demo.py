@@ -26,7 +26,6 @@ from tpkernels.bench.cases import (
 )
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integers import ceil_div
 from tpkernels.launch.session import gather_objects, open_session, tensors_of_all, world_size
 from tpkernels.local.native import native
@@ -78,24 +77,23 @@ def demo(
     Results on random data are compared with float64; the exit code is 1 if one is wrong. Also under
     torchrun: torchrun --nproc-per-node 2 -m -- tpkernels demo
     """
-    with exit_codes():
-        world = world_size(nproc, 4)
-        at_least(1, m=m, repeat=repeat, timeout=timeout)
-        check_workers(threads=threads)
-        for name, width in {"hidden": hidden, "ffn": ffn}.items():
-            if width < world:  # a rank would have no columns of a weight
-                raise UsageError(f"--{name} is {width}: {world} ranks need at least {world}")
-        of = dtype_named(dtype)
-        out = console()
-        with open_session(world, threads=threads, timeout=timeout) as session:
-            if session.leader:
-                out.print(f"Layer of width {hidden}, MLP {ffn}, {m} tokens, {dtype}, {world} ranks")
-            with out.status("verifying and timing"):
-                reports = session.run(run_layer, m, hidden, ffn, of, repeat)
-            if session.leader:
-                _show(reports, of, out)
-        if reports[0].wrong:
-            raise typer.Exit(1)
+    world = world_size(nproc, 4)
+    at_least(1, m=m, repeat=repeat, timeout=timeout)
+    check_workers(threads=threads)
+    for name, width in {"hidden": hidden, "ffn": ffn}.items():
+        if width < world:  # a rank would have no columns of a weight
+            raise UsageError(f"--{name} is {width}: {world} ranks need at least {world}")
+    of = dtype_named(dtype)
+    out = console()
+    with open_session(world, threads=threads, timeout=timeout) as session:
+        if session.leader:
+            out.print(f"Layer of width {hidden}, MLP {ffn}, {m} tokens, {dtype}, {world} ranks")
+        with out.status("verifying and timing"):
+            reports = session.run(run_layer, m, hidden, ffn, of, repeat)
+        if session.leader:
+            _show(reports, of, out)
+    if reports[0].wrong:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True)

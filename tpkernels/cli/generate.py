@@ -16,7 +16,6 @@ import torch.distributed as dist
 import typer
 
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integrations.transformers.generator import (
     Completions,
     Generator,
@@ -67,42 +66,41 @@ def generate(
     The text does not depend on the number of ranks, except where two tokens are equally likely
     up to rounding. Also under torchrun: torchrun --nproc-per-node 2 -m -- tpkernels generate ...
     """
-    with exit_codes():
-        world = world_size(nproc, 2)
-        check_workers(threads=threads)
-        where = device_named(device)
-        dtype_name = None if dtype is None else str(dtype_named(dtype)).removeprefix("torch.")
-        if stream and as_json:
-            raise UsageError("--stream prints text, --json one object at the end; leave out one")
-        if stream and len(prompt) > 1:
-            raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
-        seed = secrets.randbits(32) if seed is None else seed
-        sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
-        held = (model, where, dtype_name, ffn_only)
-        try:
-            sampling.check()
-            if not under_torchrun():
-                preload()
-            with ThreadPoolExecutor(1) as loading:
-                loaded = loading.submit(load_tokenizer, model)
-                with _driving(world, held, backend_of(world, where), threads, timeout) as driver:
-                    if driver is None:
-                        return
-                    tokenizer = loaded.result()
-                    prompts = [prompt_tokens(tokenizer, text, chat=chat) for text in prompt]
-                    facts = driver.call("describe", rank=0)
-                    completions = Completions(tokenizer, prompts, facts, sampling, stop or ())
-                    with closing(completions.run(driver)) as pieces:
-                        for texts in pieces:
-                            if stream:
-                                typer.echo(texts[0], nl=False)
-                                sys.stdout.flush()
-        except (OSError, ValueError, ImportError) as error:
-            raise UsageError(str(error)) from error
-        if as_json:
-            typer.echo(json.dumps({"ranks": world, **_json(completions, prompt)}, indent=2))
-        else:
-            _show(completions, prompt, world, stream)
+    world = world_size(nproc, 2)
+    check_workers(threads=threads)
+    where = device_named(device)
+    dtype_name = None if dtype is None else str(dtype_named(dtype)).removeprefix("torch.")
+    if stream and as_json:
+        raise UsageError("--stream prints text, --json one object at the end; leave out one")
+    if stream and len(prompt) > 1:
+        raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
+    seed = secrets.randbits(32) if seed is None else seed
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    held = (model, where, dtype_name, ffn_only)
+    try:
+        sampling.check()
+        if not under_torchrun():
+            preload()
+        with ThreadPoolExecutor(1) as loading:
+            loaded = loading.submit(load_tokenizer, model)
+            with _driving(world, held, backend_of(world, where), threads, timeout) as driver:
+                if driver is None:
+                    return
+                tokenizer = loaded.result()
+                prompts = [prompt_tokens(tokenizer, text, chat=chat) for text in prompt]
+                facts = driver.call("describe", rank=0)
+                completions = Completions(tokenizer, prompts, facts, sampling, stop or ())
+                with closing(completions.run(driver)) as pieces:
+                    for texts in pieces:
+                        if stream:
+                            typer.echo(texts[0], nl=False)
+                            sys.stdout.flush()
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps({"ranks": world, **_json(completions, prompt)}, indent=2))
+    else:
+        _show(completions, prompt, world, stream)
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from tpkernels.bench.specs import (
     spec_of,
 )
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.ranks import loopback_store
 from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
 from tpkernels.local import ranges
@@ -81,35 +80,34 @@ def profile(
     Options precede the script; everything after it belongs to the script. Its ranks run on this
     machine, in an environment like torchrun's, and create their process group themselves.
     """
-    with exit_codes():
-        if (op is None) == (not script):
-            raise UsageError("give either --op or a script")
-        world = world_size(nproc, 2)
-        at_least(1, calls=calls, timeout=timeout)
-        check_workers(threads=threads)
+    if (op is None) == (not script):
+        raise UsageError("give either --op or a script")
+    world = world_size(nproc, 2)
+    at_least(1, calls=calls, timeout=timeout)
+    check_workers(threads=threads)
+    if op is not None:
+        ops_named([op])
+        spec = spec_of(op, shape, size, dtype_named(dtype))
+        check_split(spec, world)
+        algorithms_named([algorithm])
+        check_algorithm(spec, world, algorithm)
+    else:
+        _check_script(script or [])
+    files: list[Path] = []
+    if is_leader():
+        make_output_folder(out)
+        files = [writable(out / "trace.json"), writable(out / "timeline.png")]
+    with open_session(world, threads=threads, timeout=timeout) as session:
         if op is not None:
-            ops_named([op])
-            spec = spec_of(op, shape, size, dtype_named(dtype))
-            check_split(spec, world)
-            algorithms_named([algorithm])
-            check_algorithm(spec, world, algorithm)
+            what = f"{op} {spec}"
+            recordings = session.run(record_op, spec, algorithm, calls)
         else:
-            _check_script(script or [])
-        files: list[Path] = []
-        if is_leader():
-            make_output_folder(out)
-            files = [writable(out / "trace.json"), writable(out / "timeline.png")]
-        with open_session(world, threads=threads, timeout=timeout) as session:
-            if op is not None:
-                what = f"{op} {spec}"
-                recordings = session.run(record_op, spec, algorithm, calls)
-            else:
-                assert script  # one of the two is given
-                what = " ".join(script)
-                store = loopback_store()
-                recordings = session.run(record_script, script[0], script[1:], store.port)
-            if files:
-                _report(recordings, what, *files)
+            assert script  # one of the two is given
+            what = " ".join(script)
+            store = loopback_store()
+            recordings = session.run(record_script, script[0], script[1:], store.port)
+        if files:
+            _report(recordings, what, *files)
 
 
 def _check_script(script: list[str]) -> None:
