@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from tpkernels.integrations.transformers.loading import end_tokens, load_model
-from tpkernels.integrations.transformers.text import TextStream
+from tpkernels.integrations.transformers.text_stream import TextStream
 from tpkernels.launch import Executor
 from tpkernels.launch.messages import DTYPES
 

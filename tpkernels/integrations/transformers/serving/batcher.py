@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
 from tpkernels.integrations.transformers.serving.api import ApiError, Sampling, Usage
-from tpkernels.integrations.transformers.text import TextStream
+from tpkernels.integrations.transformers.text_stream import TextStream
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
