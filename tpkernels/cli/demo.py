@@ -136,7 +136,9 @@ def _show(reports: list[LayerReport], dtype: torch.dtype, out: Console) -> None:
     )
     for calls in zip(*(report.calls for report in reports), strict=True):
         call = calls[0]  # other ranks' differ only in their times
-        medians = {name: summary([one.samples[name] for one in calls]).median for name in _VARIANTS}
+        medians = {
+            name: summary([timed.samples[name] for timed in calls]).median for name in _VARIANTS
+        }
         ratio = f"{call.verdict.ratio:.2f}"
         grid.add_row(
             f"[bold]{call.name}[/]\n{call.op}\n[dim]{call.shape}[/]",
@@ -240,8 +242,8 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) ->
 def run_layer(m: int, hidden: int, ffn: int, dtype: torch.dtype, repeat: int) -> LayerReport:
     """Run the layer, verify it and time its ops. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    whole = Weights.random(hidden, ffn, dtype, world)
-    weights = whole.shard(rank, world)
+    weights = Weights.random(hidden, ffn, dtype, world)
+    shard = weights.shard(rank, world)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randn(m, hidden, generator=generator).to(dtype)
     sizes = tuple(tpkernels.shard_sizes(m, world))
@@ -253,10 +255,10 @@ def run_layer(m: int, hidden: int, ffn: int, dtype: torch.dtype, repeat: int) ->
         return outputs
 
     x = tokens.split(list(sizes))[rank]
-    y = layer(x, weights, sizes, fused)
-    fused("down, decoding", _decoding(weights.down, rank, world))
-    expected = layer(x, weights, sizes, lambda _, case: run_torch(case))
-    verdict = _verdict_on_layer(whole, tokens, y, expected)
+    y = layer(x, shard, sizes, fused)
+    fused("down, decoding", _decoding(shard.down, rank, world))
+    expected = layer(x, shard, sizes, lambda _, case: run_torch(case))
+    verdict = _verdict_on_layer(weights, tokens, y, expected)
     return LayerReport([_examine(*op, repeat) for op in ran], verdict)
 
 
@@ -299,7 +301,7 @@ def _global_shape(case: Case) -> str:
 
 
 def _verdict_on_layer(
-    whole: Weights, tokens: torch.Tensor, y: torch.Tensor, expected: torch.Tensor
+    weights: Weights, tokens: torch.Tensor, y: torch.Tensor, expected: torch.Tensor
 ) -> Verdict:
     """Return rank 0's verdict: the relative error, in the Frobenius norm, against the whole layer
     in float64. The bound is torch's own error plus one unit in the last place per op."""
@@ -311,7 +313,7 @@ def _verdict_on_layer(
         residual = 0 if case.residual is None else case.residual
         return [case.x @ w + residual for w in case.weights]
 
-    exact = layer(tokens.double(), whole.double(), (tokens.shape[0],), on_one_rank)
+    exact = layer(tokens.double(), weights.double(), (tokens.shape[0],), on_one_rank)
 
     def error(shards: list[torch.Tensor]) -> float:
         return float((torch.cat(shards) - exact).norm() / exact.norm())

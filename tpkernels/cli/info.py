@@ -122,7 +122,7 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         grid.add_row(f"[bold]{name}[/bold]", escape(str(text)))
     out.print(grid)
     for device in TABLES:
-        reasons = {why for each in facts["algorithms"][device].values() for why in each.values()}
+        reasons = {why for of_op in facts["algorithms"][device].values() for why in of_op.values()}
         out.print(
             f"on {device}: nothing, it {kernels.NO_GPU}"
             if reasons == {kernels.NO_GPU}

@@ -119,12 +119,12 @@ def _check_script(script: list[str]) -> None:
 
 def _report(recordings: list[Recording], what: str, trace_file: Path, picture: Path) -> None:
     """Write the files and print the summary."""
-    trace = merge([json.loads(gzip.decompress(each.trace)) for each in recordings])
-    hosts = sorted({each.host for each in recordings})  # whose clocks are not aligned
+    trace = merge([json.loads(gzip.decompress(recording.trace)) for recording in recordings])
+    hosts = sorted({recording.host for recording in recordings})  # whose clocks are not aligned
     trace["otherData"] = {"what": what, "ranks": len(recordings), "hosts": hosts}
     spent = times(trace, len(recordings))
-    moved = sum(each.moved for each in spent)
-    overlapped = sum(each.overlapped for each in spent) / moved if moved else 0.0
+    moved = sum(time.moved for time in spent)
+    overlapped = sum(time.overlapped for time in spent) / moved if moved else 0.0
     with writing(trace_file):
         trace_file.write_text(json.dumps(trace))
     missing = report.unsupported()
@@ -136,12 +136,12 @@ def _report(recordings: list[Recording], what: str, trace_file: Path, picture: P
     out.print(f"{what}, {len(spent)} ranks{plan}", markup=False)
     columns = ("ms", "compute", "copy", "wait", "other", "data\nmoves, ms")
     grid = table("rank", columns, "overlapped")
-    for rank, one in enumerate(spent):
-        parts = one.compute, one.copy, one.wait
-        whole = one.total or 1.0  # nothing was recorded
-        shares = [f"{part / whole:.1%}" for part in (*parts, one.total - sum(parts))]
-        share = f"{one.overlapped / one.moved:.0%}" if one.moved else "nothing moves"
-        grid.add_row(str(rank), milliseconds(one.total), *shares, milliseconds(one.moved), share)
+    for rank, time in enumerate(spent):
+        parts = time.compute, time.copy, time.wait
+        total = time.total or 1.0  # nothing was recorded
+        shares = [f"{part / total:.1%}" for part in (*parts, time.total - sum(parts))]
+        share = f"{time.overlapped / time.moved:.0%}" if time.moved else "nothing moves"
+        grid.add_row(str(rank), milliseconds(time.total), *shares, milliseconds(time.moved), share)
     out.print(grid)
     out.print(_LEGEND)
     out.print(f"Overlapped: {overlapped:.0%} of {milliseconds(moved)} ms in which data moves.")

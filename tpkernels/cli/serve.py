@@ -74,7 +74,7 @@ def serve(
         from tpkernels.integrations.transformers.serving import server
     except ImportError as error:
         raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
-    wanted = server.Options(
+    asked = server.Options(
         model=model,
         name=name or path.resolve().stem,
         dtype=None if dtype is None else dtype_named(dtype),
@@ -88,7 +88,7 @@ def serve(
         key=key,
     )
     try:
-        server.serve(wanted, ranks=ranks, threads=threads, host=host, port=port)
+        server.serve(asked, ranks=ranks, threads=threads, host=host, port=port)
     except KeyboardInterrupt as error:
         raise typer.Exit(130) from error
 

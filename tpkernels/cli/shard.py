@@ -39,10 +39,10 @@ def shard(
     check_workers(tp=ranks)
     if not dry_run and out is None:
         raise UsageError("pass --out DIR to write the shards to, or --dry-run")
-    wanted = None if dtype is None else dtype_named(dtype)
+    torch_dtype = None if dtype is None else dtype_named(dtype)
     screen = console()
     try:
-        plan = plan_shards(model, ranks, ffn_only=ffn_only, dtype=wanted)
+        plan = plan_shards(model, ranks, ffn_only=ffn_only, dtype=torch_dtype)
         if as_json:
             typer.echo(json.dumps(plan.to_json(), indent=2))
         else:

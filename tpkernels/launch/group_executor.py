@@ -69,7 +69,7 @@ class GroupExecutor(ranks.Executor):
         message = ranks.request("make", name, args, kwargs)
         self._wire = _Wire(group, timeout)
         self._worker = worker.Worker(0)
-        self._mine: Iterator[Message] = iter(())  # replies of this rank
+        self._local: Iterator[Message] = iter(())  # replies of this rank
         self._trouble = "no answer in time"
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
@@ -77,7 +77,7 @@ class GroupExecutor(ranks.Executor):
         self._keeper.start()
 
     def stream(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Iterator[Any]:
-        """As `Ranks.stream`; only rank 0's items can be had."""
+        """Do as `Ranks.stream`; only rank 0's items can be had."""
         if rank != 0:
             raise NotImplementedError(f"items of rank {rank}: a group's stream yields rank 0's")
         return super().stream(method, *args, **kwargs)
@@ -94,11 +94,11 @@ class GroupExecutor(ranks.Executor):
             self._trouble = f"no answer: {error}"
             raise ranks.GiveUp from error
         copied = messages.decode(bytes(message))  # as other ranks get it
-        self._mine = chain(self._mine, self._worker.handle(copied))
+        self._local = chain(self._local, self._worker.handle(copied))
 
     def _receive(self, job: ranks.Job) -> tuple[int, ranks.Reply] | None:
-        for mine in self._mine:
-            return 0, messages.decode(bytes(mine))
+        for reply in self._local:
+            return 0, messages.decode(bytes(reply))
         others = sorted(job.pending - {0})
         if not others:
             return None
@@ -166,9 +166,9 @@ class _Wire:
         store = pg.get_group_store()
         # The store keeps what earlier wires have left there. All ranks count their wires alike.
         count = store.add(f"tpkernels-executor/{pg.rank()}", 1)
-        own = dist.PrefixStore(f"tpkernels-executor/{count}/", store)
+        prefixed = dist.PrefixStore(f"tpkernels-executor/{count}/", store)
         self._gloo: Any = dist.ProcessGroupGloo(
-            own, pg.rank(), pg.size(), timedelta(seconds=timeout)
+            prefixed, pg.rank(), pg.size(), timedelta(seconds=timeout)
         )
         self._sent: list[tuple[Any, torch.Tensor]] = []  # works, and the memory they read
 

@@ -184,7 +184,7 @@ class Executor(ABC):
         message = request("call", method, args, kwargs, rank)
         with self._my_turn(timeout):
             outcomes = self._run(Job(method, self.world, timeout), message)
-        return outcomes[rank].value if rank is not None else [one.value for one in outcomes]
+        return outcomes[rank].value if rank is not None else [outcome.value for outcome in outcomes]
 
     def stream(
         self,
@@ -249,7 +249,7 @@ class Executor(ABC):
         with self._my_turn(self._timeout):
             job = Job(factory, self.world, self._timeout)
             outcomes = self._run(job, message, close_on_error=True)
-        self._methods = frozenset.intersection(*(frozenset(one.value) for one in outcomes))
+        self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in outcomes))
 
     def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
         with contextlib.suppress(GiveUp):
@@ -463,7 +463,8 @@ class Ranks(Executor):
             with contextlib.suppress(GiveUp):
                 self._send_function(pickled)
                 self._drain(self._job)
-            return [one.value for one in self._finish(self._job, close_on_error=True)]
+            outcomes = self._finish(self._job, close_on_error=True)
+        return [outcome.value for outcome in outcomes]
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Start ``function(*args, **kwargs)`` on every rank and return at once.
@@ -494,7 +495,7 @@ class Ranks(Executor):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
+        """Return process ids by rank."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     @property

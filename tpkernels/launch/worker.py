@@ -147,8 +147,8 @@ class Worker:
         self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int | None
     ) -> Iterator[Message]:
         value = getattr(self._object, method)(*args, **kwargs)
-        wanted = value if rank in (None, self._rank) else None
-        yield self._last("result", wanted, what=f"the result of {method}")
+        sent = value if rank in (None, self._rank) else None
+        yield self._last("result", sent, what=f"the result of {method}")
 
     def _stream(
         self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int, steps: int
@@ -192,12 +192,12 @@ def describe(error: BaseException) -> str:
 def resolve(factory: str) -> Callable[..., Any]:
     """Return the callable named "module:qualified.name"."""
     module, _, name = factory.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{factory} is a {type(found).__name__}, not a class or function")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise TypeError(f"{factory} is a {type(target).__name__}, not a class or function")
+    return target
 
 
 def name_of(factory: str | Callable[..., Any]) -> str:

@@ -68,12 +68,12 @@ class Generator:
     def __init__(
         self, path: str, device: str = "cpu", dtype: str | None = None, ffn_only: bool = False
     ) -> None:
-        wanted = None if dtype is None else DTYPES[dtype]
-        self._model = load_model(path, device=device, dtype=wanted, ffn_only=ffn_only)
+        torch_dtype = None if dtype is None else DTYPES[dtype]
+        self._model = load_model(path, device=device, dtype=torch_dtype, ffn_only=ffn_only)
 
     def describe(self) -> dict[str, Any]:
-        """Facts about the model: the most tokens it takes, its vocabulary's size, the tokens that
-        end a text, and its dtype."""
+        """Return facts about the model: the most tokens it takes, its vocabulary's size, the tokens
+        that end a text, and its dtype."""
         config = self._model.config
         return {
             "positions": config.max_position_embeddings,
@@ -185,7 +185,7 @@ class Times:
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second of each prompt after the first; None: there are none."""
+        """Return tokens per second of each prompt after the first; None: there are none."""
         return (self.steps - 1) / (self.end - self.first) if self.steps > 1 else None
 
 
@@ -290,8 +290,8 @@ class Completions:
                 self.times.steps += 1
                 self.times.end = time.perf_counter() - begin
                 self.times.first = self.times.first or self.times.end
-                yield [each.push(token) for each, token in zip(self.texts, tokens, strict=True)]
-                if all(each.reason is not None for each in self.texts):
+                yield [text.push(token) for text, token in zip(self.texts, tokens, strict=True)]
+                if all(text.reason is not None for text in self.texts):
                     break
         finally:
             steps.close()  # type: ignore[attr-defined]

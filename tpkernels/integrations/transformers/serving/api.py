@@ -72,7 +72,7 @@ def _only(*neutral: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is None or value in neutral:
             return value
-        allowed = "".join(f", or pass {each!r}" for each in neutral)
+        allowed = "".join(f", or pass {value!r}" for value in neutral)
         raise ValueError(f"not supported by this server; leave it out{allowed}")
 
     return check
@@ -138,7 +138,7 @@ class Request(_Strict):
             raise ValueError(f"{len(stop)} strings; at most {MOST_STOPS}")
         return stop
 
-    def wanted_tokens(self) -> int | None:
+    def asked_tokens(self) -> int | None:
         """Return the most tokens that the client wants; None for as many as fit."""
         return self.max_tokens
 
@@ -148,11 +148,11 @@ class Request(_Strict):
         Raises:
             ApiError: the tokens do not fit, or options exclude each other.
         """
-        wanted = self.wanted_tokens()
-        if wanted is not None and wanted > room:
+        asked = self.asked_tokens()
+        if asked is not None and asked > room:
             raise ApiError(
                 400,
-                f"max_tokens is {wanted}, but the prompt leaves room for {room} tokens",
+                f"max_tokens is {asked}, but the prompt leaves room for {room} tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -168,7 +168,7 @@ class Request(_Strict):
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
         stop = self.stop or ()
         return Sampling(
-            max_tokens=room if wanted is None else wanted,
+            max_tokens=room if asked is None else asked,
             temperature=temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -199,7 +199,7 @@ class CompletionRequest(Request):
             return prompt
         raise ValueError("one prompt a request: a string, or a list of token ids")
 
-    def wanted_tokens(self) -> int | None:
+    def asked_tokens(self) -> int | None:
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 
@@ -239,7 +239,7 @@ class ChatRequest(Request):
     response_format: Annotated[Any, AfterValidator(_only({"type": "text"}))] = None
     modalities: Annotated[Any, AfterValidator(_only(["text"]))] = None
 
-    def wanted_tokens(self) -> int | None:
+    def asked_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 

@@ -108,9 +108,9 @@ async def _answer(
     replies = Replies(isinstance(body, api.ChatRequest), service.name)
     try:
         if not body.stream:
-            whole = await _unless_gone(request, _all(pieces))
+            received = await _unless_gone(request, _all(pieces))
             answer.close()
-            text, last = "".join(piece.text for piece in whole), whole[-1]
+            text, last = "".join(piece.text for piece in received), received[-1]
             return JSONResponse(replies.whole(text, last.finish or "", last.usage))
         # Errors until here have a status of their own.
         first = await _unless_gone(request, anext(pieces))

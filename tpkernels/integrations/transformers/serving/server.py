@@ -94,7 +94,9 @@ def serve(options: Options, *, ranks: int, threads: int, host: str, port: int) -
                 failed = [outcome for outcome in outcomes if not outcome.ok]
                 # The signal may end rank 0 before it serves; the others fail without it.
                 if failed and not (stopping.asked and outcomes[0].exitcode == -signal.SIGTERM):
-                    failed.sort(key=lambda one: one.exitcode is None)  # the dead, then who noticed
+                    failed.sort(
+                        key=lambda outcome: outcome.exitcode is None
+                    )  # the dead, then who noticed
                     parts = [f"serve failed on {len(failed)} of {ranks} ranks"]
                     parts += map(started.describe, failed)
                     raise RankError("\n\n".join(parts), outcomes)
