@@ -469,10 +469,6 @@ class Group(_C.calls.Turns):
                     self._known[purpose] = text
         return self._known[purpose]
 
-    def known_from_rank_0(self, purpose: str) -> str | None:
-        """Return what `from_rank_0` has returned for a purpose, if it has been called."""
-        return self._known.get(purpose)
-
     def cuda_numerics(self) -> str:
         """Return how a reduction of CUDA tensors sums, the same on all ranks. Collective at the
         first call and after each change of torch's flag."""
