@@ -278,11 +278,6 @@ def collect_stopped(
     return {rank: report.first for rank, (report, _) in reports.items()}
 
 
-def require_interrupted(first: Ending, at: float) -> None:
-    assert first.error == "KeyboardInterrupt", first
-    assert first.at - at < PROMPT, first
-
-
 def require_broken(report: Report) -> None:
     """The next call fails at once, saying what broke the group; other groups go on."""
     assert report.again.error == "GroupBrokenError", report.again
