@@ -191,8 +191,10 @@ while time.monotonic() < end:
             stranger.setblocking(False)
             if stranger.connect_ex("\\0" + name[1:]):
                 stranger.close()
-            else:
-                kept.append(stranger)
+                continue
+            if sys.argv[1] == "wrong token":
+                stranger.send(b'{"token": "guessed", "rank": 1, "pid": 1}')
+            kept.append(stranger)
             if len(kept) > 500:
                 kept.pop(0).close()
 """
@@ -221,8 +223,8 @@ def flooded_job(count: int) -> list[bool]:
     return made
 
 
-@pytest.mark.parametrize("who", ["other user", "same user"])
-def test_strangers_that_fill_the_queues_do_not_prevent_shared_memory(
+@pytest.mark.parametrize("who", sweep(["other user", "wrong token", "same user"], 2))
+def test_strangers_on_the_sockets_do_not_prevent_shared_memory(
     ranks: RanksFixture, who: str
 ) -> None:
     if who == "other user" and os.getuid() != 0:
