@@ -23,7 +23,7 @@ from tpkernels.bench.cases import Case, run_local_matmul, run_matmul, run_torch,
 from tpkernels.bench.inputs import Inputs
 from tpkernels.errors import TpkernelsError
 from tpkernels.launch.session import gather_objects
-from tpkernels.local.native import native
+from tpkernels.local.packed import native
 from tpkernels.local.scaled import torch_takes
 
 BASELINES = ("unfused", "torch", "matmul", "local_matmul", "nccl", "symm_mem")

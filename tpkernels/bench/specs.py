@@ -12,7 +12,7 @@ from tpkernels import dtypes
 from tpkernels.backends import unsupported
 from tpkernels.kernels import NO_GPU
 from tpkernels.launch.session import on_one_host
-from tpkernels.local.scales import Packing
+from tpkernels.local.scaled import Packing
 from tpkernels.op_spec import NO_OPTIONS, OPS
 from tpkernels.ops.reduction import reduction_options
 from tpkernels.ops.scaled import gather_options

@@ -31,7 +31,7 @@ from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integers import ceil_div
 from tpkernels.launch.session import gather_objects, open_session, tensors_of_all, world_size
-from tpkernels.local.native import native
+from tpkernels.local.packed import native
 from tpkernels.terminal import (
     UsageError,
     at_least,

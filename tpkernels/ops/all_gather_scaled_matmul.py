@@ -15,7 +15,7 @@ from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
-from tpkernels.local.scales import Packing
+from tpkernels.local.scaled import Packing
 from tpkernels.ops import scaled
 from tpkernels.ops._library import bias_list, define, define_without_gradient
 from tpkernels.ops._shortcut import shortcut

@@ -1,4 +1,4 @@
-"""What the ops on scaled operands share: checks, and their problems. `local.scales` has the forms
+"""What the ops on scaled operands share: checks, and their problems. `local.scaled` has the forms
 of scales."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tpkernels import dtypes, validation
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.groups.group import Group
-from tpkernels.local.scaled import ScaledWeight
-from tpkernels.local.scales import (
+from tpkernels.local.scaled import (
     FP4,
     FP8,
     TILE_ROWS,
     Packing,
+    ScaledWeight,
     Scaling,
     block_of,
     gathered_part,
