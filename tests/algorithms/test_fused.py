@@ -90,7 +90,7 @@ ADDED = Case(
 
 @pytest.mark.thorough
 def test_what_comes_with_the_product(interpreting: RanksFixture) -> None:
-    """Several weights, biases, residuals, dtypes of the result and on the wire, strides, batches."""
+    """Several weights, biases, residuals, dtypes of the result and the wire, strides, batches."""
     whole = replace(ADDED, op="matmul_all_reduce", sizes=None, wire_dtype=None, out_dtype=F32)
     split = replace(ADDED, shape=(2, 17, 40), dim=1, layout="plain", weight_layout="plain")
     cases = [replace(case, dtype=BF16) for case in (SEVERAL, ADDED, whole, split)]
