@@ -1,14 +1,17 @@
 #include "calls/turns.h"
 
+#include <chrono>
+#include <stdexcept>
 #include <utility>
 
+#include "binding_errors.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
 namespace {
 
-namespace py = pybind11;
-
+constexpr std::chrono::milliseconds kSlice{
+    20};                                  // of a wait for the lock, between looks for signals
 constexpr std::size_t kMostCalls = 4096;  // remembered of one group
 
 // Never destroyed: groups may go after the library's own objects.
@@ -36,6 +39,56 @@ py::object resolved(PyObject* name) {
 }
 
 }  // namespace
+
+bool Lock::acquire(bool blocking) {
+  const unsigned long self = PyThread_get_thread_ident();
+  if (owner_ == self) {
+    ++depth_;
+    return true;
+  }
+  if (owner_ != 0) {
+    if (!blocking) return false;
+    wait();
+  }
+  owner_ = self;
+  depth_ = 1;
+  return true;
+}
+
+void Lock::wait() {
+  ++waiting_;
+  while (owner_ != 0) {
+    std::uint64_t seen = 0;
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      seen = releases_;
+    }
+    {
+      const GilReleased released;  // nobody can have released it since `seen`
+      std::unique_lock<std::mutex> guard(mutex_);
+      freed_.wait_for(guard, kSlice, [&] { return releases_ != seen; });
+    }
+    if (PyErr_CheckSignals() != 0) {
+      --waiting_;
+      throw pybind11::error_already_set();
+    }
+  }
+  --waiting_;
+}
+
+void Lock::release() {
+  if (owner_ != PyThread_get_thread_ident()) {
+    throw std::runtime_error("a lock that another thread has, or nobody, cannot be released");
+  }
+  if (--depth_ != 0) return;
+  owner_ = 0;
+  if (waiting_ == 0) return;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    ++releases_;
+  }
+  freed_.notify_one();
+}
 
 Turns::~Turns() { retire(); }
 

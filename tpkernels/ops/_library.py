@@ -87,7 +87,7 @@ def define(
         group = groups.get(given.group)
         make_run = functools.partial(on_trial, given)
         call = plan_call(group, problem(group, given), given, make_run)
-        return call, backends.bind(op, call, given, arguments, execute)
+        return call, backends.bind(call, given, arguments, execute, bool(written))
 
     def run_planned(call: Call, given: Any) -> Any:
         return backends.run(call, lambda: plan(given)[0], execute, given)

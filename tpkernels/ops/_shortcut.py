@@ -99,4 +99,6 @@ def matmul_shortcut(op: str) -> Callable[..., Any]:
     """The same for the local matmul."""
     overload, dispatched = _overload(op)
     arguments = arguments_of(overload._schema)
-    return _in_place_of(overload, _C.calls.make_matmul_shortcut(arguments, dispatched, _STATES))
+    return _in_place_of(
+        overload, _C.calls.make_shortcut(arguments, None, dispatched, _STATES, 0, False)
+    )

@@ -28,10 +28,12 @@ def exchanged(group: Group, problem: Problem, what: str, mine: torch.Tensor) -> 
         return _by_process_group(group, problem, text, mine)
     everyone = torch.empty((problem.world, *mine.shape), **FLOAT64)
     signature = zlib.crc32(text.encode()) or 1
-    collective = _C.calls.Collective(workspace.channel, workspace.segments, signature, text)
     layout = _C.host.ShardLayout(1, mine.numel(), (1,) * problem.world)
+    collective = _C.calls.Collective(
+        workspace.channel, workspace.segments, signature, text, _C.calls.Kind.ALL_GATHER, layout
+    )
     with workspace.waiting(group.timeout_on(problem.device)):
-        collective.all_gather(mine, everyone, layout)
+        collective.run(mine, everyone)
     return everyone
 
 
