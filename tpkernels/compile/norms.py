@@ -33,7 +33,7 @@ from tpkernels.compile.graph import (
 from tpkernels.compile.layout import Layout, same, same_shape
 from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import moved_from, shape_of, through, value
-from tpkernels.ops.reduction import reduction_options
+from tpkernels.op_spec import Options
 
 aten = torch.ops.aten
 
@@ -277,4 +277,4 @@ def _check_worthwhile(
     rows, width = prod(shape[:-1]), shape[-1]
     if op == "all_reduce_rms_norm":  # whose times are by elements
         rows, width = rows * width, 1
-    check_worthwhile(reduction, op, rows, width, reduction_options(dtype, dtype))
+    check_worthwhile(reduction, op, rows, width, Options(x_dtype=dtype, out_dtype=dtype))

@@ -28,7 +28,7 @@ from tpkernels.compile.matmuls import Matmul, Scales
 from tpkernels.compile.measured import check_worthwhile
 from tpkernels.compile.moves import carriers, chain_to, shape_of, through, value
 from tpkernels.compile.scales import column_scale, options_of, padded, row_scale_of
-from tpkernels.ops.reduction import reduction_options
+from tpkernels.op_spec import Options
 
 aten = torch.ops.aten
 
@@ -231,7 +231,7 @@ def _check_worthwhile(
 ) -> None:
     rows, width = shape_of(reduced.matmuls[0].node)
     dtype = collective.node.meta["val"].dtype
-    options = reduction_options(dtype, out_dtype or dtype)
+    options = Options(x_dtype=dtype, out_dtype=out_dtype or dtype)
     check_worthwhile(collective, op, rows if by_rows else None, width, options)
 
 

@@ -14,9 +14,9 @@ from tpkernels.nn import check
 from tpkernels.nn.linear import ParallelLinear, sharded_linear
 from tpkernels.nn.regions import gather_from_ranks
 from tpkernels.nn.sharding import LayerOptions, SequenceOptions
-from tpkernels.ops._library import bias_list
 from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
 from tpkernels.ops.column_matmul import column_matmul
+from tpkernels.ops.registration import bias_list
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

@@ -23,9 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from tpkernels import groups
 from tpkernels.nn import check
 from tpkernels.nn.row import row_parallel
-from tpkernels.op_spec import NO_OPTIONS, OPS
+from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
-from tpkernels.ops.reduction import reduction_options
 from tpkernels.shards import chunk_sizes
 from tpkernels.tuning.measured import read_times, why_left_to_torch
 
@@ -184,7 +183,7 @@ def _left_to_torch(linear: nn.Linear, mesh: DeviceMesh, op: str, width: int) -> 
         return False
     name, dtype = groups.name_of(mesh), linear.weight.dtype
     read_times(name)
-    options = reduction_options(dtype, dtype) if OPS[op].reduces else NO_OPTIONS
+    options = Options(x_dtype=dtype, out_dtype=dtype) if OPS[op].reduces else NO_OPTIONS
     reason = why_left_to_torch(
         groups.get(name), op, "cuda", rows=None, width=width, dtype=dtype, options=options
     )

@@ -42,7 +42,7 @@ def bind(
         in_place: the op overwrites x.
     """
     x, problem, spec = given.x, call.problem, call.problem.spec
-    weights = []
+    weights: Sequence[Weight] = []
     if spec.has_matmul:
         weights = given.weights if spec.gathers else [given.w]
     if spec.scaled or not all(isinstance(w, torch.Tensor) for w in weights):
