@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.rms_norm import RmsNorm
+from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.local.product import Weight

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tpkernels.call import Call
-from tpkernels.local.product import Weight
 from tpkernels.planning.choose import is_worth_trying
 from tpkernels.planning.contest import Sample
 from tpkernels.planning.trials import ELIGIBLE, Trial, is_eligible
@@ -61,14 +60,14 @@ class Tried:
     def __init__(self, trial: Trial, calls: Mapping[str, Call]) -> None:
         self._trial, self._calls = trial, calls
 
-    def __call__(
-        self, call: Call, x: torch.Tensor, w: Weight | list[Weight], *operands: Any
-    ) -> Any:
+    def __call__(self, call: Call, x: torch.Tensor, factor: Any, *operands: Any) -> Any:
+        """``factor``: a weight, or what has several ``weights``."""
         trial, chosen = self._trial, self._calls[self._trial.algorithm]
         begin = time.perf_counter()
-        result = chosen.function(chosen, x, w, *operands)
+        result = chosen.function(chosen, x, factor, *operands)
         end = time.perf_counter()
-        trial.samples.append(Sample(begin, end, other_extent(x, w)))
+        weights = getattr(factor, "weights", factor)
+        trial.samples.append(Sample(begin, end, other_extent(x, weights)))
         if trial.stage_over:
             self._end_stage(call)
         return result
