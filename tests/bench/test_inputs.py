@@ -15,17 +15,17 @@ from rich.console import Console
 
 from tests.support.damage import RATES, good_report
 from tests.support.tiers import sweep
-from tpkernels.bench import inputs, roofline
+from tpkernels.bench import inputs, probes
 from tpkernels.bench import report as output
 from tpkernels.bench.cases import random_case
 from tpkernels.bench.inputs import COLD, Inputs, copies, warm_cases
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import result
-from tpkernels.bench.roofline import Rates
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.cli.compare import differences
 from tpkernels.launch import Ranks
+from tpkernels.planning.cost import Rates
 from tpkernels.planning.machine import last_level_cache_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -105,10 +105,10 @@ def test_a_result_has_that_of_the_rank_with_the_fewest(ranks: Callable[[int], Ra
     """Ranks without inputs do not count."""
     spec, cache = Spec("all_gather", (1,), torch.float32), last_level_cache_bytes("cpu")
     case = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
-    assert case["inputs_over_cache"] == pytest.approx(4 / cache)
+    assert case.inputs_over_cache == pytest.approx(4 / cache)
     spec = Spec("all_gather", (3 * 1024,), torch.float32)
     case = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
-    assert case["inputs_over_cache"] == pytest.approx(4 * 1536 / cache)
+    assert case.inputs_over_cache == pytest.approx(4 * 1536 / cache)
 
 
 def rates_of(cache: int, available: int) -> tuple[Rates, int]:
@@ -121,19 +121,19 @@ def rates_of(cache: int, available: int) -> tuple[Rates, int]:
         return made
 
     with (
-        mock.patch.object(roofline, "last_level_cache_bytes", lambda _: cache),
+        mock.patch.object(probes, "last_level_cache_bytes", lambda _: cache),
         mock.patch.object(inputs, "available_bytes", lambda: available),
         mock.patch.object(torch, "randint", counted),
-        mock.patch.dict(roofline._SIZE, {"cpu": 64}),
+        mock.patch.dict(probes._SIZE, {"cpu": 64}),
     ):
-        return roofline.measure_rates(torch.float32, "cpu"), largest[0]
+        return probes.measure_rates(torch.float32, "cpu"), largest[0]
 
 
 @pytest.mark.parametrize(
     ("cache", "available", "over_cache"),
     [(MIB, GIB, 8.0), (32 * MIB, 128 * MIB, 1.0), (2 * GIB, 64 * MIB, 1 / 128), (MIB, 0, 2.0)],
 )
-def test_the_rooflines_copy_is_bounded_too(
+def test_the_probess_copy_is_bounded_too(
     ranks: Callable[[int], Ranks], cache: int, available: int, over_cache: float
 ) -> None:
     for rates, largest in ranks(2).run(rates_of, cache, available):

@@ -6,7 +6,7 @@ from tpkernels import groups
 from tpkernels.compile.graph import Collective, Unsupported
 from tpkernels.compile.layout import Size
 from tpkernels.op_spec import NO_OPTIONS, Options
-from tpkernels.tuning.measured import why_left_to_torch
+from tpkernels.tuning.replacement import why_left_to_torch
 
 
 def check_worthwhile(

@@ -480,7 +480,7 @@ class Group(_C.calls.Turns):
         said = self.exchange(f"the first call on {device}", say, seconds)
         if ignored:
             self.notices.append(ignored)
-        return store.from_json(said[0]["table"])
+        return store.table_from(said[0]["table"])
 
     def use_times(self, device: str, table: Table) -> None:
         """Plan calls by these times from now on. All ranks use the same, from the same call on."""

@@ -31,7 +31,8 @@ from tpkernels import groups
 from tpkernels.errors import CaptureError, CollectiveMismatchError, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.mesh.history import History
-from tpkernels.planning.machines import Profile, own_machine, parse, to_text
+from tpkernels.planning.cost import Profile
+from tpkernels.planning.store import own_machine, profile_in, profile_text
 
 _MOST_KNOWN = 1024  # products
 _NEW_PRODUCT, _DIFFERENT = "a new sharded_matmul", "sharded_matmul calls that differ"
@@ -155,14 +156,14 @@ def agreed_machine(mesh: DeviceMesh) -> Profile:
                 lambda before=text: before or _own(mesh),  # type: ignore[misc]
             )
         assert text is not None  # a mesh has a dim
-    return parse(text)
+    return profile_in(text)
 
 
 def known_machine(mesh: DeviceMesh) -> Profile:
     """Return what `agreed_machine` has returned on a mesh; before that, and on a rank outside the
     mesh, this rank's machine. Local."""
     text = _known(mesh) if mesh.get_coordinate() is not None else None
-    return parse(_own(mesh) if text is None else text)
+    return profile_in(_own(mesh) if text is None else text)
 
 
 def _known(mesh: DeviceMesh) -> str | None:
@@ -171,7 +172,7 @@ def _known(mesh: DeviceMesh) -> str | None:
 
 
 def _own(mesh: DeviceMesh) -> str:
-    return to_text(own_machine(mesh.device_type, mesh.size())[1])
+    return profile_text(own_machine(mesh.device_type, mesh.size())[1])
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import dtypes, validation
-from tpkernels.mesh import cost, execution
+from tpkernels.mesh import estimates, execution
 from tpkernels.mesh.agreement import (
     Known,
     agreed_machine,
@@ -96,7 +96,7 @@ def plans(
     """Return all plans of `sharded_matmul` for these operands, the cheapest first. Local: before
     the first product on a mesh, the rates are those of this rank's machine."""
     problem = _problem(x, w, out_placements, wire_dtype)
-    return tuple(plan for plan, _ in cost.ranked(problem, known_machine(x.device_mesh)))
+    return tuple(plan for plan, _ in estimates.ranked(problem, known_machine(x.device_mesh)))
 
 
 def explain(
@@ -117,7 +117,7 @@ def explain(
         f"{text_of(problem.w)} on a mesh of {mesh}, {machine.title}"
     )
     table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
-    for plan, costs in cost.ranked(problem, machine):
+    for plan, costs in estimates.ranked(problem, machine):
         numbers = (f"{1e3 * costs.seconds:.3g}", str(plan.nbytes), str(plan.flops))
         table.append((plan.strategy, text_of(plan.out), *numbers, str(plan)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -252,7 +252,7 @@ def _run(product: Product, x: DTensor, w: DTensor, place: execution.Place) -> DT
     with in_step(place.mesh):
         if planned is None:
             machine = agreed_machine(place.mesh)
-            plan = cost.choose(product.problem, product.strategy, machine)
+            plan = estimates.choose(product.problem, product.strategy, machine)
             planned = known.add(key, (plan, text))
             known.history.attach()
         plan, text = planned

@@ -27,7 +27,7 @@ from tpkernels.op_spec import NO_OPTIONS, OPS
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.reduction import reduction_options
 from tpkernels.shards import chunk_sizes
-from tpkernels.tuning.measured import read_times, why_left_to_torch
+from tpkernels.tuning.replacement import read_times, why_left_to_torch
 
 
 @dataclass(frozen=True)
