@@ -9,7 +9,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from tpkernels.text import shown
+from tpkernels.text import printable, short, shown
 
 T = TypeVar("T")
 _MOST = 1e30  # larger numbers were not measured
@@ -44,7 +44,10 @@ def _read(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: {error}") from error
     if origin in _MAPPINGS:
         _require(value, dict, where)
-        return {name: _read(arguments[1], one, f"{where}.{name}") for name, one in value.items()}
+        return {
+            name: _read(arguments[1], one, f"{where}.{short(printable(name), 40)}")
+            for name, one in value.items()
+        }
     if origin in (list, tuple):
         _require(value, list, where)
         pair = origin is tuple and arguments[-1] is not ...

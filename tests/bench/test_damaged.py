@@ -22,8 +22,8 @@ import typer.testing
 import yaml
 from typer.main import get_command
 
-from tests.planning.test_tuning import spec
-from tests.planning.test_tuning_store import MACHINE, TABLE, cache
+from tests.planning.test_store import MACHINE, TABLE, cache
+from tests.planning.test_table import spec
 from tests.support.damage import (
     ESCAPES,
     SEED,

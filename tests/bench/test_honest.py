@@ -69,7 +69,7 @@ def test_free_communication_is_hidden_altogether(ranks: Callable[[int], Ranks]) 
     case = measured(ranks, Sleeps(op=COMPUTE))
     hidden = case.algorithms["auto"].e_overlap
     assert hidden is not None and abs(hidden.value - 1) < 0.25, hidden
-    speedup = case.algorithms["auto"].speedup.unfused
+    speedup = case.algorithms["auto"].speedup["unfused"]
     assert speedup.verdict == "faster" and speedup.value == pytest.approx(2, rel=0.25)
 
 

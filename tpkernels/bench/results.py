@@ -33,7 +33,7 @@ from tpkernels.planning.machine import last_level_cache_bytes, processor
 from tpkernels.records import from_json
 from tpkernels.symm.limits import available_bytes
 from tpkernels.terminal import UsageError, make_output_folder, read_input, writable, writing
-from tpkernels.text import all_printable, printable, short, shown
+from tpkernels.text import all_printable, short, shown
 from tpkernels.timing import Samples, Timing, summary
 from tpkernels.version import VERSION
 
@@ -373,8 +373,7 @@ def _parse(content: bytes) -> Report:
         report = from_json(Report, all_printable(data))
         _require_consistent(report)
     except (ValueError, RecursionError) as error:
-        message = printable(str(error))
-        raise ValueError(f"is damaged: {short(message, _MOST_MESSAGE)}") from error
+        raise ValueError(f"is damaged: {short(str(error), _MOST_MESSAGE)}") from error
     return report
 
 
