@@ -63,7 +63,7 @@ ALLOWED = {
     "compile": {"dtypes", "op_spec", "groups", "tuning", "ops", "compile"},
     "mesh": LEAVES - {"_C"} | {"planning", "groups", "validation", "ops", "mesh"},
     "nn": LEAVES - {"_C"} | {"groups", "validation", "ops", "local", "nn"},
-    "parallel": LEAVES - {"_C"} | {"groups", "tuning", "ops", "nn", "parallel"},
+    "parallel": LEAVES - {"_C"} | {"groups", "tuning", "ops", "local", "nn", "parallel"},
     "timing": {"groups", "interleaved"},
     "terminal": {"dtypes"},
     "launch": {"_C", "defaults", "groups", "terminal", "launch"},

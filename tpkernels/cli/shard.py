@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.parallel.blueprint import Slot
+from tpkernels.parallel.pretrained import Slot
 from tpkernels.parallel.shard_files import ShardPlan, plan_shards, write_shards
 from tpkernels.terminal import UsageError, byte_size, check_workers, console, dtype_named, table
 

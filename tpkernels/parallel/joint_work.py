@@ -22,6 +22,7 @@ from tpkernels import groups
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.text import of_error
 
+THREAD = "tpkernels-joint-work"
 _INTERVAL = 1.0  # s, between rounds
 _LENGTH = 1024  # bytes of a message
 
@@ -38,8 +39,8 @@ class PeerFailedError(RuntimeError):
     """The work failed on another rank."""
 
 
-class Work:
-    """One rank's part of the work; see `together`."""
+class JointWork:
+    """One rank's part of the work; see `joint_work`."""
 
     def __init__(self, group: str, device: torch.device, what: str) -> None:
         self.texts: list[str] = []  #: the final texts of all ranks, in rank order
@@ -51,75 +52,51 @@ class Work:
 
     def check(self) -> None:
         """Raise if the work has failed on another rank; call it between steps."""
-        if self._over.is_set():
-            self._raise()
+        if self._over.is_set() and self._error is not None:
+            raise self._error
 
-    def _rounds(self) -> None:
+    def take_part(self) -> None:
+        """Exchange statuses with the other ranks until the work is over."""
         interval = min(_INTERVAL, groups.get(self._group).timeout / 4)
         try:
-            while True:
+            statuses = [Status.WORKING]
+            while Status.WORKING in statuses and Status.FAILED not in statuses:
                 self._ended.wait(interval)
-                replies = self._exchange()
-                statuses = [status for status, _ in replies]
-                if Status.FAILED in statuses or Status.WORKING not in statuses:
-                    self._conclude(replies)
-                    return
+                statuses, self.texts = self._exchange()
+            failed = [rank for rank, status in enumerate(statuses) if status is Status.FAILED]
+            if failed:
+                also = f" (also rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
+                self._error = PeerFailedError(
+                    f"{self._what} failed on rank {failed[0]}{also}: {self.texts[failed[0]]}"
+                )
         except BaseException as error:
             self._error = error
         finally:
             self._over.set()
 
-    def _exchange(self) -> list[tuple[Status, str]]:
-        """Return the statuses of all ranks, and their texts. Collective."""
+    def _exchange(self) -> tuple[list[Status], list[str]]:
+        """Return the statuses and the texts of all ranks. Collective."""
         status = self._status
         message = bytes([status, *(self.text.encode() if status else b"")])[:_LENGTH]
         with groups.told_of_errors(self._group):
             data = torch.tensor(list(message.ljust(_LENGTH, b"\0")), device=self._device)
-            everyone = all_gather(data.float(), self._group).view(-1, _LENGTH)
-        messages = [bytes(map(int, row)) for row in everyone.tolist()]
-        return [(Status(m[0]), m[1:].rstrip(b"\0").decode(errors="ignore")) for m in messages]
+            messages = all_gather(data.float(), self._group).view(-1, _LENGTH).tolist()
+        texts = [bytes(map(int, message[1:])).rstrip(b"\0") for message in messages]
+        return [Status(int(m[0])) for m in messages], [t.decode(errors="ignore") for t in texts]
 
-    def _conclude(self, replies: list[tuple[Status, str]]) -> None:
-        self.texts = [text for _, text in replies]
-        failed = [rank for rank, (status, _) in enumerate(replies) if status is Status.FAILED]
-        if failed:
-            also = f" (also rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
-            self._error = PeerFailedError(
-                f"{self._what} failed on rank {failed[0]}{also}: {self.texts[failed[0]]}"
-            )
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """Do the work; see `together`."""
-        group = groups.get(self._group)
-        with group.lock:  # else the thread would wait for a call that waits for this block
-            group.check_usable()
-        thread = threading.Thread(target=self._rounds, name="tpkernels-together", daemon=True)
-        status = Status.DONE
-        try:
-            thread.start()
-            yield
-        except BaseException as error:
-            status = Status.FAILED
-            self.text = of_error(error)
-            raise
-        finally:
-            with groups.told_of_errors(self._group):
-                self._status = status
-                self._ended.set()
-                if thread.ident is None:  # it could not be started
-                    self._rounds()
-                else:
-                    thread.join()
-        self._raise()
+    def end(self, status: Status, thread: threading.Thread) -> None:
+        """Announce how this rank's part ended, and wait for the last round."""
+        with groups.told_of_errors(self._group):
+            self._status = status
+            self._ended.set()
+            if thread.ident is None:  # it could not be started
+                self.take_part()
+            else:
+                thread.join()
 
 
 @contextlib.contextmanager
-def together(group: str, device: torch.device, what: str) -> Iterator[Work]:
+def joint_work(group: str, device: torch.device, what: str) -> Iterator[JointWork]:
     """Run the block on all ranks. If it raises on one rank, it raises there, and
     `PeerFailedError` on the others. Collective.
 
@@ -133,6 +110,19 @@ def together(group: str, device: torch.device, what: str) -> Iterator[Work]:
         RuntimeError: this thread is in a call of the group: a signal handler. Nothing was sent.
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
-    work = Work(group, device, what)
-    with work.run():
+    members = groups.get(group)
+    with members.lock:  # else the thread would wait for a call that waits for this block
+        members.check_usable()
+    work = JointWork(group, device, what)
+    thread = threading.Thread(target=work.take_part, name=THREAD, daemon=True)
+    status = Status.DONE
+    try:
+        thread.start()
         yield work
+    except BaseException as error:
+        status = Status.FAILED
+        work.text = of_error(error)
+        raise
+    finally:
+        work.end(status, thread)
+    work.check()
