@@ -192,7 +192,7 @@ class _FusedStyle(ParallelStyle):
 
     def _is_left_to_torch(self, linear: nn.Linear, mesh: DeviceMesh, op: str) -> bool:
         """Return whether the style does what torch's does instead of calling the op
-        (`tuning.measured`). Collective on a mesh of GPUs."""
+        (`tuning.replacement`). Collective on a mesh of GPUs."""
         if not _has_gpus(mesh):
             return False
         name, dtype = groups.name_of(mesh), linear.weight.dtype
