@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh
@@ -250,19 +251,17 @@ def test_measured_rates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def agreement_job() -> tuple[str, str, str]:
     """The machine before and after the first product, if each rank has another, and the plan."""
 
-    def own(mesh: DeviceMesh) -> str:
-        return store.profile_text(replace(MACHINE, title=f"rank {mesh.get_rank()}"))
+    def own(device: str, size: int) -> tuple[str, Profile]:
+        assert (device, size) == ("cpu", 4)
+        return "this", replace(MACHINE, title=f"rank {dist.get_rank()}")
 
-    before, agreement._own = agreement._own, own
-    try:
+    with mock.patch.object(agreement, "own_machine", own):
         mesh = make_mesh((2, 2))
         x = draw("x", (8, 8), mesh, (S0, S1)).sharded
         first = agreement.known_machine(mesh).title
         y = sharded_matmul(x, x)
         agreed = agreement.known_machine(mesh).title
         return first, agreed, f"{y.placements} {tpmesh.plans(x, x)[0]}"
-    finally:
-        agreement._own = before
 
 
 def test_all_ranks_plan_by_the_first_ranks_machine(ranks: RanksFixture) -> None:

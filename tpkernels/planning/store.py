@@ -9,7 +9,6 @@ do is to select a slower algorithm.
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from collections.abc import Iterable
@@ -151,7 +150,6 @@ def save_rates(machine: Machine, profile: Profile) -> Path:
     return path
 
 
-@functools.lru_cache(maxsize=64)
 def profile_in(text: str) -> Profile:
     """Return the profile in the JSON of `profile_text`."""
     return from_json(Profile, json.loads(text))

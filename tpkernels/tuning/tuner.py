@@ -162,14 +162,14 @@ class Tried:
     def __init__(self, trial: Trial, calls: Mapping[str, Call]) -> None:
         self._trial, self._calls = trial, calls
 
-    def __call__(
-        self, call: Call, x: torch.Tensor, w: Weight | list[Weight], *operands: Any
-    ) -> Any:
+    def __call__(self, call: Call, x: torch.Tensor, factor: Any, *operands: Any) -> Any:
+        """Make the call; ``factor``: a weight, or what has several ``weights``."""
         trial, chosen = self._trial, self._calls[self._trial.algorithm]
         begin = time.perf_counter()
-        result = chosen.function(chosen, x, w, *operands)
+        result = chosen.function(chosen, x, factor, *operands)
         end = time.perf_counter()
-        trial.samples.append(Sample(begin, end, _other_extent(x, w)))
+        weights = getattr(factor, "weights", factor)
+        trial.samples.append(Sample(begin, end, _other_extent(x, weights)))
         if trial.stage_over:
             self._end_stage(call)
         return result

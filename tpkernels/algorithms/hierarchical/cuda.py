@@ -6,7 +6,7 @@ queue theirs in different orders wait for each other.
 
 Algorithm: all ranks cut the transfers of a call into the same numbered batches. A rank queues its
 part of each as one group of NCCL calls; one without transfers in a batch goes on to the next.
-Transfers within a host and between hosts are in one batch, and so run at once. routes.py says who
+Transfers within a host and between hosts are in one batch, and so run at once. cpu.py says who
 deals with whom.
 
 all-gathers     batch 0 shows the shards of a host to all of its ranks. Batch d, from 1 on, brings
@@ -34,9 +34,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from tpkernels import dtypes
-from tpkernels.algorithms.hierarchical.routes import Route, delegate, in_order, routes
-from tpkernels.algorithms.hierarchical.sums import Parts, add_to
+from tpkernels.algorithms.hierarchical.cpu import Route, add_to, delegate, in_order, routes
+from tpkernels.algorithms.parts import Partials
 from tpkernels.algorithms.reduction import Reduction
+from tpkernels.algorithms.transfers import Transfers, ops_by
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import TRANSFER, recorded
@@ -111,20 +112,14 @@ def _summing(hosts: Hosts, ordered: tuple[Route, ...], rank: int) -> tuple[Batch
     return _of(rank, summing(hosts, ordered))
 
 
-class Batches:
-    """One call of a rank, as `Shared` is on CPU tensors. The steps in which that moves what fits
-    shared memory mean nothing here."""
+class Batches(Transfers):
+    """One call of a rank. Shards and partials move whole, into memory of its own."""
 
     def __init__(self, call: Call) -> None:
         assert call.node is not None  # else `choose` refuses
-        self.call, self.node = call, call.node
+        self.call, self.node, self._rank = call, call.node, call.group.rank
+        self.received = call.peers_in_ring_order
         self._link = enter(call)
-        self._rank = call.group.rank
-
-    @property
-    def received(self) -> list[int]:
-        """Whose shards this rank receives into memory of its own: all."""
-        return [rank for rank in range(self.call.group.world) if rank != self._rank]
 
     def gather(
         self,
@@ -133,7 +128,7 @@ class Batches:
         step: int,
         use: Callable[[int, int, torch.Tensor], None],
     ) -> None:
-        """See `Shared.gather`; here ``use`` gets whole shards, host by host."""
+        """Bring whole shards, host by host."""
         device = shards[self._rank].device
         kept, here = self.call.kept, [self._rank]
         side = kept.get("side") or kept.setdefault("side", SideStream(device))
@@ -154,8 +149,7 @@ class Batches:
         finally:
             side.join()
 
-    def reduce(self, parts: Parts, out: torch.Tensor, reduction: Reduction, begin: int = 0) -> None:
-        """See `Shared.reduce`."""
+    def reduce(self, mine: Partials, out: torch.Tensor, reduction: Reduction) -> None:
         problem, hosts = self.call.problem, self.node.hosts
         wire, wide = problem.dtype, dtypes.accumulator(problem.dtype)
         ordered = in_order(routes(tuple(map(len, hosts)), wire.itemsize, wide.itemsize))
@@ -164,17 +158,17 @@ class Batches:
 
         def compute(number: int) -> None:
             for owner in hosts[ordered[number].home] if number < len(ordered) else ():
-                partials[owner] = {self._rank: parts.partial(owner, wire, out.device)}
+                partials[owner] = {self._rank: mine.whole(owner, wire, out.device)}
 
         def terms(owner: int, end: int) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
             """The sum and the partials of the ranks before ``end``, as far as not yet added."""
-            mine = partials[owner]
-            taken = sorted(source for source in mine if source < end)
-            return sums.pop(owner, None), [mine.pop(source) for source in taken]
+            waiting = partials[owner]
+            taken = sorted(source for source in waiting if source < end)
+            return sums.pop(owner, None), [waiting.pop(source) for source in taken]
 
         def message(t: Transfer) -> torch.Tensor:
             if t.to == self._rank:
-                to = empty([parts.counts[t.owner]], wide if t.is_sum else wire, out.device)
+                to = empty([mine.split.counts[t.owner]], wide if t.is_sum else wire, out.device)
                 if t.is_sum:
                     sums[t.owner] = to
                 else:
@@ -196,7 +190,19 @@ class Batches:
                 compute(number + 1)
                 self._link.wait(started)
         if out.numel():
-            add_to(out, *terms(self._rank, problem.world), reduction, begin)
+            add_to(out, *terms(self._rank, problem.world), reduction, mine.split.begins[self._rank])
 
     def end(self) -> None:
-        """End the call: the current stream has waited for everything."""
+        """The current stream has waited for everything."""
+
+
+(
+    all_gather,
+    all_gather_matmul,
+    reduce_scatter,
+    matmul_reduce_scatter,
+    all_reduce,
+    matmul_all_reduce,
+    all_reduce_rms_norm,
+    matmul_all_reduce_rms_norm,
+) = ops_by(Batches)

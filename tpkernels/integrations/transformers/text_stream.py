@@ -22,7 +22,7 @@ class TextStream:
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
         self._text = ""  # of the tokens so far
-        self._given = 0  # characters of it
+        self._sent = 0  # characters of it
         self.stopped = False  #: a stop string was found, or a token that ends the answer
 
     def feed(self, tokens: Sequence[int], last: bool) -> str:
@@ -42,8 +42,8 @@ class TextStream:
         end = self._find_stop(searched)
         if end is None:
             end = len(self._text) - (0 if last else self._held())
-        piece = self._text[self._given : end]
-        self._given = max(self._given, end)
+        piece = self._text[self._sent : end]
+        self._sent = max(self._sent, end)
         return piece
 
     def _complete(self) -> None:
@@ -62,9 +62,9 @@ class TextStream:
         return min(found)
 
     def _held(self) -> int:
-        """Characters at the end of the text with which a stop string begins."""
+        """Count characters at the end of the text with which a stop string begins."""
         longest = max(map(len, self._stop), default=0)
-        for length in range(min(longest - 1, len(self._text) - self._given), 0, -1):
+        for length in range(min(longest - 1, len(self._text) - self._sent), 0, -1):
             if any(stop.startswith(self._text[-length:]) for stop in self._stop):
                 return length
         return 0

@@ -26,7 +26,7 @@ class Exchange:
 
     @classmethod
     def of(cls, given: Any, world: int) -> Exchange:
-        """From the op's arguments, which have been checked."""
+        """Read it from the op's arguments, which have been checked."""
         dim, sizes = given.scatter_dim, given.scatter_sizes
         rows = given.x.shape[dim]
         return cls(dim, (rows // world,) * world if sizes is None else tuple(sizes))
@@ -36,13 +36,13 @@ class Exchange:
         return x.split(list(self.sizes), self.dim)
 
     def result_shape(self, call: Call) -> list[int]:
-        """Of what this rank has in the end."""
+        """Return the shape of what this rank has in the end."""
         shape = list(call.problem.shape)
         shape[self.dim] = self.sizes[call.group.rank]
         return shape
 
     def result(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """Memory for it."""
+        """Return memory for it."""
         return empty(self.result_shape(call), x.dtype, x.device)
 
     def taken(self, call: Call, out: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -51,14 +51,14 @@ class Exchange:
         return out.split(list(call.problem.sizes), call.problem.dim)
 
     def largest(self, call: Call) -> int:
-        """Elements of the largest piece."""
+        """Return the elements of the largest piece."""
         problem, dims = call.problem, (call.problem.dim, self.dim)
         rest = prod(size for d, size in enumerate(problem.shape) if d not in dims)
         return rest * max(problem.sizes) * max(self.sizes)
 
 
 def counts_of(pieces: Sequence[torch.Tensor]) -> list[int]:
-    """Elements of each."""
+    """Return the elements of each piece."""
     return [piece.numel() for piece in pieces]
 
 

@@ -18,7 +18,6 @@ next when it has made that one. Ranks do not wait until a reply has arrived, but
 from __future__ import annotations
 
 import contextlib
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,17 +28,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpkernels.launch import messages, worker
-from tpkernels.launch.executor import TIMEOUT, Executor, GiveUp, Job, Outcome, request
+from tpkernels.launch import messages, ranks, worker
 from tpkernels.launch.messages import Message
 
 _MESSAGES_PER_TIMEOUT = 4
-_LENGTH = struct.Struct("<Q")
-_FIRST_BYTES = 4096  # of a message and its length
-_TAG = 0
 
 
-class GroupExecutor(Executor):
+class GroupExecutor(ranks.Executor):
     """Rank 0's side: calls methods of an object that every rank of a group holds, itself included.
 
     All other ranks of the group call `serve_group` meanwhile. Rank 0 notices Ctrl-C when a wait for
@@ -64,48 +59,46 @@ class GroupExecutor(Executor):
         factory: str | Callable[..., Any],
         *args: Any,
         group: dist.ProcessGroup | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float = ranks.TIMEOUT,
         **kwargs: Any,
     ) -> None:
         super().__init__(dist.get_world_size(group), timeout)
         if dist.get_rank(group) != 0:
             raise ValueError(f"rank {dist.get_rank(group)} calls serve_group(); rank 0 drives")
         name = worker.name_of(factory)
-        message = request("make", name, args, kwargs)
+        message = ranks.request("make", name, args, kwargs)
         self._wire = _Wire(group, timeout)
         self._worker = worker.Worker(0)
-        self._mine: Iterator[Message] = iter(())  # replies of this rank
+        self._local: Iterator[Message] = iter(())  # replies of this rank
         self._trouble = "no answer in time"
         self._ended = threading.Event()
+        self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
         self._make(name, message)
-        self._keeper = threading.Thread(
-            target=self._keep_alive, name="tpkernels-executor", daemon=True
-        )
         self._keeper.start()
 
     def stream(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Iterator[Any]:
-        """As `Ranks.stream`; only rank 0's items can be had."""
+        """Do as `Ranks.stream`; only rank 0's items can be had."""
         if rank != 0:
             raise NotImplementedError(f"items of rank {rank}: a group's stream yields rank 0's")
         return super().stream(method, *args, **kwargs)
 
-    def describe(self, outcome: Outcome) -> str:
+    def describe(self, outcome: ranks.Outcome) -> str:
         """Return what went wrong on a rank, for an error's message."""
         text = outcome.error.strip() if outcome.error else self._trouble
         return f"rank {outcome.rank}, after {outcome.seconds:.1f} s: {text}"
 
-    def _send(self, message: Message, job: Job) -> None:
+    def _send(self, message: Message, job: ranks.Job) -> None:
         try:
             self._wire.broadcast(message)
         except RuntimeError as error:
             self._trouble = f"no answer: {error}"
-            raise GiveUp from error
+            raise ranks.GiveUp from error
         copied = messages.decode(bytes(message))  # as other ranks get it
-        self._mine = chain(self._mine, self._worker.handle(copied))
+        self._local = chain(self._local, self._worker.handle(copied))
 
-    def _receive(self, job: Job) -> tuple[int, tuple[Any, ...]] | None:
-        for mine in self._mine:
-            return 0, messages.decode(bytes(mine))
+    def _receive(self, job: ranks.Job) -> tuple[int, ranks.Reply] | None:
+        for reply in self._local:
+            return 0, messages.decode(bytes(reply))
         others = sorted(job.pending - {0})
         if not others:
             return None
@@ -114,8 +107,9 @@ class GroupExecutor(Executor):
         except RuntimeError as error:
             self._trouble = f"no answer: {error}"
             if "timed out" not in str(error).lower():
-                job.lose(Outcome(others[0], error=self._trouble, error_type="ConnectionError"))
-            raise GiveUp from error
+                lost = ranks.Outcome(others[0], error=self._trouble, error_type="ConnectionError")
+                job.lose(lost)
+            raise ranks.GiveUp from error
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(self._timeout / _MESSAGES_PER_TIMEOUT):
@@ -129,8 +123,8 @@ class GroupExecutor(Executor):
                     self._turn.release()
 
     def _close(self, why: str) -> None:
-        if hasattr(self, "_keeper"):
-            self._ended.set()
+        self._ended.set()
+        if self._keeper.is_alive():
             self._keeper.join(worker.LEAVE_SECONDS)
         super()._close(why)
 
@@ -141,7 +135,7 @@ class GroupExecutor(Executor):
         self._wire.close()
 
 
-def serve_group(group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT) -> None:
+def serve_group(group: dist.ProcessGroup | None = None, timeout: float = ranks.TIMEOUT) -> None:
     """Take the part of all ranks but 0 in a `GroupExecutor`; return when rank 0 closes it.
 
     Raises:
@@ -163,11 +157,7 @@ def serve_group(group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT
 
 class _Wire:
     """One rank's gloo connections to the others, which nothing else uses. Raises RuntimeError, as
-    gloo does.
-
-    A transfer takes some 0.1 ms, however short it is. So the first has a fixed size, which holds
-    most messages whole, and what it lacks is the second.
-    """
+    gloo does. A message is two transfers of some 0.1 ms each: its length, and its bytes."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         pg = group or dist.group.WORLD
@@ -176,11 +166,9 @@ class _Wire:
         store = pg.get_group_store()
         # The store keeps what earlier wires have left there. All ranks count their wires alike.
         count = store.add(f"tpkernels-executor/{pg.rank()}", 1)
+        prefixed = dist.PrefixStore(f"tpkernels-executor/{count}/", store)
         self._gloo: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"tpkernels-executor/{count}/", store),
-            pg.rank(),
-            pg.size(),
-            timedelta(seconds=timeout),
+            prefixed, pg.rank(), pg.size(), timedelta(seconds=timeout)
         )
         self._sent: list[tuple[Any, torch.Tensor]] = []  # works, and the memory they read
 
@@ -196,14 +184,14 @@ class _Wire:
         """Send to rank 0, which may receive it later."""
         for work, _ in self._sent:
             work.wait()
-        self._sent = [(self._gloo.send([one], 0, _TAG), one) for one in _transfers(message)]
+        self._sent = [(self._gloo.send([part], 0, 0), part) for part in _transfers(message)]
 
     def receive(self, rank: int, seconds: float) -> Any:
         until = time.monotonic() + seconds
 
         def take(out: torch.Tensor) -> None:
             left = timedelta(seconds=max(0.001, until - time.monotonic()))
-            self._gloo.recv([out], rank, _TAG).wait(left)
+            self._gloo.recv([out], rank, 0).wait(left)
 
         return _received(take)
 
@@ -213,19 +201,13 @@ class _Wire:
 
 
 def _transfers(message: Message) -> list[torch.Tensor]:
-    body = bytes(message)
-    data = bytearray(_LENGTH.pack(len(body)) + body).ljust(_FIRST_BYTES, b"\0")
-    sent = torch.frombuffer(data, dtype=torch.uint8)
-    return [one for one in (sent[:_FIRST_BYTES], sent[_FIRST_BYTES:]) if len(one)]
+    body = torch.frombuffer(bytearray(bytes(message)), dtype=torch.uint8)
+    return [torch.tensor([len(body)]), body]
 
 
 def _received(take: Callable[[torch.Tensor], None]) -> Any:
-    first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-    take(first)
-    data = bytes(first.numpy())
-    (length,) = _LENGTH.unpack_from(data)
-    if (rest := length + _LENGTH.size - _FIRST_BYTES) > 0:
-        more = torch.empty(rest, dtype=torch.uint8)
-        take(more)
-        data += bytes(more.numpy())
-    return messages.decode(data[_LENGTH.size : _LENGTH.size + length])
+    length = torch.zeros(1, dtype=torch.int64)
+    take(length)
+    body = torch.empty(int(length), dtype=torch.uint8)
+    take(body)
+    return messages.decode(bytes(body.numpy()))
