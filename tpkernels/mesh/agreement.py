@@ -95,7 +95,7 @@ class Agreement:
         try:
             ready = [group.ready(self.device) for group in self._groups()]
             for group in ready:
-                bounds = group.numbers_of_all(_NEW_PRODUCT, (lowest, highest), self.device)
+                bounds = group.statements(_NEW_PRODUCT, (lowest, highest), self.device)
                 lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
             if lowest == highest:
                 return None

@@ -293,13 +293,12 @@ class _Tuner:
             self._group.notices.append(f"{self._problem}: {text}")
 
     def _require_same_problem(self) -> None:
-        mine = {"problem": str(self._problem)}
-        problems = self._group.exchange("tuning", mine, self._seconds)
-        for rank, theirs in enumerate(problems):
-            if theirs != mine:
+        problems = self._group.exchange("tuning", str(self._problem), self._seconds)
+        for rank, problem in enumerate(problems):
+            if problem != str(self._problem):
                 raise CollectiveMismatchError(
-                    f"rank {self._group.rank} tunes {self._problem}, but rank {rank} "
-                    f"{theirs['problem']}. The group is broken: make a new one.",
+                    f"rank {self._group.rank} tunes {self._problem}, but rank {rank} {problem}. "
+                    "The group is broken: make a new one.",
                     peer=rank,
                 )
 
