@@ -12,7 +12,6 @@
 #include "calls/tensor.h"
 #include "calls/turns.h"
 #include "host/collectives.h"
-#include "host/segments.h"
 
 namespace tpkernels::calls {
 

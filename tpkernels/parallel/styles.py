@@ -25,7 +25,7 @@ from tpkernels.nn.sharding import check_parameter
 from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.shards import chunk_sizes
-from tpkernels.tuning.measured import read_times, why_left_to_torch
+from tpkernels.tuning.replacement import read_times, why_left_to_torch
 
 
 class _FusedLinear(nn.Linear):
@@ -191,7 +191,7 @@ class _FusedStyle(ParallelStyle):
 
     def _is_left_to_torch(self, linear: nn.Linear, mesh: DeviceMesh, op: str) -> bool:
         """Return whether the style does what torch's does instead of calling the op
-        (`tuning.measured`). Collective on a mesh of GPUs."""
+        (`tuning.replacement`). Collective on a mesh of GPUs."""
         if not _has_gpus(mesh):
             return False
         name, dtype = groups.name_of(mesh), linear.weight.dtype
