@@ -8,7 +8,7 @@ Model:
   operands' and result's bytes.
 - `unfused` and `ring` go through NCCL: the product and the collective of the machine's link class,
   one after the other. For `ring` the product is cut by ranks and overlaps the transfers.
-- `direct` is the product, then one kernel. Up to `LOW_LATENCY_BYTES` each word carries its flag:
+- `direct` is the product, then one kernel. Up to `LL_BYTES` each word carries its flag:
   twice the bytes, one hop. An all-reduce goes as in hops.py, in words. Beyond it data is followed
   by a fence and a word. A reduction reads the slots of all ranks from memory.
 - `pipelined` is one product per rank beside the copy engines, each copy with its start. Two
@@ -43,7 +43,7 @@ LAUNCH_S = 0.9e-6
 # p2pBandwidthLatencyTest prints with NVSwitch. From memory.
 COPY_S = 2.5e-6
 # A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
-LOW_LATENCY_BYTES = 128 << 10
+LL_BYTES = 128 << 10
 # Of `fused`: kernels/configs.py, kernels/all_gather_matmul.py, algorithms/fused.py.
 FETCHERS, PIECE_BYTES, RING_BYTES, ROOM, COPY_ENGINE_BYTES = 12, 128 << 10, 64 << 10, 1, 4 << 20
 READ_S = 2 * HOP_S  # a read from a peer: a hop each way
@@ -120,10 +120,10 @@ def _direct(call: _Call) -> float:
     seconds = call.product() + (LAUNCH_S if call.problem.spec.has_matmul else 0.0)
     nbytes = call.problem.nbytes
     if call.all_reduces:
-        way = hops.all_reduce_way(nbytes, call.ranks, whole_lines=False)
+        way = hops.all_reduce_way(nbytes, call.ranks, ll128=False)
         seconds += hops.seconds(way, nbytes, call.ranks, call.profile.within.bandwidth)
         return seconds + (call.sum if way == "two_shot" else 0.0)
-    if nbytes <= LOW_LATENCY_BYTES:
+    if nbytes <= LL_BYTES:
         return seconds + HOP_S + 2 * call.received
     return seconds + FENCED_HOP_S + call.received + call.sum
 
@@ -149,7 +149,7 @@ def _fused(call: _Call) -> float:
             taken = min(FETCHERS, peers * ceil_div(shard, PIECE_BYTES))
             piece_s = PIECE_BYTES / RING_BYTES * READ_S + HOP_S  # with its word
             received = max(received, peers * shard / PIECE_BYTES * piece_s / taken)
-    elif call.all_reduces and call.problem.nbytes <= 2 * LOW_LATENCY_BYTES:  # one-shot
+    elif call.all_reduces and call.problem.nbytes <= 2 * LL_BYTES:  # one-shot
         received *= call.ranks
     product = call.product(rate=OWN_PRODUCT, without=taken)
     hidden = max(product, received) + min(product, received) / peers

@@ -1,7 +1,7 @@
 """How an all-reduce of few bytes on GPUs goes: in one hop or two, and in which lines. Pure.
 
 All ranks decide alike: by the bytes, by the number of ranks, and by what they have agreed on at
-set-up. The kernels are in csrc/cuda/{low_latency,whole_lines,all_reduce}.cuh; no GPU has timed
+set-up. The kernels are in csrc/cuda/{ll,ll128,all_reduce}.cuh; no GPU has timed
 them.
 """
 
@@ -15,9 +15,9 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # Bytes per second that a rank sends: 18 links of NVLink 4 (NVIDIA H100 data sheet, one direction).
 # One number for all GPUs, so that the ranks agree.
 LINK = 450e9
-# Largest x in bytes that goes without fences. In words: 64 rows of 4096 in bf16. In whole lines:
-# what takes 0.6 MiB from each of 8 sources, in each parity. By the model both win beyond.
-TWO_SHOT_BYTES, WHOLE_LINES_BYTES = 512 << 10, 2 << 20
+# Largest x in bytes that goes without fences. By LL: 64 rows of 4096 in bf16. By LL128: what
+# takes 0.6 MiB from each of 8 sources, in each parity. By the model both win beyond.
+TWO_SHOT_BYTES, LL128_BYTES = 512 << 10, 2 << 20
 
 
 def seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float:
@@ -25,27 +25,27 @@ def seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float
     each, and the bytes that a rank sends."""
     part = (world - 1) / world
     hops, latency, sent = {
-        "low_latency": (1, HOP_S, 2.0 * (world - 1)),
-        "low_latency_two_shot": (2, HOP_S, 4.0 * part),
-        "whole_lines": (2, HOP_S, 16 / 7 * part),
+        "ll": (1, HOP_S, 2.0 * (world - 1)),
+        "ll_two_shot": (2, HOP_S, 4.0 * part),
+        "ll128": (2, HOP_S, 16 / 7 * part),
         "two_shot": (2, FENCED_HOP_S, 2.0 * part),
     }[way]
     return hops * latency + sent * nbytes / bandwidth
 
 
 @functools.lru_cache(maxsize=4096)
-def all_reduce_way(nbytes: int, world: int, whole_lines: bool, split: int = 0) -> str:
+def all_reduce_way(nbytes: int, world: int, ll128: bool, split: int = 0) -> str:
     """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the
     fastest of those without fences, by the model.
 
     Args:
-        whole_lines: stores of 128 bytes arrive whole at all ranks (symm/nvlink.py).
+        ll128: stores of 128 bytes arrive whole at all ranks (symm/nvlink.py).
         split: bytes of all ranks' parts in two hops if that is more, as where parts are whole rows.
     """
-    way, most = "low_latency_two_shot", TWO_SHOT_BYTES
-    if whole_lines:
-        way, most = "whole_lines", WHOLE_LINES_BYTES
+    way, most = "ll_two_shot", TWO_SHOT_BYTES
+    if ll128:
+        way, most = "ll128", LL128_BYTES
     if nbytes > most:
         return "two_shot"
-    one_hop = seconds("low_latency", nbytes, world) <= seconds(way, max(nbytes, split), world)
-    return "low_latency" if one_hop else way
+    one_hop = seconds("ll", nbytes, world) <= seconds(way, max(nbytes, split), world)
+    return "ll" if one_hop else way
