@@ -168,7 +168,7 @@ def delays_job(
         ("ll128", "ll128", "ll_two_shot", "ll", "ll128", "two_shot", "shards", "multimem"),
     )
     if broken:  # a two-shot's words also tell that its buffers have been read
-        ways = ("shards", "ll") * 4
+        ways = ("shards",) * 8
     try:
         for call in range(40):
             way = ways[call % 8]
