@@ -72,6 +72,23 @@ void all_reduce(Rank& own, const Space& space, int call) {
   }
 }
 
+// Two calls whose words do not tell that buffers have been read, one after the other.
+void reduce_scatters(Rank& own, const Space& space, int call) {
+  constexpr int kRows = 128, kAll = kWorld * kRows;
+  const int starts[] = {0, kRows, 2 * kRows, kAll};
+  alignas(16) float x[kAll], out[kRows];
+  for (int turn = 0; turn < 2; ++turn) {
+    for (int i = 0; i < kAll; ++i) x[i] = value(call + turn, space.rank, i);
+    const Shards shards{x, out, starts, 1, kF32, 4 * kRows, {nullptr, 1, nullptr, kF32, kF32}};
+    launch(space, kBlocks, [&] { one_shot_reduce_scatter(space, shards); });
+    for (int i = 0; i < kRows; ++i) {
+      float sum = 0;
+      for (int r = 0; r < kWorld; ++r) sum += value(call + turn, r, space.rank * kRows + i);
+      own.wrong += out[i] != sum;
+    }
+  }
+}
+
 // A call of several launches: a chunk for every peer, at fixed addresses.
 void copies(Rank& own, const Space& space, int call) {
   const auto chunk = [&](int rank, int to) {
@@ -115,6 +132,8 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
     space.signature = 7 + call;
     if (call % 4 == 3) {
       copies(own, space, call);
+    } else if (call % 8 == 4) {
+      reduce_scatters(own, space, call);
     } else {
       all_reduce(own, space, call);
     }
