@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tpkernels import _C, cuda, kernels
-from tpkernels.algorithms import fused, hierarchical, ring
+from tpkernels.algorithms import fused, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
+from tpkernels.algorithms.hierarchical import cpu as hierarchical
+from tpkernels.algorithms.hierarchical import cuda as hierarchical_cuda
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
-from tpkernels.algorithms.unfused import cpu as unfused
-from tpkernels.algorithms.unfused import cuda as unfused_cuda
 from tpkernels.call import Call
 from tpkernels.errors import CaptureError, TpkernelsError
 from tpkernels.local.ranges import profiling, recorded_waits
@@ -45,12 +45,12 @@ TABLES = {
         hierarchical=hierarchical,
     ),
     "cuda": _table(
-        unfused=unfused_cuda,
+        unfused=unfused,
         ring=ring,
         direct=direct_cuda,
         pipelined=pipelined_cuda,
         fused=fused,
-        hierarchical=hierarchical,
+        hierarchical=hierarchical_cuda,
     ),
 }
 

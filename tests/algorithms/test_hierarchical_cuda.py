@@ -29,8 +29,7 @@ from tests.support.launches import Queue, queued
 from tests.support.nccl_rehearsal import over_nccl
 from tests.support.ranked import call, check_cases, fresh_group, on_hosts, report
 from tests.support.tiers import sweep
-from tpkernels.algorithms import hierarchical
-from tpkernels.algorithms.hierarchical import batches
+from tpkernels.algorithms.hierarchical import cuda as hierarchical
 from tpkernels.call import Call
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.problem import ORDERED
@@ -170,7 +169,7 @@ def queue_of(
             return []
 
         patch.setattr(PeerLinks, "_start", start)
-        patch.setattr(batches, "SideStream", lambda device: Side(queue))
+        patch.setattr(hierarchical, "SideStream", lambda device: Side(queue))
         group.node = SimpleNamespace(hosts=on, ranks=ours, usable_bytes=1 << 20)
         given = SimpleNamespace(**DEFAULTS | make())
         problem = module._problem(group, given)

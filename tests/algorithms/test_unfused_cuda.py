@@ -15,7 +15,7 @@ import torch
 from tests.support.launches import Queue, queued
 from tests.support.torch_calls import gather, reduced, reduction
 from tpkernels import shard_sizes
-from tpkernels.algorithms.unfused import cuda as unfused
+from tpkernels.algorithms import unfused
 from tpkernels.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.planning.choose import Means, choose

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from tests.support import hf_folders
 from tpkernels.cli import app
 from tpkernels.parallel import shard_files
-from tpkernels.parallel.checkpoints.safetensors_folder import INDEX
+from tpkernels.parallel.checkpoints import INDEX
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")

@@ -60,7 +60,7 @@ def test_refusals(ranks: RanksFixture) -> None:
         "ValueError: the split [5, 2] of out_features does not add up to 6",
         "ValueError: shard_sizes has 1 entries",
         "NotImplementedError: linear.weight is a Tensor of int8; a quantised",
-        "TypeError: linear is a tpkernels.nn.column.ColumnParallelLinear, not an nn.Linear",
+        "TypeError: linear is a tpkernels.nn.linear.ColumnParallelLinear, not an nn.Linear",
         "NotImplementedError: embedding has max_norm",
         "ValueError: heads=9 must be a multiple of kv_heads=2",
         "ValueError: an embedding ([3, 3], 5",

@@ -17,7 +17,7 @@ from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, SWEEP, far
 from tests.support.ranked import fresh_group, messages_of, recorded_calls, report
 from tpkernels import nn as tnn
-from tpkernels.nn.split import Split
+from tpkernels.nn.sharding import Split
 
 ROWS = (3, 5)
 

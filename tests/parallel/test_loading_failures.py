@@ -25,8 +25,8 @@ from tests.support.faults import PROMPT
 from tests.support.ranked import messages_of
 from tests.support.tiers import sweep
 from tpkernels.launch import Ranks
-from tpkernels.parallel import blueprint, loading
-from tpkernels.parallel.checkpoints.safetensors_folder import INDEX
+from tpkernels.parallel import pretrained
+from tpkernels.parallel.checkpoints import INDEX
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -199,7 +199,7 @@ def test_pieces_that_do_not_fit(
 
 def late_job(path: str) -> tuple[str, float]:
     """A file is cut off after it was checked; rank 1 alone notices, while rank 0 is slow."""
-    fill, rank = loading._fill, dist.get_rank()
+    fill, rank = pretrained._fill, dist.get_rank()
     hf_models.make("llama")  # the import of transformers is not timed
 
     def fill_late(*args: Any) -> None:
@@ -210,7 +210,7 @@ def late_job(path: str) -> tuple[str, float]:
         fill(*args)
 
     begin = time.monotonic()
-    with mock.patch.object(loading, "_fill", fill_late):
+    with mock.patch.object(pretrained, "_fill", fill_late):
         [message] = messages_of([lambda: tpkernels.from_pretrained(path, hf_models.mesh_of_all())])
     return message, time.monotonic() - begin
 
@@ -228,7 +228,7 @@ def slow_job(path: str, step: str) -> float:
     group = dist.new_group()
     assert group is not None
     tpkernels.init(group, timeout=0.7)
-    module: Any = {"package": blueprint, "_restore_buffers": loading}[step]
+    module: Any = pretrained
     original = getattr(module, step)
 
     def late(*args: Any) -> Any:
@@ -255,7 +255,7 @@ def dying_job(path: str) -> tuple[str, float]:
         time.sleep(0.1)
 
     begin = time.monotonic()
-    with mock.patch.object(loading, "_fill", die):
+    with mock.patch.object(pretrained, "_fill", die):
         [message] = messages_of([lambda: tpkernels.from_pretrained(path, hf_models.mesh_of_all())])
     return message, time.monotonic() - begin
 

@@ -14,7 +14,7 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, ending_of, run_op
-from tpkernels.parallel import together
+from tpkernels.parallel import joint_work
 
 pytest.importorskip("transformers")
 
@@ -26,7 +26,11 @@ def failing_job(what: str) -> tuple[Ending, Ending]:
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     tpkernels.init(group, timeout=20.0)
-    model, start, all_gather = hf_models.make("llama"), threading.Thread.start, together.all_gather
+    model, start, all_gather = (
+        hf_models.make("llama"),
+        threading.Thread.start,
+        joint_work.all_gather,
+    )
     messages: list[Any] = []
 
     def write(self: Any, save_directory: Any, **_: Any) -> None:
@@ -34,7 +38,7 @@ def failing_job(what: str) -> tuple[Ending, Ending]:
             raise OSError(f"cannot write {save_directory}")
 
     def start_none(self: threading.Thread) -> None:
-        if self.name == "tpkernels-together":
+        if self.name == joint_work.THREAD:
             raise RuntimeError("can't start new thread")
         start(self)
 
@@ -47,9 +51,9 @@ def failing_job(what: str) -> tuple[Ending, Ending]:
     model.__class__ = type(type(model).__name__, (type(model),), {"save_pretrained": write})
     tpkernels.parallelize(model, dist.device_mesh.DeviceMesh.from_group(group, "cpu"))
     broken = {
-        "text": mock.patch.object(together, "_INTERVAL", 1.0),
+        "text": mock.patch.object(joint_work, "_INTERVAL", 1.0),
         "thread": mock.patch.object(threading.Thread, "start", start_none),
-        "last message": mock.patch.object(together, "all_gather", send_only_one),
+        "last message": mock.patch.object(joint_work, "all_gather", send_only_one),
     }
     if dist.get_rank() == 0:
         with broken[what]:

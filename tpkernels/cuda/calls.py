@@ -24,7 +24,7 @@ from tpkernels.cuda.operands import (
 )
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
-from tpkernels.planning.hops import all_reduce_way
+from tpkernels.planning.cost import all_reduce_way
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 WAYS = ("two_shot", "multimem", "ll", "ll_two_shot", "ll128")

@@ -3,7 +3,7 @@
     with CopyCall(space, signature, [chunk]) as call:
         call.put(shard, 0)                     # into this rank's memory, for the peers
         call.publish(1)
-        side.fork()                            # symm/side_stream.py
+        side.fork()                            # symm/streams.py
         with side.current():
             call.fetch(peer, 1, chunk, 0)      # waits for that word, then copies
         side.join()
@@ -37,15 +37,15 @@ import torch
 from tpkernels import _C
 from tpkernels.cuda.image import device_and_stream, kernels, launch
 from tpkernels.cuda.operands import check_contiguous, space_of
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 from tpkernels.symm.device import FLAGS, DeviceWorkspace
-from tpkernels.symm.gpu_segments import GpuSegment
+from tpkernels.symm.gpu_memory import GpuSegment
 
 
 def flags_take_kernels(device: torch.device) -> bool:
     """Return whether each flag of a call that is made now takes a kernel, not a stream's write."""
     loaded = kernels(device_and_stream(device)[0])
-    return not loaded.streams_write(capture.is_captured(device))
+    return not loaded.streams_write(streams.is_captured(device))
 
 
 class CopyCall:
@@ -88,7 +88,7 @@ class CopyCall:
         self.rank, self.last_word = space.rank, space.words - 2
         self._device = space.regions.device
         self._kernels = kernels(device_and_stream(self._device)[0])
-        self._captured = flags > 0 and capture.is_captured(self._device)
+        self._captured = flags > 0 and streams.is_captured(self._device)
 
     def __enter__(self) -> CopyCall:
         launch("call_begin", self._device, self._words, self._flags)

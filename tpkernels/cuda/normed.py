@@ -25,7 +25,7 @@ from tpkernels.cuda.operands import (
 )
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div
-from tpkernels.planning.hops import all_reduce_way
+from tpkernels.planning.cost import all_reduce_way
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 _THREADS = 256  # kRowThreads of csrc/cuda

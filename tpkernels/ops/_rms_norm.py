@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tpkernels import dtypes, validation
-from tpkernels.algorithms.rms_norm import RmsNorm
-from tpkernels.algorithms.shards import as_rows
+from tpkernels.algorithms.parts import as_rows
+from tpkernels.algorithms.reduction import RmsNorm
 
 
 def check_norm(

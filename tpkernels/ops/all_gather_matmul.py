@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch
 
 from tpkernels import validation
+from tpkernels.algorithms.parts import Products
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
@@ -68,7 +69,7 @@ def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     outs = [empty((*lead, columns_of(w)), out_dtype, x.device) for w in weights]
     gathered = empty(call.problem.shape, x.dtype, x.device) if given.return_gathered else None
     each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
-    call.function(call, x, weights, each_bias, outs, gathered)
+    call.function(call, x, Products(weights, each_bias, outs, gathered))
     return (x.new_empty(0) if gathered is None else gathered), outs
 
 

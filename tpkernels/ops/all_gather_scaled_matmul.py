@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tpkernels import validation
+from tpkernels.algorithms.parts import Products
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group
@@ -76,7 +77,7 @@ def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     gathered = None
     if given.return_gathered:
         gathered = empty(problem.shape, problem.dtype, x.device)
-    call.function(call, rows.packed, rows.weights, biases, outs, gathered)
+    call.function(call, rows.packed, Products(rows.weights, biases, outs, gathered))
     if gathered is None:
         return x.new_empty(0), outs
     return rows.packing.data(gathered).contiguous(), outs

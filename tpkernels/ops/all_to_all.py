@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpkernels import dtypes, validation
-from tpkernels.algorithms.exchange import Exchange
+from tpkernels.algorithms.pieces import Exchange
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.groups.group import Group

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import dtypes
-from tpkernels.algorithms.shards import as_rows
+from tpkernels.algorithms.parts import as_rows
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, fake_columns_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tpkernels import groups, validation
-from tpkernels.algorithms.shards import as_rows
+from tpkernels.algorithms.parts import as_rows
 from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import new_product
 from tpkernels.local.packed import columns_of, fake_columns_of

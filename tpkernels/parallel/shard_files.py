@@ -12,8 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,12 +22,10 @@ import torch
 from torch import nn
 
 from tpkernels import dtypes
-from tpkernels.nn.split import planned
-from tpkernels.parallel import blueprint, llama
-from tpkernels.parallel.blueprint import Blueprint, Slot
-from tpkernels.parallel.checkpoints import open_checkpoint
-from tpkernels.parallel.checkpoints.safetensors_folder import FORMAT, INDEX, SINGLE
-from tpkernels.parallel.checkpoints.stored import package
+from tpkernels.nn.sharding import planned
+from tpkernels.parallel import llama
+from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, open_checkpoint, package
+from tpkernels.parallel.pretrained import Blueprint, Slot, draw
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
 _OURS = "model-rank-*-of-*.safetensors"
@@ -111,11 +108,11 @@ def plan_shards(
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
 
     def split(model: nn.Module) -> nn.Module:
-        llama.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only, pack=False)
+        llama.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only)
         return model
 
-    drawn = blueprint.draw(open_checkpoint(path), dtype, split, any_architecture=False)
-    return ShardPlan(Path(path), ranks, drawn)
+    blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=False)
+    return ShardPlan(Path(path), ranks, blueprint)
 
 
 def write_shards(
@@ -153,7 +150,8 @@ def write_shards(
             "--force (force=True)"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with _temporary(folder) as partial:
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as temporary:
+        partial = Path(temporary)
         _copy_other_files(plan, partial)
         files = _write_weights(plan, partial, progress)
         (folder / INDEX).unlink(missing_ok=True)
@@ -162,15 +160,6 @@ def write_shards(
         for new in sorted(partial.iterdir(), key=lambda path: path.name == INDEX):
             os.replace(new, folder / new.name)
     return [folder / file for file in files]
-
-
-@contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _copy_other_files(plan: ShardPlan, partial: Path) -> None:

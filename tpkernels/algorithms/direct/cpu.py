@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from tpkernels import _C
-from tpkernels.algorithms.exchange import Exchange
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.rms_norm import RmsNorm, Rows
-from tpkernels.algorithms.shards import as_rows, matmul_partial, shard_shape
+from tpkernels.algorithms.parts import Products, matmul_partial, shard_shape
+from tpkernels.algorithms.pieces import Exchange
+from tpkernels.algorithms.reduction import Reduction, RmsNorm, Rows
 from tpkernels.call import Call
-from tpkernels.local.matmul import converts, local_matmul
+from tpkernels.local.matmul import converts
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, is_packed
 from tpkernels.local.product import LocalProduct, Weight
@@ -96,19 +95,11 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def all_gather_matmul(
-    call: Call,
-    x: torch.Tensor,
-    weights: list[Weight],
-    biases: list[torch.Tensor | None],
-    outs: list[torch.Tensor],
-    gathered: torch.Tensor | None,
-) -> None:
-    whole = empty(call.problem.shape, x.dtype, x.device) if gathered is None else gathered
+def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+    whole = products.memory(call, x)
     with recorded(COPY):
         call.collective.all_gather(x.contiguous(), whole, call.layout)
-    for w, bias, out in zip(weights, biases, outs, strict=True):
-        local_matmul(as_rows(whole), w, as_rows(out), bias)
+    products.multiply(whole)
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
