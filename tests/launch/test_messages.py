@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import pickle
 import random
 import struct
@@ -17,13 +18,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tpkernels.launch.messages import DTYPES, decode, encode
+from tpkernels.launch.messages import DTYPES, Bytes, encode, receive
 
 SENT = (type(None), bool, int, float, str, bytes, list, tuple, dict, torch.Tensor)
 
 
+def decode(data: bytes) -> Any:
+    """The value of a message that is all here."""
+    rest = io.BytesIO(data)
+
+    def fill(out: Bytes) -> None:
+        if rest.readinto(out) < len(out):
+            raise ValueError("malformed message: it ends early")
+
+    value = receive(fill)
+    if rest.read(1):
+        raise ValueError("malformed message: it goes on")
+    return value
+
+
 def sent(value: Any) -> Any:
-    return decode(bytes(encode(value)))
+    return decode(b"".join(encode(value)))
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -213,7 +228,7 @@ def check(value: Any) -> None:
 
 def test_damaged_messages_are_refused_or_hold_plain_values() -> None:
     value = [("call", {"x": torch.arange(5), 2: (True, None)}), 2.5, b"bytes", "text", -7]
-    whole = bytes(encode(value))
+    whole = b"".join(encode(value))
     for end in range(len(whole)):
         with pytest.raises(ValueError, match="malformed"):
             decode(whole[:end])

@@ -213,7 +213,9 @@ class Ranks:
                 self.close()
                 raise
         if factory is not None:
-            self._make(factory, making)
+            with self._my_turn(timeout):
+                made = self._run(Job(factory, world, timeout), making, close_on_error=True)
+            self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in made))
 
     def call(
         self,
@@ -283,13 +285,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Jobs. Each runs within `_my_turn`.
-
-    def _make(self, factory: str, message: Message) -> None:
-        with self._my_turn(self._timeout):
-            job = Job(factory, self.world, self._timeout)
-            outcomes = self._run(job, message, close_on_error=True)
-        self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in outcomes))
+    # Jobs. All but the first run within `_my_turn`.
 
     def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
         with contextlib.suppress(GiveUp):
@@ -381,8 +377,9 @@ class Ranks:
             raise TimeoutError(f"calls of other threads took longer than {timeout:g} s")
         try:
             self._check_open()
-            if not busy:
-                self._check_idle()
+            if self._job.pending and not busy:
+                busy_ranks = sorted(self._job.pending)
+                raise RuntimeError(f"ranks {busy_ranks} are still busy; collect() first")
             try:
                 yield
             except (GeneratorExit, RankError):
@@ -505,16 +502,12 @@ class Ranks:
         self._processes.append(process)
         self._pipes.append(ours)
 
-    def _check_idle(self) -> None:
-        if self._job.pending:
-            raise RuntimeError(f"ranks {sorted(self._job.pending)} are still busy; collect() first")
-
     def _send(self, message: Message, job: Job) -> None:
         def check() -> None:
             if self._lose_dead(job, job.pending) or job.left() <= 0:
                 raise GiveUp
 
-        for part in message.parts:
+        for part in message:
             worker.transfer(self._out.write, part, _SLICE_S, check)
 
     def _send_function(self, pickled: bytes) -> None:
@@ -581,7 +574,7 @@ class Ranks:
                     _kill(process)
             deadline = time.monotonic() + worker.LEAVE_SECONDS + 1.0
             if idle:
-                for part in messages.encode(worker.CLOSE).parts:
+                for part in messages.encode(worker.CLOSE):
                     self._out.write(part, worker.LEAVE_SECONDS)
             for process, pipe in zip(self._processes, self._pipes, strict=True):
                 process.join(max(0.0, deadline - time.monotonic()))

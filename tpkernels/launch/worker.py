@@ -260,7 +260,7 @@ def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
     setup.memory.close()
 
     def send(message: Message) -> None:
-        for part in message.parts:
+        for part in message:
             transfer(replies[rank].write, part)
 
     read = partial(transfer, partial(requests.read, rank))
