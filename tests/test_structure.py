@@ -34,10 +34,13 @@ LEAVES = {
     "defaults",
     "text",
     "integers",
+    "records",
+    "interleaved",
 }
 ALLOWED = {
-    **{leaf: set[str]() for leaf in LEAVES - {"_C", "op_spec"}},
+    **{leaf: set[str]() for leaf in LEAVES - {"_C", "op_spec", "records"}},
     "op_spec": {"dtypes"},
+    "records": {"text"},
     "planning": LEAVES | {"planning"},
     "symm": LEAVES | {"symm"},
     "groups": LEAVES | {"symm", "planning", "groups"},
@@ -61,7 +64,7 @@ ALLOWED = {
     "mesh": LEAVES - {"_C"} | {"planning", "groups", "validation", "ops", "mesh"},
     "nn": LEAVES - {"_C"} | {"groups", "validation", "ops", "local", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "tuning", "ops", "local", "nn", "parallel"},
-    "timing": {"groups"},
+    "timing": {"groups", "interleaved"},
     "terminal": {"dtypes"},
     "launch": {"_C", "defaults", "groups", "terminal", "launch"},
 }

@@ -23,7 +23,7 @@ from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.cuda.copies import CopyCall
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.streams import SideStream
 
 RATES = (50.0, 150.0, 300.0, 450.0)  # GB/s into a rank
 LATENCY_US, COPY_SMS = 2.0, 16

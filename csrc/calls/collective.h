@@ -9,7 +9,6 @@
 
 #include "calls/tensor.h"
 #include "host/collectives.h"
-#include "host/segments.h"
 
 namespace tpkernels::calls {
 

@@ -1,6 +1,5 @@
 #include "calls/lock.h"
 
-#include <chrono>
 #include <stdexcept>
 
 #include "binding_errors.h"
@@ -8,7 +7,7 @@
 namespace tpkernels::calls {
 namespace {
 
-constexpr std::chrono::milliseconds kSlice{20};  // between looks for signals
+constexpr double kSlice = 0.02;  // s between looks for signals
 
 }  // namespace
 
@@ -30,15 +29,10 @@ bool Lock::acquire(bool blocking) {
 void Lock::wait() {
   ++waiting_;
   while (owner_ != 0) {
-    std::uint64_t seen = 0;
+    const std::uint64_t seen = released_.word.load();
     {
-      const std::lock_guard<std::mutex> guard(mutex_);
-      seen = releases_;
-    }
-    {
-      const GilReleased released;  // nobody can have released it since `seen`
-      std::unique_lock<std::mutex> guard(mutex_);
-      freed_.wait_for(guard, kSlice, [&] { return releases_ != seen; });
+      const GilReleased released;  // nobody can have released the lock since `seen`
+      host::sleep_on({&released_}, kSlice, 0, [=](std::uint64_t word) { return word != seen; });
     }
     if (PyErr_CheckSignals() != 0) {
       --waiting_;
@@ -55,11 +49,8 @@ void Lock::release() {
   if (--depth_ != 0) return;
   owner_ = 0;
   if (waiting_ == 0) return;
-  {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    ++releases_;
-  }
-  freed_.notify_one();
+  ++released_.word;
+  released_.wake();
 }
 
 }  // namespace tpkernels::calls

@@ -1,12 +1,10 @@
 // A lock that its thread may take again, as threading.RLock, but without a Python call where it is
-// free. Its state changes under the GIL only; the mutex is for those who wait without it.
+// free. Its state changes under the GIL only; those who wait without it sleep on a word.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
-#include <condition_variable>
-#include <cstdint>
-#include <mutex>
+#include "host/wait.h"
 
 namespace tpkernels::calls {
 
@@ -24,9 +22,7 @@ class Lock {
   unsigned long owner_ = 0;
   int depth_ = 0;
   int waiting_ = 0;
-  std::mutex mutex_;
-  std::condition_variable freed_;
-  std::uint64_t releases_ = 0;  // that somebody waited for; guarded by `mutex_`
+  host::Signal released_{};  // counts the releases that somebody waited for
 };
 
 }  // namespace tpkernels::calls

@@ -7,8 +7,7 @@ import torch
 
 from tests.cli.test_cli import invoke
 from tpkernels.bench.specs import Spec
-from tpkernels.planning.gpu_model import predicted
-from tpkernels.planning.machines import machine_named
+from tpkernels.planning.cost import machine_named, predicted
 from tpkernels.terminal import milliseconds
 
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]

@@ -18,7 +18,7 @@ from tests.support.cuda_rehearsal import pretending
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import cuda
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 from tpkernels.symm.device import FLAGS, FLAGS_AT
 
 F32 = torch.float32
@@ -110,7 +110,7 @@ def launches_job(driver: str, way: str) -> tuple[int, int]:
         call = functools.partial(tpkernels.all_gather_matmul, x, ws, group, algorithm="fused")
         call()
         dist.barrier()
-        patch.setattr(capture, "is_captured", lambda _: way == "captured")
+        patch.setattr(streams, "is_captured", lambda _: way == "captured")
         launches, writes = library.emulated_launches(), library.emulated_writes()
         for out in call():
             assert bool((out == 8).all())

@@ -30,10 +30,9 @@ from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
 from tpkernels.local.memory import empty
-from tpkernels.symm.device import Prepared
-from tpkernels.symm.failures import kernel_error
-from tpkernels.symm.side_stream import SideStream
-from tpkernels.symm.watch import Watch
+from tpkernels.symm.cuda import Watch
+from tpkernels.symm.device import Prepared, kernel_error
+from tpkernels.symm.streams import SideStream
 
 if TYPE_CHECKING:  # this imports Triton
     from tpkernels.kernels.configs import MatmulConfig

@@ -26,7 +26,7 @@ from tpkernels.cuda.checks import (
 from tpkernels.cuda.image import kernels
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
-from tpkernels.planning.hops import all_reduce_way
+from tpkernels.planning.cost import all_reduce_way
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 # The codes of csrc/cuda/kernels.h.

@@ -3,7 +3,7 @@
     with CopyCall(space, signature, [chunk]) as call:
         call.put(shard, 0)                     # into this rank's memory, for the peers
         call.publish(1)
-        side.fork()                            # symm/side_stream.py
+        side.fork()                            # symm/streams.py
         with side.current():
             call.fetch(peer, 1, chunk, 0)      # waits for that word, then copies
         side.join()
@@ -20,15 +20,15 @@ import torch
 from tpkernels import _C
 from tpkernels.cuda.checks import check_contiguous, device_and_stream, space_of
 from tpkernels.cuda.image import kernels
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 from tpkernels.symm.device import FLAGS, DeviceWorkspace
-from tpkernels.symm.gpu_segments import GpuSegment
+from tpkernels.symm.gpu_memory import GpuSegment
 
 
 def flags_take_kernels(device: torch.device) -> bool:
     """Return whether each flag of a call that is made now takes a kernel, not a stream's write."""
     loaded = kernels(device_and_stream(device)[0])
-    return not loaded.streams_write(capture.is_captured(device))
+    return not loaded.streams_write(streams.is_captured(device))
 
 
 class CopyCall:
@@ -71,7 +71,7 @@ class CopyCall:
         self.rank, self.last_word = space.rank, space.words - 2
         device, _ = device_and_stream(space.regions.device)
         self._kernels = kernels(device)
-        self._captured = flags > 0 and capture.is_captured(space.regions.device)
+        self._captured = flags > 0 and streams.is_captured(space.regions.device)
 
     def __enter__(self) -> CopyCall:
         self._kernels.begin(self._stream(), self._words, self._flags)

@@ -21,7 +21,7 @@ from tpkernels import _C
 from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.cuda.checks import device_and_stream
 from tpkernels.errors import CaptureError
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 
 _OPTIONS = ("--std=c++17",)
 _MOST_BYTES = 64 << 20  # an image has less than 1 MiB
@@ -37,7 +37,7 @@ def kernels(device: int) -> _C.cuda.Kernels:
         NotImplementedError: there is no driver, no such GPU, or no image that it can run.
         CaptureError: the kernels are not loaded yet and a graph is being captured.
     """
-    if torch.cuda.is_available() and capture.is_captured(torch.device("cuda", device)):
+    if torch.cuda.is_available() and streams.is_captured(torch.device("cuda", device)):
         raise CaptureError(
             "the CUDA kernels cannot be loaded while a graph is captured: call "
             "tpkernels.cuda.barrier, or any other function of tpkernels.cuda, once before"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tpkernels.integers import ceil_div
 
 # Largest tensor that is gathered or scattered by a low-latency call, in bytes. NCCL's range for LL;
-# untuned: no GPU has run it. Of all-reduces: planning/hops.py.
+# untuned: no GPU has run it. Of all-reduces: planning/cost.py.
 LOW_LATENCY_BYTES = 128 << 10
 _THREADS, _MOST_BLOCKS = 256, 64  # kLowLatencyThreads; as other calls
 _FIRST_DATA, _PACK_BYTES, _PACK_WORDS = 2, 16, 4  # csrc/cuda/lines.cuh

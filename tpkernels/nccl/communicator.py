@@ -21,7 +21,7 @@ from tpkernels._C.nccl import Operation, OperationKind
 from tpkernels.errors import CollectiveTimeoutError, TpkernelsError
 from tpkernels.groups import GroupLike
 from tpkernels.nccl.library import facts, load
-from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.exchange import Participant
 from tpkernels.text import of_error
 
 _POLL_INTERVAL = 1e-3  # s, between queries of an event
@@ -346,7 +346,7 @@ def _bootstrap(
     except Exception as error:  # of any kind: the other ranks must learn of it
         failure = error
         report["error"] = of_error(error)
-    reports = exchange(participant, "NCCL communicator", report)
+    reports = participant.exchange("NCCL communicator", report)
     if failure is not None:
         raise failure
     where = f"NCCL communicator of group '{participant.group}'"

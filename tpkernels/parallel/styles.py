@@ -26,7 +26,7 @@ from tpkernels.op_spec import NO_OPTIONS, OPS
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.reduction import reduction_options
 from tpkernels.shards import chunk_sizes
-from tpkernels.tuning.measured import read_times, why_left_to_torch
+from tpkernels.tuning.replacement import read_times, why_left_to_torch
 
 
 class _FusedLinear(nn.Linear):
@@ -192,7 +192,7 @@ class _FusedStyle(ParallelStyle):
 
     def _is_left_to_torch(self, linear: nn.Linear, mesh: DeviceMesh, op: str) -> bool:
         """Return whether the style does what torch's does instead of calling the op
-        (`tuning.measured`). Collective on a mesh of GPUs."""
+        (`tuning.replacement`). Collective on a mesh of GPUs."""
         if not _has_gpus(mesh):
             return False
         name, dtype = groups.name_of(mesh), linear.weight.dtype

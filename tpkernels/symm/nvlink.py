@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.exchange import Participant
 
 _LIBRARY = "libnvidia-ml.so.1"  # NVML, of the driver
 _SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
@@ -25,13 +25,9 @@ _SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
 def why_lines_may_tear(participant: Participant, device: torch.device) -> str | None:
     """Return why stores of 128 bytes may not arrive whole at all ranks' GPUs, this rank's being
     ``device``; None: they do. The same on all ranks. Collective."""
-    gpus = [each["gpu"] for each in exchange(participant, "GPUs", {"gpu": _uuid(device)})]
-    own = _why_not(gpus, participant.rank)
-    found = exchange(participant, "links between GPUs", {"why_not": own})
-    for rank, each in enumerate(found):
-        if each["why_not"] is not None:
-            return f"rank {rank}: {each['why_not']}"
-    return None
+    own = _why_not(participant.exchange("GPUs", _uuid(device)), participant.rank)
+    reasons = participant.exchange("links between GPUs", own)
+    return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), None)
 
 
 def _uuid(device: torch.device) -> str | None:

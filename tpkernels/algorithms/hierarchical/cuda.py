@@ -41,7 +41,7 @@ from tpkernels.algorithms.transfers import Transfers, ops_by
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import TRANSFER, recorded
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.streams import SideStream
 from tpkernels.transport.point_to_point import enter
 
 Hosts: TypeAlias = tuple[range, ...]

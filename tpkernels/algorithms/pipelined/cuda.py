@@ -15,7 +15,7 @@ Megatron sets, all streams share one hardware queue, and a copy that waits for i
 up what is queued behind it. No order of launches deadlocks, since a rank publishes before it waits,
 but with all fetches in front no product would overlap with them.
 
-Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side_stream.py forks
+Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/streams.py forks
 and joins the side streams. A rank's memory holds its partial of all rows, at the same place on all
 ranks.
 """
@@ -37,7 +37,7 @@ from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.streams import SideStream
 
 # Words of a call: the first and the last are the call's own.
 DATA, _RESULT, _WORDS = 1, 2, 4

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tpkernels.planning.contest import Sample
 from tpkernels.planning.table import Measurement, Series
-from tpkernels.planning.trials import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS, Trial
+from tpkernels.tuning.contest import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS, Sample, Trial
 
 SERIES = Series("all_gather_matmul", "cpu", 2, 512, "bfloat16", ())
 Time = Callable[[str, int], float]  # of an algorithm in the n-th call

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.planning.test_tuning import measured, plan, spec
+from tests.planning.test_table import measured, plan, spec
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
@@ -27,6 +29,7 @@ from tests.support.ranked import apart, fresh_group
 from tpkernels import groups
 from tpkernels.bench.cases import random_case, run_tpkernels
 from tpkernels.bench.specs import Spec
+from tpkernels.cache import locked
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED
@@ -88,58 +91,56 @@ WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
     "too large": (b" " * (2 << 20), "more than 1048576 bytes"),
     "a list": (b"[]", "'format' is missing"),
     "another format": (edited(format="tpkernels tuning 1"), "format is 'tpkernels tuning 1'"),
-    "a config of text": (first(config=[["block_m", "64"]]), "a field of a config is ['block_m', "),
-    "no config": (first(config={}), "'config' is missing or not a list"),
+    "a config of text": (first(config=[["block_m", "64"]]), "[0][1] is '64', not of type int"),
+    "no config": (first(config={}), "measurements[0].config is {}, not of type list"),
     "another torch": (edited(versions={"tpkernels": tpkernels.__version__, "torch": "1.0"}),
                       "torch is '1.0', here it is"),
     "another device": (lambda c: c | {"machine": c["machine"] | {"device": "a\x1b[2J\nb"}},
                        r"device is 'a\\x1b[2J\\nb', here it is".replace("\\\\", "\\")),
     "other ranks": (lambda c: c | {"machine": c["machine"] | {"ranks": 4}}, "ranks is 4, here"),
-    "no measurements": (edited(measurements={"a": 1}), "'measurements' is missing or not a list"),
-    "no series": (first(series=7), "'series' is missing"),
+    "no measurements": (edited(measurements={"a": 1}), "measurements is {'a': 1}, not"),
+    "no series": (first(series=7), "measurements[0].series is 7, not of type dict"),
     "no time": (first(ms={"direct": 0.0}), "the time of 'direct' is 0.0"),
-    "not a number": (first(ms={"direct": float("nan")}), "the time of 'direct' is nan"),
-    "a time too long": (first(ms={"direct": 10**400}), "the time of 'direct' is 1000"),
-    "true": (first(ms={"direct": True}), "the time of 'direct' is True"),
+    "not a number": (first(ms={"direct": float("nan")}), "measurements[0].ms.direct is nan"),
+    "a time too long": (first(ms={"direct": 10**400}), "measurements[0].ms.direct is 1000"),
+    "true": (first(ms={"direct": True}), "measurements[0].ms.direct is True, not of type float"),
     "rows below one": (first(extent=-5), "'extent' is -5"),
-    "rows beyond use": (first(extent=10**400), "'extent' is 1000"),
+    "rows beyond use": (first(extent=10**400), "measurements[0].extent is 1000"),
     "no date": (first(date="yesterday\n"), r"a date is 'yesterday\n'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_bad_file_is_ignored_with_one_warning(cache: Path, case: str) -> None:
-    content, reason = WRONG[case]
-    store.update(MACHINE, *TABLE.measurements)
-    if not isinstance(content, bytes):
-        content = json.dumps(content(json.loads(cache.read_bytes()))).encode()
-    cache.write_bytes(content)
-    with pytest.warns(RuntimeWarning) as raised:
-        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
-    (warning,) = raised
-    assert f"the tuning cache {cache} is ignored: " in str(warning.message)
-    assert reason in str(warning.message)
-    assert "\x1b" not in str(warning.message)
-    assert cache.read_bytes() == content  # kept for inspection
-    with pytest.warns(RuntimeWarning, match="is ignored"):
+def test_a_bad_file_is_ignored_with_one_warning(cache: Path) -> None:
+    for case, (damage, reason) in WRONG.items():
         store.update(MACHINE, *TABLE.measurements)
-    assert store.load_or_warn(MACHINE) == TABLE
+        content = damage
+        if not isinstance(content, bytes):
+            content = json.dumps(content(json.loads(cache.read_bytes()))).encode()
+        cache.write_bytes(content)
+        with pytest.warns(RuntimeWarning) as raised:
+            assert store.load_or_warn(MACHINE) == NOTHING_TUNED, case
+        (warning,) = raised
+        assert f"the tuning cache {cache} is ignored: " in str(warning.message)
+        assert reason in str(warning.message), case
+        assert "\x1b" not in str(warning.message)
+        assert cache.read_bytes() == content  # kept for inspection
+        with pytest.warns(RuntimeWarning, match="is ignored"):
+            store.update(MACHINE, *TABLE.measurements)
+        assert store.load_or_warn(MACHINE) == TABLE
 
 
-def unreadable(path: Path) -> None:
-    os.symlink(path, path)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [(os.mkfifo, "not a regular"), (os.mkdir, "not a regular"), (unreadable, "symbolic link")],
-    ids=["a pipe", "a folder", "links in a circle"],
-)
-def test_what_is_no_file_is_ignored(cache: Path, make: Callable[[Path], None], reason: str) -> None:
+def test_what_is_no_file_is_ignored(cache: Path) -> None:
     cache.parent.mkdir(0o700)
-    make(cache)
-    with pytest.warns(RuntimeWarning, match=reason):
-        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+    for make, reason in (
+        (os.mkfifo, "not a regular"),
+        (lambda path: os.symlink(path, path), "symbolic link"),
+        (os.mkdir, "not a regular"),
+    ):
+        make(cache)
+        with pytest.warns(RuntimeWarning, match=reason):
+            assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+        if not cache.is_dir():
+            cache.unlink()
 
 
 @pytest.mark.parametrize("part", ["file", "folder"])
@@ -158,15 +159,13 @@ def test_a_table_that_another_user_can_have_written_is_ignored(
         assert store.load_or_warn(MACHINE) == NOTHING_TUNED
 
 
-def test_a_folder_of_others_without_a_table_is_no_warning(cache: Path) -> None:
+def test_no_table_without_a_home_or_a_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.mkdir()
     cache.parent.chmod(0o777)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.load_or_warn(MACHINE) == NOTHING_TUNED
 
-
-def test_a_user_without_a_home_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -175,20 +174,90 @@ def test_a_user_without_a_home_has_no_table(monkeypatch: pytest.MonkeyPatch) -> 
     assert store.load_or_warn(MACHINE) == NOTHING_TUNED
 
 
-def test_a_write_that_fails_leaves_the_old_table(
+# Updates.
+
+UPDATES = 25
+
+
+def update_often(home: str) -> None:
+    """Each rank adds its own cases one by one, concurrently with the others."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": home}):
+        dist.barrier()
+        for i in range(UPDATES):
+            store.update(MACHINE, measured(spec(1 + i, n=512 * (1 + dist.get_rank())), direct=1.0))
+
+
+def test_updates_of_two_processes_are_all_kept(ranks: RanksFixture, cache: Path) -> None:
+    ranks(2).run(update_often, str(cache.parent.parent))
+    kept = {(one.extent, one.other) for one in store.load_or_warn(MACHINE).measurements}
+    assert kept == {(1 + i, 512 * n) for i in range(UPDATES) for n in (1, 2)}
+
+
+def test_an_update_replaces_the_same_case(cache: Path) -> None:
+    one, other = measured(spec(1), direct=1.0), measured(spec(2), direct=1.0)
+    path, table = store.update(MACHINE, one, other)
+    assert path == store.path_for(MACHINE)
+    assert table.measurements == (one, other)
+    newer = replace(one, ms={"direct": 2.0})
+    assert store.update(MACHINE, newer)[1].measurements == (other, newer)
+    assert store.load_or_warn(MACHINE).measurements == (other, newer)
+
+
+def test_a_lock_that_is_never_given_back_is_an_error(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.2)
+    store.update(MACHINE, measured(spec(1), direct=1.0))
+    lock = store.path_for(MACHINE).with_suffix(".lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=f"another process has held {lock} for 0.2 s"):
+            store.update(MACHINE, measured(spec(2), direct=1.0))
+        assert 0.2 <= time.monotonic() - begin < 5
+    assert len(store.update(MACHINE, measured(spec(3), direct=1.0))[1].measurements) == 2
+
+
+def test_one_at_a_time_has_the_lock(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last holder removes the file after this process has opened it, and a new one
+    is created."""
+    cache.parent.mkdir(0o700)
+    path, flock = cache.with_name("file.lock"), fcntl.flock
+    for removed, replaced in ((False, False), (True, False), (True, True)):
+        first = iter([removed])
+
+        def late(handle: int, how: int, first: Any = first, replaced: bool = replaced) -> None:
+            if next(first, False):
+                path.unlink()
+                if replaced:
+                    path.touch()
+            flock(handle, how)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with locked(path, seconds=1), pytest.raises(TimeoutError), locked(path, seconds=0):
+            pass
+        assert not path.exists()
+
+
+def test_a_write_that_fails_leaves_the_old_table_and_no_lock(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.update(MACHINE, *TABLE.measurements)
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
     with monkeypatch.context() as broken:
-        broken.setattr(os, "replace", fail)
+        broken.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             store.update(MACHINE, measured(spec(7), direct=1.0))
     assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(cache: Path) -> None:
+    cache.parent.mkdir(0o700)
+    store.path_for(MACHINE).with_suffix(".lock").symlink_to(cache.with_name("victim"))
+    with pytest.raises(OSError, match="symbolic link"):
+        store.update(MACHINE, measured(spec(1), direct=1.0))
+    assert not (cache.with_name("victim")).exists()
+    assert store.load_or_warn(MACHINE) == NOTHING_TUNED
 
 
 # On ranks.

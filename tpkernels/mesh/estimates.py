@@ -1,18 +1,8 @@
-"""What a plan costs on a machine: seconds, and bytes of memory.
+"""What a plan costs on a machine, by the cost model of planning/cost.py: seconds, and bytes of
+memory. A step that is one op with the product is cut into one chunk for each rank.
 
-Model:
-- A local product takes the longer of its flops at the device's rate and of its operands' and
-  result's bytes at the rate of the device's memory; on a machine that overlaps nothing, their sum.
-- A collective takes a fixed time, a time for each step of a ring, and the bytes that a rank
-  receives at the rate of the link. A group that spans nodes goes in two levels: the ranks with the
-  same place in their nodes exchange first, then those of each node. In an all-to-all each rank
-  receives from all others: over the slow link from those of other nodes.
-- A step that is one op with the product, cut into one chunk for each rank, overlaps it: all but the
-  first chunk of the one and the last of the other, if the machine overlaps at all and unless that
-  takes longer than one after the other, because each chunk reads the whole weight.
-
-Left out: flops and copies of reductions and slices, tiles that do not fill a device, and the
-time of launching.
+Left out: flops and copies of reductions and slices, tiles that do not fill a device, and the time
+of launching.
 """
 
 from __future__ import annotations
@@ -24,11 +14,15 @@ from math import prod
 
 from torch.distributed.tensor import Partial
 
-from tpkernels.integers import ceil_div
 from tpkernels.mesh.layout import Placements, local_shape
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, by_name, plans_for
-from tpkernels.planning.machines import Profile
-from tpkernels.planning.rates import all_to_all_seconds, collective_seconds, product_seconds
+from tpkernels.planning.cost import (
+    Profile,
+    all_to_all_seconds,
+    collective_seconds,
+    fused_seconds,
+    product_seconds,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,30 +49,6 @@ class Estimate:
     def fits(self, profile: Profile) -> bool:
         """Return whether the device's memory, if its size is known, is enough."""
         return not 0 < profile.memory < self.memory
-
-
-def fused_seconds(
-    profile: Profile,
-    shape: tuple[int, int, int],
-    cut: int,
-    communication: float,
-    parts: int,
-    itemsize: int,
-) -> float:
-    """Estimate a product [m, k] @ [k, n] and a collective as one op, in seconds.
-
-    Args:
-        shape: (m, k, n).
-        cut: the index in ``shape`` of the extent that is cut into chunks: 0 or 2.
-        communication: seconds of the collective alone.
-        parts: number of chunks.
-    """
-    apart = product_seconds(profile, *shape, itemsize) + communication
-    if not profile.overlaps:
-        return apart
-    m, k, n = (ceil_div(size, parts) if i == cut else size for i, size in enumerate(shape))
-    multiply, move = product_seconds(profile, m, k, n, itemsize), communication / parts
-    return min(apart, move + (parts - 1) * max(multiply, move) + multiply)
 
 
 def _step_seconds(profile: Profile, step: Step, mesh_shape: Sequence[int]) -> float:

@@ -12,7 +12,7 @@ from tpkernels.op_spec import Options
 from tpkernels.planning.choose import Means, Plan, choose
 from tpkernels.planning.problem import ORDERED, VENDOR
 from tpkernels.planning.table import Config, Measurement, Table
-from tpkernels.planning.trials import is_eligible
+from tpkernels.tuning.contest import is_eligible
 
 
 def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:

@@ -8,11 +8,20 @@ import pytest
 import torch
 
 from tpkernels.bench.specs import Spec
-from tpkernels.planning import gpu_model
+from tpkernels.planning import cost
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.gpu_model import COPY_S, LAUNCH_S, predicted
-from tpkernels.planning.hops import FENCED_HOP_S, HOP_S
-from tpkernels.planning.machines import Link, Profile, machine_named
+from tpkernels.planning.cost import (
+    COPY_S,
+    FENCED_HOP_S,
+    HOP_S,
+    LAUNCH_S,
+    Link,
+    Profile,
+    all_reduce_way,
+    hop_seconds,
+    machine_named,
+    predicted,
+)
 
 MIB = 1 << 20
 # A wave of tiles takes K microseconds; a GB of memory takes a millisecond, and of the link 10.
@@ -49,7 +58,7 @@ def test_a_gather() -> None:
     part = 2.5 * wave + LAUNCH_S  # 9 x 10 tiles: two of them are 5 waves
     assert found["pipelined"] == pytest.approx(4 * part)  # a copy takes less than 0.1 ms
     assert COPY_S + received / 3 < part
-    product = 11 * wave / gpu_model.OWN_PRODUCT
+    product = 11 * wave / cost.OWN_PRODUCT
     assert found["fused"] == pytest.approx(FENCED_HOP_S + COPY_S + product + received / 3)
 
 
@@ -58,7 +67,7 @@ def test_fetchers_bring_small_shards() -> None:
     leave 30 multiprocessors 2 waves of 40 tiles. A link of 100 GB/s is slower."""
     fast = replace(MACHINE, within=replace(MACHINE.within, bandwidth=1e15))
     shape, wave = (512, 4 * 2560, 1024), 1024e-6
-    product, pieces = 2 * wave / gpu_model.OWN_PRODUCT, 2 * gpu_model.READ_S + HOP_S
+    product, pieces = 2 * wave / cost.OWN_PRODUCT, 2 * cost.READ_S + HOP_S
     for machine, received in ((fast, pieces), (MACHINE, 3 * 256 * 1024 / 1e11)):
         found = times("all_gather_matmul", shape, machine=machine)
         assert found["fused"] == pytest.approx(FENCED_HOP_S + product + received / 3)
@@ -69,7 +78,7 @@ def test_a_reduction_reads_its_partials() -> None:
     sums, received = 4608 * 2560 * 2 / 1e12, 4608 * 2560 * 2 * 3 / 4 / 1e11
     product = 10 * 1024e-6
     assert found["direct"] == pytest.approx(product + LAUNCH_S + FENCED_HOP_S + received + sums)
-    own = product / gpu_model.OWN_PRODUCT
+    own = product / cost.OWN_PRODUCT
     assert found["fused"] == pytest.approx(FENCED_HOP_S + own + received / 3 + sums)
 
 
@@ -123,3 +132,54 @@ def test_published_figures(
 ) -> None:
     ratio = 1e3 * times(op, shape, 8, machine_named(gpu))[name] / published
     assert (0.75 <= ratio <= 1.25) is near, f"{ratio:.2f} of the published time"
+
+
+ONE, TWO, LINES, FENCED = "low_latency", "low_latency_two_shot", "whole_lines", "two_shot"
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "lines"),
+    [(3, 202_500, 109_038), (4, 90_000, 63_000), (8, 25_714, 22_500), (16, 10_285, 9_692)],
+)
+def test_one_hop_up_to_a_size_that_depends_on_the_ranks(world: int, words: int, lines: int) -> None:
+    """What 0.6 us at 450 GB/s carry, 270 KB, over the bytes that two hops save."""
+    for most, lines_arrive, second in ((words, False, TWO), (lines, True, LINES)):
+        assert all_reduce_way(most, world, lines_arrive) == ONE
+        assert all_reduce_way(most + 2, world, lines_arrive) == second
+
+
+@pytest.mark.parametrize("whole_lines", [False, True])
+def test_the_fastest_by_the_model(whole_lines: bool) -> None:
+    second, most = (LINES, cost.WHOLE_LINES_BYTES) if whole_lines else (TWO, cost.TWO_SHOT_BYTES)
+    for world in (2, 3, 4, 5, 8, 16, 72):
+        for nbytes in (*range(0, 256 * KIB, 8 * KIB), most):
+            ways = (ONE, second, FENCED)
+            way = all_reduce_way(nbytes, world, whole_lines)
+            assert way == min(ways, key=lambda each: hop_seconds(each, nbytes, world)), (
+                nbytes,
+                world,
+            )
+        assert all_reduce_way(most + 1, world, whole_lines) == FENCED
+
+
+def test_few_ranks() -> None:
+    """Alone nothing is sent. Between two, words in one hop are as many as in two."""
+    assert all_reduce_way(1 << 19, 1, False) == all_reduce_way(1 << 19, 2, False) == ONE
+    assert all_reduce_way(256 * KIB, 2, True) == ONE
+    assert all_reduce_way(512 * KIB, 2, True) == LINES
+
+
+def test_published_table() -> None:
+    """benchmarks/results/gpu-by-construction.md, in us."""
+    for (world, kib), wanted in {
+        (8, 16): (1.1, 1.3, 1.3, 6.9),
+        (8, 512): (16.9, 5.3, 3.5, 8.8),
+        (8, 2048): (65.8, 17.5, 10.5, 15.0),
+        (4, 64): (1.5, 1.6, 1.4, 7.0),
+        (2, 512): (2.9, 3.5, 2.5, 8.0),
+    }.items():
+        found = [
+            round(1e6 * hop_seconds(way, kib * KIB, world), 1) for way in (ONE, TWO, LINES, FENCED)
+        ]
+        assert tuple(found) == wanted
