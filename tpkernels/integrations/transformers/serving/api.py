@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, fi
 from tpkernels.text import short
 
 DONE = "data: [DONE]\n\n"
-MOST_STOPS = 4
+_MOST_STOPS = 4
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _MOST_MESSAGE, _MOST_PARAM = 1000, 100  # characters; what clients sent may be quoted in them
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -115,7 +115,7 @@ class Request(_Strict):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
-    stop: _Stop | list[_Stop] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MOST_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: int | None = None
@@ -130,13 +130,6 @@ class Request(_Strict):
     service_tier: Any = None
     store: Any = None
     prompt_cache_key: Any = None
-
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, stop: Any) -> Any:
-        if isinstance(stop, list) and len(stop) > MOST_STOPS:
-            raise ValueError(f"{len(stop)} strings; at most {MOST_STOPS}")
-        return stop
 
     def asked_tokens(self) -> int | None:
         """Return the most tokens that the client wants; None for as many as fit."""
