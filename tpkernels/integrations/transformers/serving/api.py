@@ -115,7 +115,7 @@ class Request(_Strict):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MOST_STOPS)] | None = None
+    stop: _Stop | list[_Stop] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: int | None = None
@@ -130,6 +130,13 @@ class Request(_Strict):
     service_tier: Any = None
     store: Any = None
     prompt_cache_key: Any = None
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, stop: Any) -> Any:
+        if isinstance(stop, list) and len(stop) > _MOST_STOPS:
+            raise ValueError(f"{len(stop)} strings; at most {_MOST_STOPS}")
+        return stop
 
     def asked_tokens(self) -> int | None:
         """Return the most tokens that the client wants; None for as many as fit."""
