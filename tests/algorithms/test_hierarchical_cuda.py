@@ -31,6 +31,7 @@ from tests.support.ranked import call, check_cases, fresh_group, on_hosts, repor
 from tests.support.tiers import sweep
 from tpkernels.algorithms.hierarchical import cuda as hierarchical
 from tpkernels.call import Call
+from tpkernels.ops.problems import problem_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.problem import ORDERED
 from tpkernels.transport.point_to_point import PeerLinks
@@ -172,7 +173,7 @@ def queue_of(
         patch.setattr(hierarchical, "SideStream", lambda device: Side(queue))
         group.node = SimpleNamespace(hosts=on, ranks=ours, usable_bytes=1 << 20)
         given = SimpleNamespace(**DEFAULTS | make())
-        problem = module._problem(group, given)
+        problem = problem_of(op, group, given)
         plan = choose(problem, Means(shared_memory=False), requested="hierarchical")
         call = Call(group, problem, plan, getattr(hierarchical, op), 0)
         queue.launches.clear()

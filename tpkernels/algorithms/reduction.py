@@ -36,6 +36,22 @@ class Reduction:
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> Reduction:
+        """Return the epilogue of a checked call. The kernels of GPUs read a bias of any dtype."""
+        if bias is not None:
+            wide = bias if x.is_cuda else bias.to(dtypes.accumulator(x.dtype))
+            bias = wide.contiguous()
+        if residual is not None:
+            residual = residual.contiguous()
+        return cls(out_dtype or x.dtype, bias, residual)
+
     def keeps(self, total: torch.dtype) -> bool:
         """Return whether a sum in this dtype is the result already."""
         return self.bias is None and self.residual is None and self.out_dtype == total
