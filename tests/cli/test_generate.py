@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from tests.cli import test_cli
 from tests.support import served
-from tpkernels.cli import app
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,8 +46,7 @@ def test_no_benchmark_is_imported_to_generate_text() -> None:
 
 
 def invoke(folder: Path, *args: object) -> Result:
-    command = ["generate", "--model", str(folder), *map(str, args)]
-    return CliRunner().invoke(app, command)
+    return test_cli.invoke("generate", "--model", folder, *args)
 
 
 def done(result: Result) -> Any:
