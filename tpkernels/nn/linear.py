@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -429,7 +429,8 @@ def row_parallel(
 
 
 class _SharedInputLinears(nn.Module):
-    """Column-parallel layers of one input, by name."""
+    """Column-parallel layers of one input, by name. The first argument of a subclass is the number
+    of input features."""
 
     @property
     def layers(self) -> list[ColumnParallelLinear]:
@@ -440,10 +441,14 @@ class _SharedInputLinears(nn.Module):
         """Pack each layer's weight; see `ColumnParallelLinear.pack_`."""
         return pack_(self, drop=drop)
 
-    def _adopt(self, linears: Mapping[str, nn.Linear]) -> Self:
-        """Give the layers copies of this rank's shards of ``linears``. The layers have biases;
-        those whose linear has none lose theirs."""
-        for (name, linear), layer in zip(linears.items(), self.layers, strict=True):
+    @classmethod
+    def _from(cls, linears: Mapping[str, nn.Linear], *args: Any, **options: Any) -> Self:
+        """Make the layers with copies of this rank's shards of ``linears``, which `check_linear`
+        has accepted. They have biases; those whose linear has none lose theirs."""
+        first = next(iter(linears.values()))
+        dtype = first.weight.dtype
+        merged = cls(first.in_features, *args, bias=True, device="meta", dtype=dtype, **options)
+        for (name, linear), layer in zip(linears.items(), merged.layers, strict=True):
             if cast("torch.Tensor | None", linear.bias) is None:
                 layer.bias = None
                 layer.splits.pop("bias", None)
@@ -451,7 +456,7 @@ class _SharedInputLinears(nn.Module):
                 layer.adopt(linear)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        return self
+        return merged
 
 
 class MergedColumnParallelLinear(_SharedInputLinears):
@@ -491,26 +496,14 @@ class MergedColumnParallelLinear(_SharedInputLinears):
             NotImplementedError: a weight is quantised or distributed.
             ValueError: the layers have different input features.
         """
-        for name, linear in linears.items():
-            check_linear(linear, name)
-        first = next(iter(linears.values()))
-        widths = {name: linear.out_features for name, linear in linears.items()}
-        dtype = first.weight.dtype
-        merged = cls(first.in_features, widths, group, device="meta", dtype=dtype, **options)
-        return merged._adopt(linears)
+        widths = {name: check_linear(ln, name).out_features for name, ln in linears.items()}
+        return cls._from(linears, widths, group, **options)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
         """Map x [..., in_features] to [..., out_features of this rank] for each layer, in order."""
         return column_parallel(x, self.layers, shard_sizes=shard_sizes)
-
-
-class Projection(NamedTuple):
-    """The split of a query, key or value projection."""
-
-    sizes: list[int]  #: output features of each rank
-    stand_in: int  #: zero features that a rank without heads returns
 
 
 @dataclass(frozen=True)
@@ -535,13 +528,13 @@ class Heads:
             )
 
     @property
-    def projections(self) -> dict[str, Projection]:
-        """Return the projections, by their names in `QKV`."""
+    def splits(self) -> dict[str, tuple[list[int], int]]:
+        """Return the output features of each rank, and those that a rank without heads returns as
+        zeros, of each projection in `QKV`."""
+        query_width = self.heads // self.kv_heads * self.head_dim
+        widths = zip(QKV, (query_width, self.head_dim, self.head_dim), strict=True)
         counts = balanced_sizes(self.kv_heads, self.world)  # key-value groups of each rank
-        width = self.heads // self.kv_heads * self.head_dim
-        query = Projection([count * width for count in counts], width)
-        key_value = Projection([count * self.head_dim for count in counts], self.head_dim)
-        return dict(zip(QKV, (query, key_value, key_value), strict=True))
+        return {name: ([count * width for count in counts], width) for name, width in widths}
 
 
 class QKVParallelLinear(_SharedInputLinears):
@@ -580,7 +573,7 @@ class QKVParallelLinear(_SharedInputLinears):
     ) -> None:
         super().__init__()
         self.heads = Heads(heads, kv_heads, head_dim, groups.get(groups.name_of(group)).world)
-        for name, (sizes, stand_in) in self.heads.projections.items():
+        for name, (sizes, stand_in) in self.heads.splits.items():
             layer = ColumnParallelLinear(
                 hidden_size,
                 sum(sizes),
@@ -618,18 +611,8 @@ class QKVParallelLinear(_SharedInputLinears):
                     f"{name} has {linear.out_features} output features, which is not a whole "
                     f"number of heads of {head_dim}"
                 )
-        qkv = cls(
-            q.in_features,
-            q.out_features // head_dim,
-            k.out_features // head_dim,
-            head_dim,
-            group,
-            bias=True,
-            device="meta",
-            dtype=q.weight.dtype,
-            **options,
-        )
-        return qkv._adopt(linears)
+        heads, kv_heads = q.out_features // head_dim, k.out_features // head_dim
+        return cls._from(linears, heads, kv_heads, head_dim, group, **options)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
