@@ -74,12 +74,8 @@ class ParallelLinear(ShardedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
-        """Make a layer with copies of this rank's shards of ``linear``'s parameters.
-
-        Args:
-            linear: the unsharded layer; features, bias, device and dtype are taken from it.
-            group: as the constructor takes it.
-            **options: the others that the constructor takes.
+        """Make a layer with copies of this rank's shards of ``linear``'s parameters. Features,
+        bias, device and dtype are those of ``linear``; ``options`` are the constructor's others.
 
         Raises:
             TypeError: ``linear`` is not a plain ``nn.Linear``.
@@ -110,7 +106,7 @@ class ParallelLinear(ShardedModule):
                 self.fill(name, draw)
 
     def pack_(self, *, drop: bool = False) -> Self:
-        """Pack the weight for inference on CPUs; see `tpkernels.pack`. Return the layer.
+        """Pack the weight for inference on CPUs, as `tpkernels.pack`; return the layer.
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
         the new weight. Other changes of ``weight`` do not reach the packed one: pack it again.
@@ -121,9 +117,6 @@ class ParallelLinear(ShardedModule):
             drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
                 an opaque tensor of the same shape; a state dict unpacks it. An embedding that is
                 tied to the layer keeps the weight that they shared.
-
-        Raises:
-            ValueError, NotImplementedError: as `tpkernels.pack`.
         """
         self.unpack_()
         if not self.empty:
@@ -134,8 +127,7 @@ class ParallelLinear(ShardedModule):
         return self
 
     def unpack_(self) -> Self:
-        """Undo `pack_`: the values are those that were packed if the plain weight was dropped.
-        Returns the layer."""
+        """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
         if self._packed is not None:
             self.weight = self._dense_weight()
             self._packed = None
@@ -282,18 +274,13 @@ def column_parallel(
     shard_sizes: Sequence[int] | None = None,
     sequence_parallel: bool | None = None,
 ) -> list[torch.Tensor]:
-    """Apply several column-parallel layers of one group to the same input, as one operation: with
-    sequence parallelism they share one all-gather, without it one all-reduce of the input's
-    gradient.
+    """Apply several column-parallel layers to the same input [..., in_features], as one operation:
+    with sequence parallelism they share one all-gather, without it one all-reduce of the input's
+    gradient. Return the output of each layer, in order.
 
     Args:
-        x: the input, [..., in_features].
-        layers: the layers.
         shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
         sequence_parallel: for this call; by default the layers'.
-
-    Returns:
-        The output of each layer, in order.
 
     Raises:
         ValueError: the layers differ in group or sequence parallelism.
@@ -385,9 +372,7 @@ class RowParallelLinear(ParallelLinear):
         """Map x [..., in_features of this rank] to [..., out_features], all rows or this rank's.
 
         Args:
-            x: the input.
             residual: of the output's shape, added after the bias; the output gets its dtype.
-            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
             sequence_parallel: for this call; by default the layer's.
         """
         rows_split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
@@ -508,12 +493,7 @@ class MergedColumnParallelLinear(_SharedInputLinears):
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups.
-
-    Raises:
-        ValueError: ``heads`` is not a positive multiple of ``kv_heads``, or ``head_dim`` is not
-            positive.
-    """
+    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups."""
 
     heads: int
     kv_heads: int
@@ -547,13 +527,10 @@ class QKVParallelLinear(_SharedInputLinears):
 
     Args:
         hidden_size: input features.
-        heads, kv_heads, head_dim: of the unsharded attention; ``heads`` is a multiple of
-            ``kv_heads``.
+        heads, kv_heads, head_dim: of the unsharded attention; ValueError if ``heads`` is not a
+            multiple of ``kv_heads``.
         group: see `tpkernels.nn`, as for the options.
         bias: whether the projections have biases.
-
-    Raises:
-        ValueError: ``heads`` is not a multiple of ``kv_heads``.
     """
 
     q_proj: ColumnParallelLinear
@@ -596,13 +573,8 @@ class QKVParallelLinear(_SharedInputLinears):
         **options: Unpack[SequenceOptions],
     ) -> Self:
         """Make the projections with copies of this rank's shards, each with a bias if its linear
-        has one.
-
-        Raises:
-            TypeError, NotImplementedError: as `MergedColumnParallelLinear.from_linear`.
-            ValueError: ``head_dim`` does not divide the features of a projection, or the
-                projections do not fit together.
-        """
+        has one. Raises what `MergedColumnParallelLinear.from_linear` does, and ValueError if
+        ``head_dim`` does not divide the features of a projection."""
         linears = dict(zip(QKV, (q, k, v), strict=True))
         for name, linear in linears.items():
             check_linear(linear, name)
@@ -624,7 +596,7 @@ class QKVParallelLinear(_SharedInputLinears):
 
 
 def pack_(module: Module, *, drop: bool = False) -> Module:
-    """Pack every parallel linear layer in a module; see `ParallelLinear.pack_`. Returns the
+    """Pack every parallel linear layer in a module, as `ColumnParallelLinear.pack_`; return the
     module, which is unchanged if a layer cannot be packed."""
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
     for layer in layers:
@@ -636,12 +608,8 @@ def pack_(module: Module, *, drop: bool = False) -> Module:
 
 
 def check_linear(module: nn.Module, name: str) -> nn.Linear:
-    """Return ``module`` if it is a plain ``nn.Linear``.
-
-    Raises:
-        TypeError: it is something else, such as a parallel layer or an adapter.
-        NotImplementedError: its weight is quantised or distributed.
-    """
+    """Return ``module`` if it is a plain ``nn.Linear``, not a parallel layer or an adapter, whose
+    weight is neither quantised nor distributed."""
     if isinstance(module, nn.Linear):
         check_parameter(module.weight, f"{name}.weight")
         check_parameter(module.bias, f"{name}.bias")

@@ -160,13 +160,7 @@ class SafetensorsCheckpoint:
 
     def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
         """Return the tensors by the names that ``model``, unsharded and on the meta device, has for
-        them.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: a file is damaged or truncated.
-            NotImplementedError: a dtype is not supported.
-        """
+        them."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         names = set(model.state_dict())
         if names & self._stored.keys():
@@ -467,12 +461,7 @@ Checkpoint = SafetensorsCheckpoint | GGUFCheckpoint
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at ``path``: a folder, or a GGUF file. Reads no weights.
-
-    Raises:
-        FileNotFoundError, ValueError: as `locate`; or there is nothing to load in a folder.
-        ImportError: a package that the format needs is not installed.
-    """
+    """Open the checkpoint at ``path``, as `locate` finds it. Reads no weights."""
     place = locate(path)
     return SafetensorsCheckpoint(place) if place.is_dir() else GGUFCheckpoint(place)
 
@@ -506,11 +495,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
 
 
 def package(name: str) -> ModuleType:
-    """Import an optional package.
-
-    Raises:
-        ImportError: it is not installed; the message has the remedy.
-    """
+    """Import an optional package, or say what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
