@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tpkernels.algorithms.hierarchical.batches import Transfer, gathering, summing
-from tpkernels.algorithms.hierarchical.routes import in_order, routes
+from tpkernels.algorithms.hierarchical.cpu import in_order, routes
+from tpkernels.algorithms.hierarchical.cuda import Transfer, gathering, summing
 from tpkernels.symm.node import hosts_of
 
 SIZES = [(2, 2), (2, 1), (1, 3), (3, 2, 1), (1, 2, 4), (8, 8), (5, 2, 3, 1)]

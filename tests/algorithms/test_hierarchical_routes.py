@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support.cases import Case, RanksFixture
 from tests.support.ranked import call, fresh_group, on_hosts
 from tests.support.tiers import sweep
-from tpkernels.algorithms.hierarchical.routes import Route, delegate, in_order, rounds, routes
+from tpkernels.algorithms.hierarchical.cpu import Route, delegate, in_order, rounds, routes
 from tpkernels.transport import point_to_point as links
 from tpkernels.transport.point_to_point import PeerLinks
 

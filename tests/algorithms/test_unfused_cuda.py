@@ -15,9 +15,10 @@ import torch
 from tests.support.launches import Queue, queued
 from tests.support.torch_calls import gather, reduced, reduction
 from tpkernels import shard_sizes
-from tpkernels.algorithms.unfused import cuda as unfused
+from tpkernels.algorithms import unfused
 from tpkernels.call import Call
 from tpkernels.local.matmul import local_matmul
+from tpkernels.ops.problems import problem_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.problem import ORDERED, VENDOR
 
@@ -50,7 +51,7 @@ def queue_of(op: str, numerics: str, make: Callable[[], dict[str, Any]]) -> Queu
     suffix = "_in_place" if op.endswith("_") else ""
     with queued(RANK, WORLD) as (queue, group):
         given = SimpleNamespace(**DEFAULTS | make())
-        problem = getattr(module, f"_problem{suffix}")(group, given)
+        problem = problem_of(op.rstrip("_"), group, given)
         if problem.spec.reduces:
             problem = replace(problem, numerics=numerics)
         plan = choose(problem, Means(shared_memory=True), requested="unfused")

@@ -9,17 +9,12 @@ import os
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import tpkernels
+from tests.cli.test_cli import invoke
 from tpkernels import _C, cuda, nccl
-from tpkernels.cli import app
 from tpkernels.local.memory import empty
 from tpkernels.op_spec import OPS
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
 
 
 def test_info_shows_what_is_here() -> None:

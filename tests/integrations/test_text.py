@@ -11,7 +11,7 @@ from tests.support.tiers import thorough
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from tpkernels.integrations.transformers.text import TextStream  # noqa: E402
+from tpkernels.integrations.transformers.text_stream import TextStream  # noqa: E402
 
 END = 256
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from tests.support.cases import RanksFixture
 from tests.support.held import Held
 from tpkernels.launch import GroupExecutor, RankError, Ranks, serve_group
-from tpkernels.launch import group as group_module
 
 TIMEOUT = 20.0
 
@@ -34,13 +33,11 @@ def calls_job() -> None:
         total = sum(rank + 10.0 for rank in range(world))
         assert executor.call("add", x, rank=world - 1).tolist() == [total] * 3
         assert x.sum() == 0 and executor.call("rank") == list(range(world))
-        for size in (0, 1, group_module._FIRST_BYTES * 3, 3_000_000):
+        for size in (0, 1, 12_345, 3_000_000):
             big, text = torch.randint(0, 256, (size,), dtype=torch.uint8), "x" * (size // 9)
             for (got, got_text), kwargs in executor.call("echo", big, text, key=(big[:5], None)):
                 assert torch.equal(got, big) and got_text == text
                 assert torch.equal(kwargs["key"][0], big[:5]) and kwargs["key"][1] is None
-        for edge in range(group_module._FIRST_BYTES - 90, group_module._FIRST_BYTES + 10):
-            assert executor.call("echo", "y" * edge, rank=1) == (("y" * edge,), {})
 
     driving(body)
 
@@ -95,34 +92,14 @@ def idle_job(timeout: float) -> None:
     driving(body, timeout=timeout)
 
 
-def subgroup_job() -> list[int] | None:
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return None
-    return driving(lambda executor: executor.call("rank"), group)
+def test_it_does_what_the_other_executor_does(ranks: RanksFixture) -> None:
+    for job in (calls_job, streams_job, errors_job):
+        ranks(3).run(job)
+    assert ranks(1).run(driving, rank_of_all) == [[0]]
 
 
-def wrong_side_job() -> str:
-    act: Any = serve_group if dist.get_rank() == 0 else lambda: GroupExecutor(Held)
-    try:
-        act()
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("job", [calls_job, streams_job, errors_job])
-def test_it_does_what_the_other_executor_does(ranks: RanksFixture, job: Any) -> None:
-    ranks(3).run(job)
-
-
-def test_one_rank_is_enough() -> None:
-    with Ranks(1) as ranks:
-        assert ranks.run(one_job) == [[0]]
-
-
-def one_job() -> Any:
-    return driving(lambda executor: executor.call("rank"))
+def rank_of_all(executor: GroupExecutor) -> Any:
+    return executor.call("rank")
 
 
 @pytest.mark.thorough
@@ -130,27 +107,21 @@ def test_idle_ranks_outlast_the_timeout(ranks: RanksFixture) -> None:
     ranks(2).run(idle_job, 0.5)
 
 
-def again_job() -> None:
-    """One rank comes late: the others must not take the addresses of its last executor."""
+def groups_job() -> list[int] | None:
+    """One executor after the other, for which one rank comes late: the others must not take the
+    addresses of its last executor. Then one of some ranks, and the wrong sides."""
     for late in (0, 1):
         if dist.get_rank() == late:
-            time.sleep(0.2)
-        driving(lambda executor: executor.call("rank"))
+            time.sleep(0.1)
+        driving(rank_of_all)
+    with pytest.raises(ValueError, match="rank 0 drives"):
+        serve_group() if dist.get_rank() == 0 else GroupExecutor(Held)
+    group = dist.new_group([1, 2])
+    return None if dist.get_rank() == 0 else driving(rank_of_all, group)
 
 
-def test_executors_one_after_the_other(ranks: RanksFixture) -> None:
-    ranks(3).run(again_job)
-
-
-def test_a_group_of_some_ranks(ranks: RanksFixture) -> None:
-    assert ranks(3).run(subgroup_job) == [None, [1, 2], None]
-
-
-def test_each_rank_has_its_side(ranks: RanksFixture) -> None:
-    assert ranks(2).run(wrong_side_job) == [
-        "rank 0 drives: it makes a GroupExecutor",
-        "rank 1 calls serve_group(); rank 0 drives",
-    ]
+def test_executors_one_after_the_other_and_of_some_ranks(ranks: RanksFixture) -> None:
+    assert ranks(3).run(groups_job) == [None, [1, 2], None]
 
 
 # Faults.

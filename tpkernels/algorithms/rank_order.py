@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tpkernels.algorithms.parts import Products
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.planning.problem import Problem
@@ -46,22 +48,15 @@ def gathers_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
     """Make an all_gather_matmul that splits the first dim split any dim but the last."""
 
     @functools.wraps(function)
-    def gather(
-        call: Call,
-        x: torch.Tensor,
-        weights: Any,
-        biases: Any,
-        outs: list[torch.Tensor],
-        gathered: torch.Tensor | None,
-    ) -> None:
+    def gather(call: Call, x: torch.Tensor, products: Products) -> None:
         problem = call.problem
         if problem.outer == 1:
-            function(call, x, weights, biases, outs, gathered)
+            function(call, x, products)
             return
-        results = outs if gathered is None else [*outs, gathered]
+        results, count = products.results, len(products.outs)
         flat = [empty((problem.rows, y.shape[-1]), y.dtype, y.device) for y in results]
-        whole = None if gathered is None else flat[-1]
-        function(call, x, weights, biases, flat[: len(outs)], whole)
+        outs, whole = flat[:count], None if products.gathered is None else flat[-1]
+        function(call, x, replace(products, outs=outs, gathered=whole))
         for result, rows in zip(results, flat, strict=True):
             for part, source in _pairs(problem, result, rows):
                 part.copy_(source)

@@ -15,17 +15,23 @@ from rich.markup import escape
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tpkernels import validation
+from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.report import unsupported
 from tpkernels.bench.sweep import LAYER, MODELS, Model, projection
-from tpkernels.bench.tune import machine_by_name
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integers import ceil_div
-from tpkernels.mesh.cost import Estimate, fused_seconds, ranked
+from tpkernels.mesh.estimates import Estimate, ranked
 from tpkernels.mesh.layout import Placements, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
-from tpkernels.planning.machines import MEASURED, Profile, machines
-from tpkernels.planning.rates import collective_seconds, product_seconds
+from tpkernels.planning.cost import (
+    MEASURED,
+    Profile,
+    collective_seconds,
+    fused_seconds,
+    machines,
+    product_seconds,
+)
 from tpkernels.terminal import (
     UsageError,
     at_least,

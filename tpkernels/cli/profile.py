@@ -18,8 +18,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import profiler
 from torch.profiler import ProfilerActivity, record_function
 
@@ -34,7 +32,6 @@ from tpkernels.bench.specs import (
     spec_of,
 )
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.ranks import loopback_store
 from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
 from tpkernels.local import ranges
@@ -83,32 +80,34 @@ def profile(
     Options precede the script; everything after it belongs to the script. Its ranks run on this
     machine, in an environment like torchrun's, and create their process group themselves.
     """
-    with exit_codes():
-        if (op is None) == (not script):
-            raise UsageError("give either --op or a script")
-        world = world_size(nproc, 2)
-        at_least(1, calls=calls, timeout=timeout)
-        check_workers(threads=threads)
+    if (op is None) == (not script):
+        raise UsageError("give either --op or a script")
+    world = world_size(nproc, 2)
+    at_least(1, calls=calls, timeout=timeout)
+    check_workers(threads=threads)
+    if op is not None:
+        ops_named([op])
+        spec = spec_of(op, shape, size, dtype_named(dtype))
+        check_split(spec, world)
+        algorithms_named([algorithm])
+        check_algorithm(spec, world, algorithm)
+    else:
+        _check_script(script or [])
+    files: list[Path] = []
+    if is_leader():
+        make_output_folder(out)
+        files = [writable(out / "trace.json"), writable(out / "timeline.png")]
+    with open_session(world, threads=threads, timeout=timeout) as session:
         if op is not None:
-            ops_named([op])
-            spec = spec_of(op, shape, size, dtype_named(dtype))
-            check_split(spec, world)
-            algorithms_named([algorithm])
-            check_algorithm(spec, world, algorithm)
+            what = f"{op} {spec}"
+            recordings = session.run(record_op, spec, algorithm, calls)
         else:
-            _check_script(script or [])
-        files = Files.within(out) if is_leader() else None
-        with open_session(world, threads=threads, timeout=timeout) as session:
-            if op is not None:
-                what = f"{op} {spec}"
-                recordings = session.run(record_op, spec, algorithm, calls)
-            else:
-                assert script  # one of the two is given
-                what = " ".join(script)
-                store = loopback_store()
-                recordings = session.run(record_script, script[0], script[1:], store.port)
-            if files is not None:
-                _report(Profile.of(recordings, what), what, files, console())
+            assert script  # one of the two is given
+            what = " ".join(script)
+            store = loopback_store()
+            recordings = session.run(record_script, script[0], script[1:], store.port)
+        if files:
+            _report(recordings, what, *files)
 
 
 def _check_script(script: list[str]) -> None:
@@ -118,35 +117,38 @@ def _check_script(script: list[str]) -> None:
         raise UsageError(f"no script '{script[0]}'")
 
 
-def _report(recorded: Profile, what: str, files: Files, out: Console) -> None:
-    """Write the files and prints the summary."""
-    files.write(recorded, f"{what}: {recorded.overlapped:.0%} of the data movement overlapped")
-    plan = f", {recorded.plan}" if recorded.plan else ""
-    out.print(f"{what}, {len(recorded.spent)} ranks{plan}", markup=False)
-    out.print(_table(recorded.spent))
-    out.print(_LEGEND)
-    moved = milliseconds(recorded.moved)
-    out.print(f"Overlapped: {recorded.overlapped:.0%} of {moved} ms in which data moves.")
-    if len(recorded.hosts) > 1:
-        out.print(f"Ranks are on {len(recorded.hosts)} hosts, whose clocks are not aligned.")
+def _report(recordings: list[Recording], what: str, trace_file: Path, picture: Path) -> None:
+    """Write the files and print the summary."""
+    trace = merge([json.loads(gzip.decompress(recording.trace)) for recording in recordings])
+    hosts = sorted({recording.host for recording in recordings})  # whose clocks are not aligned
+    trace["otherData"] = {"what": what, "ranks": len(recordings), "hosts": hosts}
+    spent = times(trace, len(recordings))
+    moved = sum(time.moved for time in spent)
+    overlapped = sum(time.overlapped for time in spent) / moved if moved else 0.0
+    with writing(trace_file):
+        trace_file.write_text(json.dumps(trace))
     missing = report.unsupported()
-    picture = f"no picture: {missing}" if missing else files.timeline
-    out.print(f"{files.trace} (ui.perfetto.dev), {picture}", markup=False)
-
-
-def _table(spent: list[RankTime]) -> Table:
-    grid = table(
-        "rank", ("ms", "compute", "copy", "wait", "other", "data\nmoves, ms"), "overlapped"
-    )
-    for rank, one in enumerate(spent):
-        parts = one.compute, one.copy, one.wait
-        whole = one.total or 1.0  # nothing was recorded
-        shares = [f"{part / whole:.1%}" for part in (*parts, one.total - sum(parts))]
-        overlapped = f"{one.overlapped / one.moved:.0%}" if one.moved else "nothing moves"
-        grid.add_row(
-            str(rank), milliseconds(one.total), *shares, milliseconds(one.moved), overlapped
-        )
-    return grid
+    if missing is None:
+        with writing(picture):
+            timeline(trace, picture, f"{what}: {overlapped:.0%} of the data movement overlapped")
+    out = console()
+    plan = f", {recordings[0].plan}" if recordings[0].plan else ""
+    out.print(f"{what}, {len(spent)} ranks{plan}", markup=False)
+    columns = ("ms", "compute", "copy", "wait", "other", "data\nmoves, ms")
+    grid = table("rank", columns, "overlapped")
+    for rank, time in enumerate(spent):
+        parts = time.compute, time.copy, time.wait
+        total = time.total or 1.0  # nothing was recorded
+        shares = [f"{part / total:.1%}" for part in (*parts, time.total - sum(parts))]
+        share = f"{time.overlapped / time.moved:.0%}" if time.moved else "nothing moves"
+        grid.add_row(str(rank), milliseconds(time.total), *shares, milliseconds(time.moved), share)
+    out.print(grid)
+    out.print(_LEGEND)
+    out.print(f"Overlapped: {overlapped:.0%} of {milliseconds(moved)} ms in which data moves.")
+    if len(hosts) > 1:
+        out.print(f"Ranks are on {len(hosts)} hosts, whose clocks are not aligned.")
+    shown = f"no picture: {missing}" if missing else picture
+    out.print(f"{trace_file} (ui.perfetto.dev), {shown}", markup=False)
 
 
 Event = dict[str, Any]
@@ -268,26 +270,20 @@ def times(trace: dict[str, Any], ranks: int) -> list[RankTime]:
         for kind in kinds(event):
             if not (queues and kind == COMPUTE):
                 mine[kind].append(span)
-    return [_times(own) for own in by_rank]
+    return [_rank_time(mine) for mine in by_rank]
 
 
-def _times(spans: dict[str, list[Interval]]) -> RankTime:
-    whole = spans["all"]
-    if not whole:
-        return RankTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    window = union(spans["calls"] or [(min(a for a, _ in whole), max(b for _, b in whole))])
+def _rank_time(spans: dict[str, list[Interval]]) -> RankTime:
+    ends = [end for span in spans["all"] for end in span]
+    window = union(spans["calls"] or ([(min(ends), max(ends))] if ends else []))
     wait = both(union(spans[WAIT]), window)
     compute = both(union(spans[COMPUTE]), window)
     copied = without(union(spans[COPY]), without(wait, compute))
     moved = both(union([*copied, *spans[MOVE]]), window)
     exposed = without(moved, compute)
+    waited = without(without(wait, compute), exposed)
     return RankTime(
-        total=_milliseconds(window),
-        compute=_milliseconds(compute),
-        copy=_milliseconds(exposed),
-        wait=_milliseconds(without(without(wait, compute), exposed)),
-        moved=_milliseconds(moved),
-        overlapped=_milliseconds(both(moved, compute)),
+        *map(_milliseconds, (window, compute, exposed, waited, moved, both(moved, compute)))
     )
 
 
@@ -305,12 +301,12 @@ def lanes(trace: dict[str, Any]) -> dict[Lane, dict[str, list[Interval]]]:
             of_lane = spans.setdefault((event["pid"], event["tid"]), defaultdict(list))
             of_lane[kind].append((event["ts"], event["ts"] + event["dur"]))
     result: dict[Lane, dict[str, list[Interval]]] = {}
+    labelled: set[int] = set()
     for i, (pid, tid) in enumerate(sorted(spans, key=str)):
-        first = sorted(each for each in spans if each[0] == pid)[0] == (pid, tid)
-        label = names.get(pid, "") if first else f"{names.get(pid, '')}, {tid}"
-        result[pid // _PIDS, label or str(i)] = {
-            kind: union(intervals) for kind, intervals in spans[pid, tid].items()
-        }
+        label = f"{names.get(pid, '')}, {tid}" if pid in labelled else names.get(pid, "")
+        labelled.add(pid)
+        of_lane = spans[pid, tid]
+        result[pid // _PIDS, label or str(i)] = {kind: union(of_lane[kind]) for kind in of_lane}
     return result
 
 
@@ -360,63 +356,6 @@ class Recording:
     trace: bytes
     host: str
     plan: str = ""
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The recordings of all ranks, merged.
-
-    Attributes:
-        trace: a Chrome trace on one clock.
-        spent: what each rank spent its time on.
-        hosts: distinct host names; clocks of different hosts are not aligned.
-        plan: of an op, in words.
-    """
-
-    trace: dict[str, Any]
-    spent: list[RankTime]
-    hosts: list[str]
-    plan: str
-
-    @classmethod
-    def of(cls, recordings: Sequence[Recording], what: str) -> Profile:
-        """Merge the recordings of ranks. ``what`` names the op or script in the trace."""
-        trace = merge([json.loads(gzip.decompress(each.trace)) for each in recordings])
-        hosts = sorted({each.host for each in recordings})
-        trace["otherData"] = {"what": what, "ranks": len(recordings), "hosts": hosts}
-        return cls(trace, times(trace, len(recordings)), hosts, recordings[0].plan)
-
-    @property
-    def moved(self) -> float:
-        """Return the milliseconds during which data moved, summed over the ranks."""
-        return sum(each.moved for each in self.spent)
-
-    @property
-    def overlapped(self) -> float:
-        """Return the fraction of `moved` during which the rank also computed."""
-        return sum(each.overlapped for each in self.spent) / self.moved if self.moved else 0.0
-
-
-@dataclass(frozen=True)
-class Files:
-    """Where a profile is written."""
-
-    trace: Path
-    timeline: Path
-
-    @classmethod
-    def within(cls, folder: Path) -> Files:
-        """Create a folder for the files. ``UsageError`` if they cannot be written."""
-        make_output_folder(folder)
-        return cls(writable(folder / "trace.json"), writable(folder / "timeline.png"))
-
-    def write(self, profile: Profile, title: str) -> None:
-        """Write the trace and, with matplotlib, the timeline."""
-        with writing(self.trace):
-            self.trace.write_text(json.dumps(profile.trace))
-        if report.unsupported() is None:
-            with writing(self.timeline):
-                timeline(profile.trace, self.timeline, title)
 
 
 def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:

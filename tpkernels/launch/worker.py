@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -104,17 +104,17 @@ class Worker:
         if kind not in ("more", "stop"):
             self._begin = time.monotonic()
         try:
-            act: Callable[..., Iterator[Message]] = getattr(self, f"_{kind}")
-            yield from act(*fields)
+            yield from getattr(self, f"_{kind}")(*fields)
         except GeneratorExit:
             raise
         except BaseException as error:  # even SystemExit: a method must not end the rank
             self._items = None
-            seconds = self._seconds()
-            yield messages.encode(("error", describe(error), type(error).__name__, seconds))
+            yield self._last("error", describe(error), type(error).__name__)
 
-    def _seconds(self) -> float:
-        return time.monotonic() - self._begin
+    def _last(self, *reply: Any, what: str = "") -> Message:
+        """Return a last reply. ``what`` names its value in errors."""
+        seconds = time.monotonic() - self._begin
+        return messages.encode((*reply, seconds), ["", what, "", ""][: len(reply) + 1])
 
     def _idle(self) -> Iterator[Message]:
         yield from ()
@@ -122,7 +122,7 @@ class Worker:
     def _join(self) -> Iterator[Message]:
         assert self._setup is not None
         join_group(self._rank, self._setup)
-        yield messages.encode(("result", None, self._seconds()))
+        yield self._last("result", None)
 
     def _run(self) -> Iterator[Message]:
         assert self._setup is not None and self._pipe is not None
@@ -136,25 +136,22 @@ class Worker:
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()  # the rank may be killed after a failure elsewhere
-        yield messages.encode(("pickled", self._seconds()))
+        yield self._last("pickled")
         self._pipe.send_bytes(value)  # after the reply: the driver reads the pipe only then
 
-    def _make(
-        self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[Message]:
+    def _make(self, factory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Message]:
         self._object = resolve(factory)(*args, **kwargs)
-        yield messages.encode(("result", methods_of(self._object), self._seconds()))
+        yield self._last("result", methods_of(self._object))
 
     def _call(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int | None
+        self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int | None
     ) -> Iterator[Message]:
         value = getattr(self._object, method)(*args, **kwargs)
-        wanted = value if rank in (None, self._rank) else None
-        reply = ("result", wanted, self._seconds())
-        yield messages.encode(reply, ["", f"the result of {method}", ""])
+        sent = value if rank in (None, self._rank) else None
+        yield self._last("result", sent, what=f"the result of {method}")
 
     def _stream(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, steps: int
+        self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int, steps: int
     ) -> Iterator[Message]:
         items = getattr(self._object, method)(*args, **kwargs)
         if not isinstance(items, Iterator):
@@ -171,19 +168,17 @@ class Worker:
                 item = next(self._items)
             except StopIteration:
                 self._items = None
-                yield messages.encode(("end", self._seconds()))
+                yield self._last("end")
                 return
             if self._wanted:
                 yield messages.encode(("item", item), ["", "an item"])
 
     def _stop(self) -> Iterator[Message]:
         items, self._items = self._items, None
-        if items is None:  # it has ended before
-            return
-        close = getattr(items, "close", None)
-        if close is not None:
-            close()
-        yield messages.encode(("end", self._seconds()))
+        if items is not None:  # it has not ended before
+            if hasattr(items, "close"):
+                items.close()
+            yield self._last("end")
 
 
 def describe(error: BaseException) -> str:
@@ -197,12 +192,12 @@ def describe(error: BaseException) -> str:
 def resolve(factory: str) -> Callable[..., Any]:
     """Return the callable named "module:qualified.name"."""
     module, _, name = factory.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{factory} is a {type(found).__name__}, not a class or function")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise TypeError(f"{factory} is a {type(target).__name__}, not a class or function")
+    return target
 
 
 def name_of(factory: str | Callable[..., Any]) -> str:

@@ -23,11 +23,11 @@ from tpkernels.nn.sharding import (
     Split,
     check_parameter,
 )
-from tpkernels.ops._library import bias_list
 from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
 from tpkernels.ops.column_matmul import column_matmul
 from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
+from tpkernels.ops.registration import bias_list
 from tpkernels.shards import shard_sizes as balanced_sizes
 
 if TYPE_CHECKING:

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_manager import FakeManager
-
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient
 
-from tests.support.serving import LENGTH, NAME, client, service, tokens_of
+from tests.support.serving import LENGTH, NAME, FakeManager, client, service, tokens_of
 
 CHAT = [{"role": "user", "content": "how are you?"}]
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_manager import FakeManager
-
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from tests.support.serving import NAME, app_of, service, tokens_of
+from tests.support.serving import NAME, FakeManager, app_of, service, tokens_of
 from tpkernels.integrations.transformers.serving.app import Service
 
 LONG = "abcdefghij" * 4
