@@ -25,7 +25,7 @@ from tests.support.tiers import sweep
 from tests.support.traced import gather, reduce
 from tpkernels import all_reduce, all_reduce_, matmul_all_reduce
 from tpkernels.compile.graph import is_wrapped
-from tpkernels.compile.in_place import functional, unwrap
+from tpkernels.compile.order import functional, unwrap
 
 _c10d = torch.ops._c10d_functional
 

@@ -16,7 +16,7 @@ from tests.support.ranked import fresh_group
 from tests.support.traced import AG, AR, RS, gather, reduce, rewritten, scatter
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
-from tpkernels.compile import measured
+from tpkernels.compile import graph as compile_graph
 from tpkernels.groups.group import Group
 from tpkernels.planning.table import Measurement, Table
 
@@ -38,8 +38,8 @@ def times(op: str, world: int, **ms: float) -> Table:
 
 def graph_job(op: str, ms: dict[str, float] | None, rows: int, symbolic: bool) -> list[str]:
     """What the pass says of a graph with x of that many rows, given these times for `M` rows."""
-    on_gpus = functools.partial(_why, measured.why_left_to_torch)
-    with fresh_group() as group, mock.patch.object(measured, "why_left_to_torch", on_gpus):
+    on_gpus = functools.partial(_why, compile_graph.why_left_to_torch)
+    with fresh_group() as group, mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
         world, name = group.size(), group.group_name
         if ms is not None:
             groups.get(name).measured.tables["cuda"] = times(op, world, **ms)
@@ -78,8 +78,8 @@ def test_rows_that_are_not_known_yet(ranks: RanksFixture, ms: Any, rewrites: boo
 
 def tuned_job() -> tuple[list[str], bool]:
     """What the pass takes while `autotune` is on, and whether that is part of inductor's key."""
-    on_gpus = functools.partial(_why, measured.why_left_to_torch)
-    with fresh_group() as group, mock.patch.object(measured, "why_left_to_torch", on_gpus):
+    on_gpus = functools.partial(_why, compile_graph.why_left_to_torch)
+    with fresh_group() as group, mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
         world, name = group.size(), group.group_name
         fusion = tpkernels.compile.fuse_collectives(group)
         key = fusion.uuid()
@@ -94,8 +94,8 @@ def test_while_autotune_is_on(ranks: RanksFixture) -> None:
 
 
 def batch_job() -> list[str]:
-    on_gpus = functools.partial(_why, measured.why_left_to_torch)
-    with fresh_group() as group, mock.patch.object(measured, "why_left_to_torch", on_gpus):
+    on_gpus = functools.partial(_why, compile_graph.why_left_to_torch)
+    with fresh_group() as group, mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
         world, name = group.size(), group.group_name
         groups.get(name).measured.tables["cuda"] = times(RS, world, **FAST)
         x, w = torch.ones(2, M // 2, K), torch.ones(K, N)

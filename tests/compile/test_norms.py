@@ -37,7 +37,7 @@ from tests.support.ranked import fresh_group, report
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
-from tpkernels.compile import measured
+from tpkernels.compile import graph as compile_graph
 from tpkernels.planning.table import Measurement, Table
 
 
@@ -124,11 +124,11 @@ def test_a_write_in_place_before_the_norm(ranks: RanksFixture, what: str) -> Non
 
 def measured_job(ms: dict[str, float] | None) -> dict[str, int]:
     """The ops of a block whose tensors are taken for CUDA tensors, given times for its products."""
-    why = measured.why_left_to_torch
+    why = compile_graph.why_left_to_torch
     spec = Spec(MATMUL, (BATCH * TOKENS, WIDTH, 2 * HIDDEN), F32)
     with fresh_group() as group, pytest.MonkeyPatch.context() as patch:
         on_gpus = lambda own, op, _, **more: why(own, op, "cuda", **more)  # noqa: E731
-        patch.setattr(measured, "why_left_to_torch", on_gpus)
+        patch.setattr(compile_graph, "why_left_to_torch", on_gpus)
         name, given = group.group_name, inputs(F32)
         key = spec.problem(group.size(), "cuda").tuning_key
         if ms is not None and key is not None:

@@ -13,7 +13,7 @@ from tests.cuda.test_flags import launches_job
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tpkernels import cuda
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 from tpkernels.symm.device import FLAGS_AT
 
 # Of the trial, in its order.
@@ -44,7 +44,7 @@ def replayed_job(driver: str) -> list[tuple[list[int], ...]]:
     graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
     launches = library.emulated_launches()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "is_captured", lambda _: True)
+        patch.setattr(streams, "is_captured", lambda _: True)
         library.cuStreamBeginCapture_v2(None, 0)
         call()
         library.cuStreamEndCapture(None, ctypes.byref(graph))

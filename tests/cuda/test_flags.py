@@ -17,8 +17,8 @@ from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
-from tpkernels import cuda
-from tpkernels.symm import capture
+from tpkernels import _C, cuda
+from tpkernels.symm import streams
 from tpkernels.symm.device import FLAGS, FLAGS_AT
 
 F32 = torch.float32
@@ -36,7 +36,9 @@ def raised_job(driver: str) -> list[list[int]]:
             look()
             copies.raise_flag(1)
             if gives_up:
-                copies._kernels.end(0, copies._words, [])  # so that the peer goes on
+                copies._kernels.call_end(
+                    0, copies._words, _C.cuda.Results([])
+                )  # so that the peer goes on
                 raise KeyError("given up")
             copies.raise_flag(0)
         look()
@@ -110,7 +112,7 @@ def launches_job(driver: str, way: str) -> tuple[int, int]:
         call = functools.partial(tpkernels.all_gather_matmul, x, ws, group, algorithm="fused")
         call()
         dist.barrier()
-        patch.setattr(capture, "is_captured", lambda _: way == "captured")
+        patch.setattr(streams, "is_captured", lambda _: way == "captured")
         launches, writes = library.emulated_launches(), library.emulated_writes()
         for out in call():
             assert bool((out == 8).all())

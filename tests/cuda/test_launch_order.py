@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tpkernels.algorithms.pipelined import cuda as pipelined
-from tpkernels.symm import side_stream
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm import streams
+from tpkernels.symm.streams import SideStream
 
 
 class Queue:
@@ -98,5 +98,5 @@ def test_the_side_stream_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given: made.append(given))
     SideStream(torch.device("cuda", 0))
     device = torch.device("cuda", 0)
-    assert made == [(device, side_stream._PRIORITY)] * 2 + [(device,)]  # products take the last
-    assert side_stream._PRIORITY < 0  # lower numbers go first
+    assert made == [(device, streams._PRIORITY)] * 2 + [(device,)]  # products take the last
+    assert streams._PRIORITY < 0  # lower numbers go first

@@ -13,7 +13,7 @@ import torch
 import tpkernels
 from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.streams import SideStream
 
 
 class Stream:

@@ -25,8 +25,7 @@ from tests.support.faults import PROMPT, Ending, Report
 from tests.support.ranked import on_hosts
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.algorithms import hierarchical, ring, shards
-from tpkernels.algorithms.unfused import cpu as unfused
+from tpkernels.algorithms import parts
 from tpkernels.op_spec import OPS
 
 WORLD = 4
@@ -52,15 +51,14 @@ def _repeat(call: Callable[[], None]) -> None:
 
 def _disturb_product(then: Callable[[], object]) -> None:
     """Makes ``then()`` run once, within the next local matmul."""
-    whole, left = shards.local_matmul, [then]
+    whole, left = parts.local_matmul, [then]
 
     def local_matmul(*args: Any, **options: Any) -> Any:
         if left:
             left.pop()()
         return whole(*args, **options)
 
-    for module in (shards, ring, unfused, hierarchical):
-        module.local_matmul = local_matmul  # type: ignore[assignment]
+    parts.local_matmul = local_matmul
 
 
 def disturbed_job(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.support import faults
 from tests.support.faults import CASES, MATMUL_CASES, PROMPT, SCALED_CASES, Ending, Report
 from tests.support.tiers import sweep
-from tpkernels.algorithms.unfused import cpu as unfused
+from tpkernels.algorithms import unfused
 from tpkernels.transport import point_to_point as links
 from tpkernels.transport import waits as waiting
 
@@ -56,7 +56,7 @@ def _break_gloo(first: Callable[[], object]) -> None:
         return wrapped
 
     unfused._gather = late(unfused._gather)  # type: ignore[assignment]
-    unfused._scatter = late(unfused._scatter)  # type: ignore[assignment]
+    unfused._exchange = late(unfused._exchange)  # type: ignore[assignment]
 
 
 def _repeat(call: Callable[[], None]) -> None:

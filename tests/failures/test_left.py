@@ -75,7 +75,7 @@ def failed_groups_job(count: int, how: str) -> tuple[Held, Held]:
         raise ArithmeticError("simulated")
 
     if how == "exception" and dist.get_rank() == 1:
-        rendezvous._map = fail  # type: ignore[assignment]
+        rendezvous._Arena._map = fail  # type: ignore[assignment]
 
     def use_one() -> None:
         group = faults.group_of(dist.new_group())

@@ -15,7 +15,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.faults import AT_ONCE, Ending
 from tests.support.ranked import on_hosts
-from tpkernels.algorithms.hierarchical import sums, within
+from tpkernels.algorithms.hierarchical import cpu as hierarchical
 
 # Sums for the first host return from the second, with four ranks, after the last step.
 HOSTS = "001111"
@@ -24,14 +24,14 @@ HOSTS = "001111"
 def returning_job(seconds: float, number: int) -> tuple[Ending, float]:
     """Rank 1 gets its sum late. Meanwhile rank 0, on the same host, has finished and ends, or it
     gets a signal while its own sum is under way."""
-    rank, send, finish = dist.get_rank(), within.Levels.send, sums.Sums._finish
+    rank, send, finish = dist.get_rank(), hierarchical.Shared.send, hierarchical.Sums._finish
 
-    def late(levels: within.Levels, data: torch.Tensor, to: int) -> None:
+    def late(levels: hierarchical.Shared, data: torch.Tensor, to: int) -> None:
         if to == 1:
             time.sleep(seconds)
         send(levels, data, to)
 
-    def disturbed(ours: sums.Sums) -> None:
+    def disturbed(ours: hierarchical.Sums) -> None:
         if number and rank == 0:
             time.sleep(0.2)  # rank 1 waits
             faults.disturb_now(number)
@@ -39,8 +39,8 @@ def returning_job(seconds: float, number: int) -> tuple[Ending, float]:
 
     with on_hosts(HOSTS):
         group = faults.new_group()
-    within.Levels.send = late  # type: ignore[method-assign]
-    sums.Sums._finish = disturbed  # type: ignore[method-assign]
+    hierarchical.Shared.send = late  # type: ignore[method-assign]
+    hierarchical.Sums._finish = disturbed  # type: ignore[method-assign]
 
     def call() -> None:
         result = tpkernels.reduce_scatter(torch.ones(6), group, algorithm="hierarchical")

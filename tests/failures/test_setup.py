@@ -58,7 +58,7 @@ def disturbed_job(
         name = "_commit" if where == "map" else "grow"
         setattr(host.HostWorkspace, name, disturb)
     elif rank == victim and where == "map":
-        rendezvous._map = disturb  # type: ignore[assignment]
+        rendezvous._Arena._map = disturb  # type: ignore[assignment]
     elif rank == victim and step == "init":
         call = disturb
     elif rank == victim:

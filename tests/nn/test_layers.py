@@ -17,7 +17,7 @@ from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, SWEEP, far, shard
 from tests.support.ranked import fresh_group, report
 from tpkernels import nn as tnn
-from tpkernels.nn.split import Split
+from tpkernels.nn.sharding import Split
 
 ROWS, BATCH, WIDTH = 7, 2, 5
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 2

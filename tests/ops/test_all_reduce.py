@@ -20,7 +20,7 @@ from tests.support.tiers import sweep
 
 OPS = ("all_reduce", "all_reduce_")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-ONE_SHOT_BYTES = 16 << 10  # csrc/host/chunks.h: above, every rank sums a part
+ONE_SHOT_BYTES = 16 << 10  # csrc/host/collectives.h: above, every rank sums a part
 
 pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
@@ -70,7 +70,7 @@ def test_nothing_to_reduce(ranks: RanksFixture, world: int, op: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("op", OPS)
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int, op: str) -> None:
-    """Tensors of several chunks (csrc/host/all_reduce.cpp)."""
+    """Tensors of several chunks (csrc/host/collectives.cpp)."""
     case = Case(op=op, shape=(777, 801))
     run_each(
         ranks, world, case, dtypes=(F32,), integers=(True,), workspace_bytes=SMALLEST_WORKSPACE

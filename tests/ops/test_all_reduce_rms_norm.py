@@ -20,7 +20,7 @@ from tests.support.tiers import sweep
 
 OP = "all_reduce_rms_norm"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-ONE_SHOT_BYTES = 16 << 10  # csrc/host/chunks.h: above, every rank sums a part
+ONE_SHOT_BYTES = 16 << 10  # csrc/host/collectives.h: above, every rank sums a part
 
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)

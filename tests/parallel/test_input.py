@@ -119,7 +119,7 @@ def test_refusals_name_the_module(ranks: RanksFixture) -> None:
         f"NotImplementedError: {quantised}",
         "TypeError: model.layers.0.self_attn.k_proj is a torch.nn.modules.container.Sequential",
         "TypeError: model.layers.1.input_layernorm is a LayerNorm",
-        "TypeError: model.embed_tokens is a tpkernels.nn.embedding.VocabParallelEmbedding",
+        "TypeError: model.embed_tokens is a tpkernels.nn.vocabulary.VocabParallelEmbedding",
         "ValueError: plan names 'blocks.*.upp', which is not a module of MLP; did you mean blocks",
         "TypeError: plan['blocks.*.up'] is a str, not a torch.distributed.tensor.parallel.Parall",
         "TypeError: blocks is a ModuleList; ColwiseParallel takes an nn.Linear or an nn.Embedding",

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from tests.support import emulated
 from tests.support.cuda_rehearsal import pretending
-from tpkernels.algorithms import reduction
-from tpkernels.algorithms.unfused import cuda as unfused
+from tpkernels.algorithms import reduction, unfused
 from tpkernels.cuda import image
 from tpkernels.groups.group import Group
 from tpkernels.planning.table import Table

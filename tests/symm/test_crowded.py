@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
-from tpkernels.symm.channels import is_crowded
+from tpkernels.symm.host import is_crowded
 
 WORLD = 2
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.tiers import sweep
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.symm import exchange as exchange_module
-from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
+from tpkernels.symm.exchange import Participant, Presence
 
 WORLD = 3
 PATIENCE = 20.0  # when something other than the deadline ends an exchange
@@ -47,7 +47,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
 
 
 def exchange_on_all(ranks: list[Participant], word: object, purpose: str = "init") -> list[Any]:
-    return together([lambda m=m: exchange(m, purpose, {"word": word}) for m in ranks])
+    return together([lambda m=m: m.exchange(purpose, {"word": word}) for m in ranks])
 
 
 def complete(word: object, world: int = WORLD) -> list[Any]:
@@ -111,7 +111,7 @@ def test_a_rank_may_be_ahead(store: dist.Store) -> None:
         for i in range(rounds):
             if draw.random() < 0.3:
                 time.sleep(draw.random() * 0.02)
-            results.append(exchange(participant, "init", {"word": i}))
+            results.append(participant.exchange("init", {"word": i}))
         return results
 
     want = [[{"word": i}] * WORLD for i in range(rounds)]
@@ -145,7 +145,7 @@ def random_lives(seed: int, attempts: int) -> list[str]:
                         raise ArithmeticError("enough")
 
                 participant = replace(participant, watch=quit_now)
-            return exchange(participant, "init", {"word": i})
+            return participant.exchange("init", {"word": i})
 
         calls = [lambda m=m, take_part=take_part: take_part(m) for m in ranks if m.rank != absent]
         for result in together(calls):
@@ -191,7 +191,7 @@ def test_a_rank_that_leaves_between_exchanges_notifies_all() -> None:
     ranks = members(dist.HashStore(), timeout=PATIENCE)
     assert exchange_on_all(ranks, 1) == complete(1)
     begin = time.monotonic()
-    tell_left(ranks[2], ArithmeticError("no luck"))
+    ranks[2].tell_left(ArithmeticError("no luck"))
     for error in exchange_on_all(ranks[:2], 2, "next"):
         assert isinstance(error, PeerLostError) and error.peer == 2, error
         assert "left with ArithmeticError: no luck" in str(error)

@@ -195,15 +195,15 @@ def impostor_job(what: str) -> Ending:
         user_of, rendezvous.user_of = rendezvous.user_of, lambda _: 4321
         undo = lambda: setattr(rendezvous, "user_of", user_of)  # noqa: E731
     if what == "memory" and group.rank() == 0:
-        create = rendezvous._create
+        create = rendezvous._Arena._create
 
-        def unsealed(region_bytes: int, world: int, parts: Any) -> tuple[int, None]:
+        def unsealed(arena: Any) -> tuple[int, None]:
             memory = _C.host.open_memfd("unsealed")
-            os.ftruncate(memory, region_bytes * world)
+            os.ftruncate(memory, arena.region_bytes * arena.participant.world)
             return memory, None
 
-        rendezvous._create = unsealed
-        undo = lambda: setattr(rendezvous, "_create", create)  # noqa: E731
+        rendezvous._Arena._create = unsealed  # type: ignore[method-assign]
+        undo = lambda: setattr(rendezvous._Arena, "_create", create)  # noqa: E731
     ending = faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
     undo()
     return ending

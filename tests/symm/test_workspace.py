@@ -22,7 +22,7 @@ from tpkernels import groups
 from tpkernels.planning.machine import instructions
 from tpkernels.planning.thresholds import pipeline_min_rows
 from tpkernels.symm import host
-from tpkernels.symm.segments import Segments
+from tpkernels.symm.host import Segments
 
 MIB = 1 << 20
 WORDS = 16 * mmap.PAGESIZE  # what signal words and rounding to pages may add

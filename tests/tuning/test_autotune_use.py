@@ -19,7 +19,7 @@ from tests.support.ranked import apart, fresh_group, report
 from tests.support.tuned import WORLD, call, own, plan_of, watched
 from tpkernels.groups.group import Group
 from tpkernels.planning.table import Table
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 
 
 def saved_job(folder: str, blocked: str) -> tuple[bool, list[str]]:
@@ -81,7 +81,7 @@ def cuda_job(driver: str) -> list[str]:
         x = torch.full((8, 4), float(dist.get_rank() + 1))
         with tpkernels.autotune(group):
             for captured in (True, False):
-                patch.setattr(capture, "is_captured", lambda _, captured=captured: captured)
+                patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
                 got = tpkernels.all_gather(x, group)
                 measured = own(group).measured.tables["cuda"].measurements
                 if bool(measured) == captured or got[:, 0].tolist() != [1.0] * 8 + [2.0] * 8:

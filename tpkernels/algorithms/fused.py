@@ -24,17 +24,15 @@ import torch
 
 from tpkernels import cuda
 from tpkernels._C.host import Phase
+from tpkernels.algorithms.parts import Products, shard_shape
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
-from tpkernels.algorithms.shards import as_rows, shard_shape
+from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
 from tpkernels.local.memory import empty
-from tpkernels.symm.device import Prepared
-from tpkernels.symm.failures import kernel_error
-from tpkernels.symm.side_stream import SideStream
-from tpkernels.symm.watch import Watch
+from tpkernels.symm.cuda import Watch
+from tpkernels.symm.device import Prepared, kernel_error
+from tpkernels.symm.streams import SideStream
 
 if TYPE_CHECKING:  # this imports Triton
     from tpkernels.kernels.configs import MatmulConfig
@@ -90,19 +88,11 @@ def _place(x: torch.Tensor) -> Hashable:
 
 
 @gathers_in_rank_order
-def all_gather_matmul(
-    call: Call,
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    outs: list[torch.Tensor],
-    gathered: torch.Tensor | None,
-) -> None:
-    problem = call.problem
-    sizes = problem.shard_rows
-    whole = as_rows(empty(problem.shape, x.dtype, x.device) if gathered is None else gathered)
-    rows, outs = as_rows(x.contiguous()), [as_rows(out) for out in outs]
-    biases = [None if bias is None else bias.contiguous() for bias in biases]
+def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+    sizes, whole = call.problem.shard_rows, products.memory(call, x).flatten(0, -2)
+    rows, outs = x.contiguous().flatten(0, -2), [out.flatten(0, -2) for out in products.outs]
+    weights = list(products.weights)
+    biases = [None if bias is None else bias.contiguous() for bias in products.biases]
     if max(sizes) * rows.shape[1] * x.element_size() >= COPY_ENGINE_BYTES and _copies(call, x):
         _gather_by_copies(call, _config(call, x), rows, weights, biases, outs, whole, sizes)
         return
@@ -195,7 +185,7 @@ def bring_rows(
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
-    problem, rows = call.problem, as_rows(x)
+    problem, rows = call.problem, x.flatten(0, -2)
     out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
 
     def prepare() -> Prepared:
@@ -204,14 +194,14 @@ def matmul_reduce_scatter(
         return kernel.prepare(_config(call, x), rows, w, problem.shard_rows, problem.dtype)
 
     added = reduction.bias, reduction.residual
-    _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, as_rows(out))
+    _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, out.flatten(0, -2))
     return out
 
 
 def matmul_all_reduce(
     call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
 ) -> torch.Tensor:
-    problem, rows = call.problem, as_rows(x)
+    problem, rows = call.problem, x.flatten(0, -2)
     out = empty(problem.shape, reduction.out_dtype, x.device)
 
     def prepare() -> Prepared:
@@ -221,7 +211,7 @@ def matmul_all_reduce(
         return kernel.prepare(config, rows, w, out.dtype, problem.world, problem.dtype)
 
     added = reduction.bias, reduction.residual
-    _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, as_rows(out))
+    _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, out.flatten(0, -2))
     return out
 
 

@@ -1,16 +1,26 @@
-"""The sum of the ranks' partials with its epilogue."""
+"""The sum of the ranks' partials, its epilogue, and the normalisation of its rows.
+
+`direct` normalises within its collective. The other algorithms do it behind theirs, by the same
+code of the extension: the same bits. Where the numerics leave sums on GPUs to the vendor, torch
+normalises behind them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
+from torch.nn import functional
 
 from tpkernels import _C, cuda, dtypes
+from tpkernels.call import Call
 from tpkernels.integers import ceil_div
 from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, recorded
+from tpkernels.planning.problem import VENDOR
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,22 @@ class Reduction:
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> Reduction:
+        """Return the epilogue of a checked call. The kernels of GPUs read a bias of any dtype."""
+        if bias is not None:
+            wide = bias if x.is_cuda else bias.to(dtypes.accumulator(x.dtype))
+            bias = wide.contiguous()
+        if residual is not None:
+            residual = residual.contiguous()
+        return cls(out_dtype or x.dtype, bias, residual)
+
     def keeps(self, total: torch.dtype) -> bool:
         """Return whether a sum in this dtype is the result already."""
         return self.bias is None and self.residual is None and self.out_dtype == total
@@ -40,6 +66,21 @@ class Reduction:
             residual.data_ptr() if residual is not None else 0,
             dtypes.CODES[residual.dtype] if residual is not None else 0,
         )
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """``y = x / sqrt(mean(x^2) + eps) * weight`` of each row, in fp32, rounded once.
+
+    ``weight`` is [N] and contiguous, in the rows' dtype or the accumulator's.
+    """
+
+    weight: torch.Tensor
+    eps: float
+
+
+# The results of an op with a norm: the rows normalised, and the rows.
+Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -63,9 +104,8 @@ def reduce_into(
         run(out, partials, reduction, begin)
         return
     if begin and reduction.residual is not None:
-        rest = reduction.residual.view(-1)[begin:]
-        reduction = Reduction(reduction.out_dtype, reduction.bias, rest)
-    addresses = [partial.data_ptr() for partial in partials]
+        reduction = replace(reduction, residual=reduction.residual.view(-1)[begin:])
+    addresses = list(map(torch.Tensor.data_ptr, partials))
     wire = dtypes.CODES[partials[0].dtype]
     with recorded(COPY):
         _C.host.sum_partials(
@@ -73,15 +113,71 @@ def reduce_into(
         )
 
 
+def normalised(call: Call, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    """Return rows [..., N], contiguous, normalised."""
+    weight, eps = norm.weight, norm.eps
+    columns = weight.numel()
+    if rows.device.type != "cpu" and not (
+        call.plan.numerics != VENDOR
+        and cuda.normalises(rows.dtype, columns)
+        and cuda.available(rows.device)
+    ):
+        wide = rows.to(weight.dtype)  # torch takes operands of one dtype
+        return functional.rms_norm(wide, list(weight.shape), weight, eps).to(rows.dtype)
+    out = empty(rows.shape, rows.dtype, rows.device)
+    if rows.device.type != "cpu":
+        cuda.rms_norm(rows, out, weight, eps)
+        return out
+    with recorded(COPY):
+        _C.host.normalise_rows(
+            out.data_ptr(),
+            rows.data_ptr(),
+            dtypes.CODES[rows.dtype],
+            rows.numel() // columns,
+            weight.data_ptr(),
+            dtypes.CODES[weight.dtype],
+            columns,
+            eps,
+        )
+    return out
+
+
+def behind_all_reduce(all_reduce: Callable[..., None]) -> Callable[..., Rows]:
+    """``all_reduce_rms_norm`` by an algorithm's ``all_reduce``."""
+
+    def all_reduce_rms_norm(
+        call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm
+    ) -> Rows:
+        total = empty(x.shape, reduction.out_dtype, x.device)
+        all_reduce(call, x, total, reduction)
+        return normalised(call, total, norm), total
+
+    all_reduce_rms_norm.__module__ = all_reduce.__module__
+    return all_reduce_rms_norm
+
+
+def behind_matmul_all_reduce(matmul_all_reduce: Callable[..., Any]) -> Callable[..., Rows]:
+    """``matmul_all_reduce_rms_norm`` by an algorithm's ``matmul_all_reduce``."""
+
+    def matmul_all_reduce_rms_norm(
+        call: Call, x: torch.Tensor, w: Weight, reduction: Reduction, norm: RmsNorm
+    ) -> Rows:
+        total = matmul_all_reduce(call, x, w, reduction)
+        return normalised(call, total, norm), total
+
+    matmul_all_reduce_rms_norm.__module__ = matmul_all_reduce.__module__
+    return matmul_all_reduce_rms_norm
+
+
 def _on_gpu(x: torch.Tensor) -> bool:
     return x.device.type != "cpu"
 
 
 def _has_kernel(out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction) -> bool:
-    given = (out, *partials, reduction.bias, reduction.residual)
+    operands = (out, *partials, reduction.bias, reduction.residual)
     return (
         len(partials) <= _C.cuda.MAX_WORLD
-        and all(each is None or each.dtype in cuda.DTYPES for each in given)
+        and all(x is None or x.dtype in cuda.DTYPES for x in operands)
         and cuda.available(out.device)
     )
 
@@ -99,37 +195,17 @@ def _reduce_by_kernel(
 def _reduce_by_torch(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int
 ) -> None:
-    """One launch for each term, the last of which rounds; the first may have to be widened."""
-    terms = [partial.view(-1) for partial in partials]
-    total = terms[0].to(dtypes.accumulator(terms[0].dtype))
-    own = total is not terms[0]  # may be overwritten
-    if reduction.bias is not None:
-        terms.append(_fitted(reduction.bias, begin, out.numel()))
-    if reduction.residual is not None:
-        terms.append(reduction.residual.view(-1).narrow(0, begin, out.numel()))
-    if len(terms) == 1:
-        out.view(-1).copy_(total)
-        return
-    for term in terms[1:-1]:
-        total = _add(total, term, total if own else torch.empty_like(total))
-        own = True
-    _add(total, terms[-1], out.view(-1))
-
-
-def _add(total: torch.Tensor, term: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out = total + term``, flat; a term of two dims is one row, added to all of its width."""
-    if term.dim() == 1:
-        return torch.add(total, term, out=out)
-    columns = term.shape[1]
-    torch.add(total.view(-1, columns), term, out=out.view(-1, columns))
-    return out
-
-
-def _fitted(bias: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """Return the bias for ``count`` elements from ``begin`` on: one row where these are whole
-    rows."""
-    columns = bias.numel()
-    first = begin % columns
-    if not first and not count % columns:
-        return bias.view(1, columns)
-    return bias.repeat(ceil_div(first + count, columns))[first : first + count]
+    """Add in a wide copy, one launch for each term, and round at the end."""
+    bias, residual, count = reduction.bias, reduction.residual, out.numel()
+    total = partials[0].view(-1).to(dtypes.accumulator(partials[0].dtype), copy=True)
+    for partial in partials[1:]:
+        total += partial.view(-1)
+    if bias is not None:
+        first, columns = begin % bias.numel(), bias.numel()
+        if first or count % columns:
+            total += bias.repeat(ceil_div(first + count, columns))[first : first + count]
+        else:  # whole rows
+            total.view(-1, columns).add_(bias)
+    if residual is not None:
+        total += residual.view(-1).narrow(0, begin, count)
+    out.view(-1).copy_(total)

@@ -8,10 +8,11 @@ matmuls, such as those from DTensor's tensor parallelism, and replaces them by f
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tpkernels import groups
-from tpkernels.compile.report import LeftAlone, Report, Rewritten, Site
 from tpkernels.groups import GroupLike
 
 if TYPE_CHECKING:
@@ -20,9 +21,77 @@ if TYPE_CHECKING:
 __all__ = ["LeftAlone", "Report", "Rewritten", "Site", "fuse_collectives"]
 
 
+@dataclass(frozen=True)
+class Site:
+    """Where a functional collective was found."""
+
+    graph: str  #: number and kind of the graph
+    collective: str  #: the node's name in the graph
+    group: str  #: name of the process group
+    module: str  #: where the node was traced; "" if the compiler has not kept that
+
+    def __str__(self) -> str:
+        return f"group '{self.group}'" + (f", {self.module}" if self.module else "")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A collective that is now part of an op."""
+
+    site: Site
+    op: str  #: name in ``torch.ops.tpkernels``
+    matmuls: int  #: how many were fused with the collective
+    detail: str  #: shapes and options, in words
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.detail} ({self.site})"
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A collective that was not rewritten, and why."""
+
+    site: Site
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.site.collective} left alone: {self.reason} ({self.site})"
+
+
+@dataclass
+class Report:
+    """What the pass did with the graphs that it saw, in their order.
+
+    A graph from inductor's cache is not compiled again and does not appear here. To see all graphs,
+    set ``torch._inductor.config.force_disable_caches = True``.
+    """
+
+    graphs: list[str] = field(default_factory=list)
+    rewritten: list[Rewritten] = field(default_factory=list)
+    left_alone: list[LeftAlone] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return how many collectives became part of each op, by the op's name."""
+        return dict(Counter(site.op for site in self.rewritten))
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return (
+                "no graph was compiled: nothing has run yet, or all came from inductor's cache "
+                "(torch._inductor.config.force_disable_caches = True compiles them again)"
+            )
+        lines = [f"{len(self.rewritten)} rewritten, {len(self.left_alone)} left alone"]
+        entries: list[Rewritten | LeftAlone] = [*self.rewritten, *self.left_alone]
+        for graph in self.graphs:
+            here = [f"  {entry}" for entry in entries if entry.site.graph == graph]
+            lines += [graph, *(here or ["  no collectives"])]
+        return "\n".join(lines)
+
+
 def fuse_collectives(*only: GroupLike, norms: bool | None = None) -> CollectiveFusion:
-    """A compiler pass that fuses all-gather -> matmul, matmul -> reduce-scatter and matmul ->
-    all-reduce into one op each.
+    """Return a compiler pass that fuses all-gather -> matmul, matmul -> reduce-scatter and matmul
+    -> all-reduce into one op each.
 
     To compile one model with the pass, use ``torch.compile(model, options=fusion.options)``. To
     compile everything with it, also with ``mode=``, use ``with fusion as report:``; the block must
@@ -40,11 +109,8 @@ def fuse_collectives(*only: GroupLike, norms: bool | None = None) -> CollectiveF
       ranks.
     - With ``norms``, an all-reduce, with or without a matmul, a residual that is added to it and
       the RMS norm of the sum's rows become `matmul_all_reduce_rms_norm` or `all_reduce_rms_norm`,
-      also where the model calls `matmul_all_reduce` or `all_reduce` itself. The norm is torch's, or
-      written as transformers' ``LlamaRMSNorm``. Nothing else may read the sum without the
-      residual, or what the norm computes on its way, as a backward does. Sum and rows are rounded
-      once each, as the ops do. All ranks must read the sum and the norm alike: where only one of
-      them uses the norm, the ranks would make different ops of it, a ``CollectiveMismatchError``.
+      also where the model calls `matmul_all_reduce` or `all_reduce` itself. All ranks must read the
+      sum and the norm alike (``docs/compile.md`` says which norms, and how they are rounded).
     - Views, transpositions and chunks in between are supported, with static and symbolic sizes.
     - Each rank rewrites its own graph, and all make the same decisions, even if some ranks have
       smaller or empty shards of a weight.
@@ -72,7 +138,7 @@ def fuse_collectives(*only: GroupLike, norms: bool | None = None) -> CollectiveF
         TypeError: an argument is not a group.
     """
     from tpkernels.compile.fusion import CollectiveFusion
-    from tpkernels.tuning.measured import read_times
+    from tpkernels.tuning.replacement import read_times
 
     names = [groups.name_of(group) for group in only]
     for name in names:

@@ -13,26 +13,22 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.pattern_matcher import is_mutation_op, stable_topological_sort
 from torch.distributed import distributed_c10d
 
 from tpkernels import dtypes, groups
-from tpkernels.compile import gathers, norms, reductions
+from tpkernels.compile import LeftAlone, Report, Rewritten, Site, gathers, norms, reductions
 from tpkernels.compile.graph import (
     Change,
     Collective,
     Unsupported,
-    Writes,
     is_wrapped,
     op_of,
     read_sizes_of_inputs,
 )
-from tpkernels.compile.in_place import functional
-from tpkernels.compile.layout import same
+from tpkernels.compile.layout import same, shape_of, value
 from tpkernels.compile.matmuls import FP8
-from tpkernels.compile.moves import shape_of, value
-from tpkernels.compile.order import keep_order
-from tpkernels.compile.report import LeftAlone, Report, Rewritten, Site
+from tpkernels.compile.order import functional, tie_ops
 
 _c10d = torch.ops._c10d_functional
 
@@ -45,8 +41,8 @@ _ALIKE = {"shape_padding": False}
 
 _FUSE: dict[Any, Callable[[Collective], Change]] = {
     _c10d.all_gather_into_tensor.default: gathers.fuse,
-    _c10d.reduce_scatter_tensor.default: reductions.fuse_scatter,
-    _c10d.all_reduce.default: reductions.fuse_all_reduce,
+    _c10d.reduce_scatter_tensor.default: reductions.fuse,
+    _c10d.all_reduce.default: reductions.fuse,
 }
 _COALESCED = {
     _c10d.all_gather_into_tensor_coalesced.default,
@@ -88,10 +84,13 @@ class CollectiveFusion(CustomGraphPass):
         self._entered.pop().__exit__(kind, error, trace)
 
     def uuid(self) -> bytes:
-        """The pass's part of inductor's cache key: the code of the pass and of the ops, whose
-        schemas may change between versions; its groups; the sizes of all groups, by which means
-        are divided and which the graph of an all-reduce does not show; and the measured times by
-        which collectives of CUDA tensors are rewritten, or that they are being measured."""
+        """Return the pass's part of inductor's cache key.
+
+        It covers the code of the pass and of the ops, whose schemas may change between versions;
+        the pass's groups; the sizes of all groups, by which means are divided and which the graph
+        of an all-reduce does not show; and the measured times by which collectives of CUDA tensors
+        are rewritten, or that they are being measured.
+        """
         package = Path(__file__).parents[1]
         folders = package / "compile", package / "ops"
         files = tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
@@ -106,25 +105,40 @@ class CollectiveFusion(CustomGraphPass):
         name = f"graph {len(self.report.graphs)}, {'backward' if backward else 'forward'}"
         self.report.graphs.append(name)
         read_sizes_of_inputs(graph)
-        changed, writes = False, Writes.of(graph)
-        sites: dict[fx.Node, Site] = {}  # of the nodes that the pass has put there
-        for node in sorted(graph.nodes, key=_comes_later):
-            if node._erased:  # part of another's op
-                continue
-            kind = _kind(node)
-            if kind in _FUSE or kind in _COALESCED:
-                changed |= self._visit(node, name, writes, sites)
+        sites: dict[fx.Node, Site] = {}  # of the nodes that the pass puts there
+        changed = self._fuse_matmuls(graph, name, sites)
         if changed:
             stable_topological_sort(graph)
         if self._norms is not False and self._fuse_norms(graph, name, sites):
             changed = True
             stable_topological_sort(graph)
-        if keep_order(graph) or changed:
+        if tie_ops(graph) or changed:
             graph.lint()
 
+    def _fuse_matmuls(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
+        """Rewrite collectives, or report why not. Return whether any was rewritten."""
+        changed, writes = False, list(filter(is_mutation_op, graph.nodes))
+        for node in sorted(graph.nodes, key=_comes_later):
+            kind = None if node._erased else _kind(node)  # erased: part of another's op
+            if kind not in _FUSE and kind not in _COALESCED:
+                continue
+            group: Any = node.kwargs["group_name"] if is_wrapped(node) else node.args[-1]
+            site = Site(name, node.name, str(group), _module_of(node))
+            try:
+                world = self._eligible(node, group)
+                change = _FUSE[kind](Collective(node, group, world, writes))
+            except Unsupported as reason:
+                self.report.left_alone.append(LeftAlone(site, str(reason)))
+            else:
+                changed = True
+                self._rewrote(site, change)
+                if change.node is not None:
+                    sites[change.node] = site
+        return changed
+
     def _fuse_norms(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
-        """Make norms part of the all-reduces in front of them. Returns whether there are any."""
-        writes, report, changed = Writes.of(graph), self.report, False
+        """Make norms part of the all-reduces in front of them. Return whether there are any."""
+        changed, writes, report = False, list(filter(is_mutation_op, graph.nodes)), self.report
         for node in list(graph.nodes):
             if not norms.is_reduction(node) or not self._takes_norms(node):
                 continue
@@ -134,33 +148,20 @@ class CollectiveFusion(CustomGraphPass):
                 change = norms.fuse(Collective(node, group, self._eligible(node, group), writes))
             except Unsupported:  # the collective alone is reported
                 continue
-            if change is None:
-                continue
-            changed = True
-            report.rewritten = [each for each in report.rewritten if each.site != site]
-            report.left_alone = [each for each in report.left_alone if each.site != site]
-            report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
+            if change is not None:
+                changed = True
+                report.rewritten = [entry for entry in report.rewritten if entry.site != site]
+                report.left_alone = [entry for entry in report.left_alone if entry.site != site]
+                self._rewrote(site, change)
         return changed
+
+    def _rewrote(self, site: Site, change: Change) -> None:
+        self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
 
     def _takes_norms(self, node: fx.Node) -> bool:
         result = value(node)
         on_gpu = isinstance(result, torch.Tensor) and result.device.type == "cuda"
         return self._norms is True or on_gpu
-
-    def _visit(self, node: fx.Node, graph: str, writes: Writes, sites: dict[fx.Node, Site]) -> bool:
-        """Rewrite a collective, or reports why not. Returns whether it did."""
-        group: Any = node.kwargs["group_name"] if is_wrapped(node) else node.args[-1]
-        site = Site(graph, node.name, str(group), _module_of(node))
-        try:
-            world = self._eligible(node, group)
-            change = _FUSE[_kind(node)](Collective(node, group, world, writes))
-        except Unsupported as reason:
-            self.report.left_alone.append(LeftAlone(site, str(reason)))
-            return False
-        self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
-        if change.node is not None:
-            sites[change.node] = site
-        return True
 
     def _eligible(self, node: fx.Node, group: Any) -> int:
         """Check what holds for all kinds of collectives; return the number of ranks.
@@ -207,12 +208,12 @@ def _moves_bytes(node: fx.Node) -> bool:
 
 
 def _comes_later(node: fx.Node) -> bool:
-    """A gather of fp8 numbers comes before others, which it may take up: that of their scales."""
+    """Sort gathers of fp8 numbers before others, of which each may take up that of its scales."""
     return node.target is not _c10d.all_gather_into_tensor.default or not _moves_bytes(node)
 
 
 def _kind(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The op that a node calls, or its functional form."""
+    """Return the op that a node calls, or its functional form."""
     op = op_of(node)
     return None if op is None else functional(op)
 

@@ -1,4 +1,5 @@
-"""Editing an fx graph: new nodes with their fake values, also with symbolic sizes."""
+"""A functional collective of a graph, and editing the graph: new nodes with their fake values, also
+with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -14,21 +15,22 @@ import sympy
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._inductor.pattern_matcher import is_mutation_op
 from torch._prims_common import is_contiguous_or_false
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-from tpkernels.compile.layout import Axis, Size, same_shape
-from tpkernels.compile.moves import shape_of, value
+from tpkernels import groups
+from tpkernels.compile.layout import Axis, Size, same, same_shape, shape_of, value
+from tpkernels.op_spec import NO_OPTIONS, Options
+from tpkernels.tuning.replacement import why_left_to_torch
 
 aten = torch.ops.aten
 
-_OPERATIONS = (
-    (sympy.Add, operator.add),
-    (sympy.Mul, operator.mul),
-    (FloorDiv, operator.floordiv),
-)
+_OPERATIONS = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    FloorDiv: operator.floordiv,
+}
 _WRAPPERS = {
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,
@@ -41,48 +43,52 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
-class Writes:
-    """The ops of a graph that write in place."""
-
-    ops: list[fx.Node]
-    before: dict[fx.Node, int]  #: for each node, how many of the ops come before it
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> Writes:
-        ops: list[fx.Node] = []
-        before = {}
-        for node in graph.nodes:
-            before[node] = len(ops)
-            if is_mutation_op(node):
-                ops.append(node)
-        return cls(ops, before)
-
-    def among(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """The ops between the first and the last of the nodes."""
-        places = [self.before[node] for node in nodes]
-        return self.ops[min(places) : max(places)]
-
-
-@dataclass(frozen=True)
 class Collective:
-    """A functional collective of a graph, and its group."""
+    """A functional collective of a graph, its group, and the graph's ops that write in place."""
 
     node: fx.Node
     group: str
     world: int
-    writes: Writes
+    writes: Sequence[fx.Node]
 
-    def check_fusible(self, matmuls: Iterable[fx.Node]) -> None:
-        """Check that the collective and the matmuls can become one op, which reads all their
-        inputs at one place in the graph.
+    def check_fusible(self, others: Iterable[fx.Node]) -> None:
+        """Check that the collective and others can become one op, which reads all their inputs at
+        one place in the graph.
 
         Raises:
             Unsupported: an op writes in place between them.
         """
-        between = self.writes.among([self.node, *matmuls])
+        nodes = [self.node, *others]
+        between = [write for write in self.writes if min(nodes) < write < max(nodes)]
         if between:
             names = ", ".join(dict.fromkeys(map(describe, between)))
             raise Unsupported(f"{names} writes in place between it and the matmuls")
+
+    def check_worthwhile(
+        self, op: str, rows: Size | None, width: Size, options: Options = NO_OPTIONS
+    ) -> None:
+        """Check that an op is to replace the collective: on CUDA tensors by measured times.
+
+        Args:
+            rows: of the tensor that travels, on all ranks; None: it is not split along its rows.
+            width: its last dim.
+            options: of the op's `Problem`.
+
+        Raises:
+            Unsupported: torch's calls are to stay.
+        """
+        tensor = value(self.node)
+        reason = why_left_to_torch(
+            groups.get(self.group),
+            op,
+            tensor.device.type,
+            rows=rows if isinstance(rows, int) else None,
+            width=width if rows is not None and isinstance(width, int) else None,
+            dtype=tensor.dtype,
+            options=options,
+        )
+        if reason is not None:
+            raise Unsupported(reason)
 
 
 @dataclass(frozen=True)
@@ -130,25 +136,35 @@ class Editor:
             node.meta = {**self._meta, "val": target(*fake_args, **fake_kwargs)}
         return node
 
-    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
-        """``node`` in ``shape``; ``node`` itself if it has that shape."""
+    def op(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call one of our ops."""
+        return self.call(getattr(torch.ops.tpkernels, name).default, *args, **kwargs)
+
+    def item(self, node: fx.Node, index: int) -> Any:
+        """Take one of the results of ``node``."""
+        return self.call(operator.getitem, node, index)
+
+    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> Any:
+        """Reshape ``node``, unless it has that shape. The first symbolic size becomes -1, others
+        are computed."""
         if same_shape(shape_of(node), shape):
             return node
-        result: fx.Node = self.call(aten.reshape.default, node, self._arguments(shape))
-        return result
+        symbolic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
+        sizes = [-1 if i in symbolic[:1] else self.size(s) for i, s in enumerate(shape)]
+        return self.call(aten.reshape.default, node, sizes)
 
     def arrange(
         self, node: fx.Node, source: Sequence[Axis], target: Sequence[Axis], shape: Sequence[Size]
-    ) -> fx.Node:
-        """Reorders the elements of ``node`` from the axes ``source`` to the axes ``target``, and
-        reshapes the result to ``shape``."""
+    ) -> Any:
+        """Reorder the elements of ``node`` from the axes ``source`` to the axes ``target``, and
+        reshape the result to ``shape``."""
         if list(source) != list(target):
             node = self.reshape(node, [axis.size for axis in source])
             node = self.call(aten.permute.default, node, [source.index(axis) for axis in target])
         return self.reshape(node, shape)
 
-    def laid_out_like(self, old: fx.Node, new: fx.Node) -> fx.Node:
-        """``new`` with the strides of ``old``, on which views of ``old`` may rely."""
+    def laid_out_like(self, old: fx.Node, new: fx.Node) -> Any:
+        """Give ``new`` the strides of ``old``, on which views of ``old`` may rely."""
         actual, expected = value(new), value(old)
         contiguous = is_contiguous_or_false(expected)
         if same_shape(actual.stride(), expected.stride()) or (
@@ -156,27 +172,27 @@ class Editor:
         ):
             return new
         if contiguous:
-            layout = torch.contiguous_format
-            copied: fx.Node = self.call(aten.clone.default, new, memory_format=layout)
-            return copied
-        size = [self.size(length) for length in expected.shape]
-        stride = [self.size(step) for step in expected.stride()]
-        laid_out = self.call(aten.new_empty_strided.default, new, size, stride)
-        result: fx.Node = self.call(aten.copy.default, laid_out, new)
-        return result
+            return self.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+        size, stride = ([*map(self.size, sizes)] for sizes in (expected.shape, expected.stride()))
+        return self.call(
+            aten.copy.default, self.call(aten.new_empty_strided.default, new, size, stride), new
+        )
 
-    def item(self, node: fx.Node, index: int) -> fx.Node:
-        """One of the results of ``node``."""
-        result: fx.Node = self.call(operator.getitem, node, index)
-        return result
+    def as_dtype(self, node: fx.Node, dtype: torch.dtype) -> Any:
+        """View ``node`` as another dtype of the same size: fp8 numbers may travel as bytes."""
+        return node if value(node).dtype == dtype else self.call(aten.view.dtype, node, dtype)
 
-    def _arguments(self, shape: Sequence[Size]) -> list[int | fx.Node]:
-        """A shape as a view's argument: the first symbolic size is -1, others are computed."""
-        symbolic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
-        return [-1 if i in symbolic[:1] else self.size(s) for i, s in enumerate(shape)]
+    def padded(self, node: fx.Node, dim: int) -> Any:
+        """Add a row or a column, along ``dim``, to a matrix that has none."""
+        if not same(shape_of(node)[dim], 0):
+            return node
+        dtype = value(node).dtype
+        plain = node if dtype.itemsize > 1 else self.as_dtype(node, torch.uint8)
+        pad = [0, 1] if dim else [0, 0, 0, 1]
+        return self.as_dtype(self.call(aten.constant_pad_nd.default, plain, pad), dtype)
 
     def size(self, size: Size) -> int | fx.Node:
-        """A size as a node's argument; a symbolic one is computed from sizes of the inputs.
+        """Return a size as a node's argument; compute a symbolic one from sizes of the inputs.
 
         Raises:
             Unsupported: the size cannot be computed from them.
@@ -195,7 +211,7 @@ class Editor:
                 if isinstance(size, torch.SymInt) and size.node.expr == expression:
                     read: fx.Node = self.call(aten.sym_size.int, node, dim)
                     return read
-        for kind, operation in _OPERATIONS:
+        for kind, operation in _OPERATIONS.items():
             if isinstance(expression, kind):
                 parts = [self._computed(part) for part in expression.args]
                 return functools.reduce(functools.partial(self.call, operation), parts)
@@ -205,14 +221,13 @@ class Editor:
 
 
 def descendants(node: fx.Node) -> set[fx.Node]:
-    """All nodes that are computed from ``node``."""
+    """Return all nodes that are computed from ``node``."""
     users: set[fx.Node] = set()
     pending = [node]
     while pending:
-        for user in pending.pop().users:
-            if user not in users:
-                users.add(user)
-                pending.append(user)
+        new = pending.pop().users.keys() - users
+        users |= new
+        pending += new
     return users
 
 
@@ -225,23 +240,19 @@ def read_sizes_of_inputs(graph: fx.Graph) -> None:
             continue
         try:
             with Editor(node) as editor:
-                size = editor.size(value(node))
+                size: Any = editor.size(value(node))
         except Unsupported:
             continue
         for user in list(node.users):
-            _substitute(user, node, size)
+            replace = functools.partial(
+                lambda new, old, arg: new if arg is old else arg, size, node
+            )
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), replace)
         erase_unread([node])
 
 
-def _substitute(user: fx.Node, old: fx.Node, new: int | fx.Node) -> None:
-    def swap(node: fx.Node) -> Any:
-        return new if node is old else node
-
-    user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), swap)
-
-
 def erase_unread(nodes: Iterable[fx.Node]) -> None:
-    """Erases those of the nodes that no node reads any more."""
+    """Erase those of the nodes that no node reads any more."""
     remaining = dict.fromkeys(nodes)
     while unread := [node for node in remaining if not node.users]:
         for node in unread:
@@ -250,12 +261,12 @@ def erase_unread(nodes: Iterable[fx.Node]) -> None:
 
 
 def is_wrapped(node: fx.Node) -> bool:
-    """Return whether a node wraps an op that writes into an argument (see in_place.py)."""
+    """Return whether a node wraps an op that writes into an argument (see order.py)."""
     return node.target in _WRAPPERS
 
 
 def op_of(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The op that a node calls, wrapped or not; None if it calls something else."""
+    """Return the op that a node calls, wrapped or not; None if it calls something else."""
     target = node.args[0] if is_wrapped(node) else node.target
     return target if isinstance(target, torch._ops.OpOverload) else None
 

@@ -1,19 +1,18 @@
-"""The matmuls of a graph."""
+"""The matmuls of a graph, and the arguments with which the ops on scaled operands make them."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpkernels.compile.layout import same, same_shape
-from tpkernels.compile.moves import shape_of, value
+from tpkernels.compile.graph import Editor
+from tpkernels.compile.layout import Size, same, same_shape, shape_of, value
 
 aten = torch.ops.aten
-
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,9 +45,7 @@ class Matmul:
         """Return the matmul that a node computes; None if it is not one, or none that the ops
         support."""
         args: Any = node.args
-        if node.target is aten.mm.default:
-            return cls(node, args[0], args[1])
-        if node.target is aten.mul.Tensor and _is_outer(*args):
+        if node.target is aten.mm.default or (node.target is aten.mul.Tensor and _is_outer(*args)):
             return cls(node, args[0], args[1])
         if node.target is aten._scaled_mm.default:
             return cls._of_scaled(node)
@@ -61,24 +58,32 @@ class Matmul:
 
     @classmethod
     def _of_scaled(cls, node: fx.Node) -> Matmul | None:
-        args: Any = node.args[:4]
-        left, right, *scales = args
-        if not all(isinstance(arg, fx.Node) for arg in args):
+        args: Any = node.args
+        if not all(isinstance(arg, fx.Node) for arg in args[:4]):
             return None
-        given: Any = {**_OPTIONS, **dict(zip(_OPTIONS, node.args[4:], strict=False)), **node.kwargs}
-        (m, _), (_, n) = shape_of(left), shape_of(right)
-        fits = all(value(factor).dtype in FP8 for factor in (left, right))
-        fits = fits and all(value(scale).dtype == torch.float32 for scale in scales)
-        fits = fits and all(
-            is_tensor_wise(scale) or same_shape(shape_of(scale), shape)
-            for scale, shape in zip(scales, ((m, 1), (1, n)), strict=True)
+        left, right, *scales = args[:4]
+        options: Any = {**_OPTIONS, **dict(zip(_OPTIONS, args[4:], strict=False)), **node.kwargs}
+        shapes = (shape_of(left)[0], 1), (1, shape_of(right)[1])
+        dtype, bias = value(node).dtype, options["bias"]
+        fits = (
+            all(value(factor).dtype in FP8 for factor in (left, right))
+            and all(
+                value(scale).dtype == torch.float32
+                and (is_tensor_wise(scale) or same_shape(shape_of(scale), shape))
+                for scale, shape in zip(scales, shapes, strict=True)
+            )
+            and (bias is None or value(bias).dtype == dtype)
+            and dtype in _OUT_DTYPES
+            and not options["scale_result"]
         )
-        dtype = value(node).dtype
-        bias_fits = given["bias"] is None or value(given["bias"]).dtype == dtype
-        if not fits or not bias_fits or dtype not in _OUT_DTYPES or given["scale_result"]:
-            return None
-        found = Scales(scales[0], scales[1], given["use_fast_accum"])
-        return cls(node, left, right, given["bias"], found)
+        found = Scales(scales[0], scales[1], options["use_fast_accum"])
+        return cls(node, left, right, bias, found) if fits else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options of the op on scaled operands that makes it."""
+        assert self.scales is not None  # the caller has asked
+        return {"out_dtype": value(self.node).dtype, "use_fast_accum": self.scales.fast_accum}
 
     def depends_on(self, nodes: Container[fx.Node]) -> bool:
         """Return whether something besides the left factor is among the nodes."""
@@ -89,16 +94,26 @@ class Matmul:
         """Return whether one op can make both, given that the left factors have the same bytes."""
         if self.scales is None or other.scales is None:
             return self.scales is other.scales
-        if value(self.left).dtype != value(other.left).dtype:
-            return False
-        own, others = self.scales, other.scales
-        same_dtype = value(self.node).dtype == value(other.node).dtype
-        return own.left is others.left and own.fast_accum == others.fast_accum and same_dtype
+        return (
+            value(self.left).dtype == value(other.left).dtype
+            and self.scales.left is other.scales.left
+            and self.options == other.options
+        )
 
 
 def is_tensor_wise(scale: fx.Node) -> bool:
     """Return whether there is one scale for all."""
     return all(same(size, 1) for size in shape_of(scale))
+
+
+def row_scale(editor: Editor, scale: fx.Node, rows: Sequence[Size]) -> Any:
+    """Reshape the scale of an x [*rows, K] as the ops take it."""
+    return editor.reshape(scale, [] if is_tensor_wise(scale) else [*rows, 1])
+
+
+def column_scale(editor: Editor, scale: fx.Node) -> Any:
+    """Return the op's scale of a weight, which has a column even on a rank without columns."""
+    return editor.reshape(scale, []) if is_tensor_wise(scale) else editor.padded(scale, 1)
 
 
 def _is_outer(left: Any, right: Any) -> bool:
@@ -107,5 +122,5 @@ def _is_outer(left: Any, right: Any) -> bool:
     if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
         return False
     columns, rows = shape_of(left), shape_of(right)
-    alike = left.meta["val"].dtype == right.meta["val"].dtype
+    alike = value(left).dtype == value(right).dtype
     return alike and len(columns) == len(rows) == 2 and same(columns[1], 1) and same(rows[0], 1)

@@ -1,63 +1,197 @@
-"""Keeps the ops in the order of the graph, on all ranks."""
+"""Keeps the ops in the order of the graph, on all ranks.
+
+Inductor reorders independent nodes to save memory, by the sizes of their tensors. Ranks with uneven
+shards have different sizes, so their ops would run in different orders. Inductor keeps functional
+collectives in order, but does not recognise others.
+
+The compiler wraps an op that writes into an argument into a node that does not write
+(``auto_functionalized``), and unwraps it after its passes. Until then the op is an argument of that
+node, and the node cannot be wrapped again, so it becomes the functional op.
+"""
 
 from __future__ import annotations
 
 import operator
+import re
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._prims_common import compute_required_storage_length, is_contiguous_or_false
 from torch.utils._ordered_set import OrderedSet
 
-from tpkernels.compile.graph import is_wrapped, op_of
-from tpkernels.compile.in_place import unwrap
+from tpkernels.compile.graph import Editor, Unsupported, is_wrapped, op_of
+from tpkernels.compile.layout import value
+
+aten = torch.ops.aten
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_EXCHANGE = "_dtensor.shard_dim_alltoall.default"
+# The arguments by which a wrapper describes a view of a tensor; without any, the whole tensor.
+_SLICE, _STRIDED = ("slice_dim", "slice_start", "slice_end"), ("size", "stride", "storage_offset")
+_VIEW = {"alias", *_SLICE, *_STRIDED}
 
 
-def keep_order(graph: fx.Graph) -> bool:
+def tie_ops(graph: fx.Graph) -> bool:
     """Tie each op and each collective to the one before it, except two functional collectives in a
-    row. Returns whether anything was tied.
-
-    Inductor reorders independent nodes to save memory, by the sizes of their tensors. Ranks with
-    uneven shards have different sizes, so their ops would run in different orders. Inductor keeps
-    functional collectives in order, but does not recognise others.
-
-    Ops that write into an argument become functional, because a wrapped op cannot be tied.
-    """
-    calls = [node for node in graph.nodes if _is_functional_collective(node) or _is_other(node)]
-    pairs = [pair for pair in pairwise(calls) if any(map(_is_other, pair))]
-    if not pairs:
-        return False
+    row. Return whether anything was tied."""
+    ops = {node: op for node in graph.nodes if (op := op_of(node)) is not None and op is not _WAIT}
+    # Private ops are local.
+    others = {
+        node
+        for node, op in ops.items()
+        if (op.namespace == "tpkernels" and op._opname[0] != "_") or str(op) == _EXCHANGE
+    }
+    calls = [n for n, op in ops.items() if n in others or op.namespace == "_c10d_functional"]
+    pairs = [pair for pair in pairwise(calls) if not others.isdisjoint(pair)]
     involved = dict.fromkeys(node for pair in pairs for node in pair)
     plain = {node: unwrap(node) if is_wrapped(node) else node for node in involved}
     after = {plain[node]: OrderedSet([_tensor_of(plain[before])]) for before, node in pairs}
-    preserve_node_ordering(graph, after)
-    return True
-
-
-def _is_functional_collective(node: fx.Node) -> bool:
-    op = op_of(node)
-    return op is not None and op.namespace == "_c10d_functional" and op is not _WAIT
-
-
-def _is_other(node: fx.Node) -> bool:
-    """Return whether it communicates without inductor's knowledge: our ops, except private ones,
-    which are local, and DTensor's all-to-all."""
-    op = op_of(node)
-    if op is None:
-        return False
-    ours = op.namespace == "tpkernels" and not op._opname.startswith("_")
-    return ours or str(op) == "_dtensor.shard_dim_alltoall.default"
+    if pairs:
+        preserve_node_ordering(graph, after)
+    return bool(pairs)
 
 
 def _tensor_of(node: fx.Node) -> fx.Node:
-    """A tensor that an op returns; if it returns several, a new node for the first."""
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
+    """Return a tensor that an op returns; if it returns several, a new node for the first."""
+    results = value(node)
+    if isinstance(results, torch.Tensor):
         return node
     with node.graph.inserting_after(node):
         first = node.graph.call_function(operator.getitem, (node, 0))
-    first.meta["val"] = value[0]
+    first.meta["val"] = results[0]
     return first
+
+
+def functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Return the op that returns what ``op`` writes: ``all_reduce`` for ``all_reduce_``, ``gather``
+    for ``gather_out``; ``op`` itself if it does not write; None if there is no such op."""
+    if not op._schema.is_mutable:
+        return op
+    namespace = getattr(torch.ops, op.namespace)
+    packet = getattr(namespace, re.sub("(_out|_)$", "", op._opname), None)
+    overload = getattr(packet, op._overloadname, None)
+    return None if overload is None or overload._schema.is_mutable else overload
+
+
+def unwrap(node: fx.Node) -> fx.Node:
+    """Replace a wrapped op by the functional one, and what the op wrote by what that returns.
+
+    Returns:
+        The node of the functional op.
+
+    Raises:
+        NotImplementedError: there is no functional op, or it is not known what is written.
+    """
+    op = op_of(node)
+    assert op is not None  # a wrapper has an op
+    try:
+        call, result = _functional_call(node, op)
+    except Unsupported as reason:
+        raise NotImplementedError(
+            f"{op} cannot be kept in the order of the graph's collectives: {reason}; call an op "
+            "that returns its result"
+        ) from None
+    if isinstance(value(node), torch.Tensor):
+        node.replace_all_uses_with(result)
+    for item in list(node.users):  # the written tensor, taken from a tuple
+        item.replace_all_uses_with(result)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+    return call
+
+
+def _functional_call(node: fx.Node, op: torch._ops.OpOverload) -> tuple[fx.Node, fx.Node]:
+    """Call the functional op. Return the call, and the tensor into which ``op`` would have written,
+    with the call's result in the written part."""
+    new = functional(op)
+    written = [argument.name for argument in op._schema.arguments if argument.is_write]
+    if new is None or len(written) != 1:
+        raise Unsupported(f"no op returns what it writes into {', '.join(written)}")
+    if op._schema.returns and not isinstance(value(node), torch.Tensor):
+        raise Unsupported("it also returns something else")
+    with Editor(node) as editor:
+        part = _Part.of(node, written[0], editor)
+        values = {**node.kwargs, written[0]: None if part is None else part.read()}
+        arguments = new._schema.arguments
+        positional = [values[argument.name] for argument in arguments if not argument.kwarg_only]
+        keywords = {a.name: values[a.name] for a in arguments if a.kwarg_only and a.name in values}
+        call: fx.Node = editor.call(new, *positional, **keywords)
+        return call, call if part is None else part.write(call)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of ``base`` that an op writes, as the wrapper describes it."""
+
+    editor: Editor
+    base: fx.Node
+    view: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: fx.Node, name: str, editor: Editor) -> _Part | None:
+        """Return the part that is written as the argument ``name``; None if the wrapper itself
+        creates that tensor."""
+        arguments: Any = node.kwargs
+        if name in arguments:  # the first version of auto_functionalized
+            return cls(editor, arguments[name], {})
+        prefix = f"_{name}_"
+        view = {k.removeprefix(prefix): v for k, v in arguments.items() if k.startswith(prefix)}
+        index = view.pop("base_index", None)
+        if index is None:
+            return None
+        if view.keys() - _VIEW:
+            raise Unsupported(f"it writes into a view described by {', '.join(view)}")
+        return cls(editor, arguments["_all_bases"][index], view)
+
+    def read(self) -> Any:
+        """Return the part, as the op reads it."""
+        if "slice_dim" in self.view:
+            return self.editor.call(aten.slice.Tensor, self.base, *self._arguments(_SLICE))
+        if "stride" in self.view:
+            where = self._arguments(_STRIDED)
+            return self.editor.call(aten.as_strided.default, self._memory(), *where)
+        return self.base
+
+    def write(self, new: fx.Node) -> Any:
+        """Return ``base`` with ``new`` in that part."""
+        call = self.editor.call
+        if "slice_dim" in self.view:
+            return call(aten.slice_scatter.default, self.base, new, *self._arguments(_SLICE))
+        if "stride" in self.view:
+            where = self._arguments(_STRIDED)
+            memory = call(aten.as_strided_scatter.default, self._memory(), new, *where)
+            return call(aten.as_strided.default, memory, *self._layout())
+        if is_contiguous_or_false(value(self.base)):
+            return new
+        return call(aten.copy.default, self.base, new)  # which keeps the strides of base
+
+    def _memory(self) -> fx.Node:
+        """Return all elements that ``base`` spans in memory, as one dim."""
+        size, stride, offset = self._layout()
+        call = self.editor.call
+        if all(isinstance(number, int) for number in (*size, *stride, offset)):
+            length: Any = compute_required_storage_length(size, stride, offset)
+        else:
+            length = call(operator.add, offset, 1)
+            for count, step in zip(size, stride, strict=True):
+                distance = call(operator.mul, call(operator.sub, count, 1), step)
+                length = call(operator.add, length, distance)
+        memory: fx.Node = call(aten.as_strided.default, self.base, [length], [1], 0)
+        return memory
+
+    def _layout(self) -> tuple[list[Any], list[Any], Any]:
+        """Return size, stride and storage offset of ``base``, as arguments of a node."""
+        tensor = value(self.base)
+        size = [self._known(aten.sym_size.int, n, dim) for dim, n in enumerate(tensor.shape)]
+        stride = [self._known(aten.sym_stride.int, n, dim) for dim, n in enumerate(tensor.stride())]
+        return size, stride, self._known(aten.sym_storage_offset.default, tensor.storage_offset())
+
+    def _known(self, read: Any, number: Any, *dim: int) -> Any:
+        return number if isinstance(number, int) else self.editor.call(read, self.base, *dim)
+
+    def _arguments(self, names: tuple[str, ...]) -> list[Any]:
+        return [self.view[name] for name in names]

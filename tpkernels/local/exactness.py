@@ -8,25 +8,15 @@ and N=256 differ, and 512 of 2048 rows of bf16 with K=4096 and N=300. No number 
 from __future__ import annotations
 
 import functools
-from typing import Literal, TypeAlias
 
 import torch
 
-from tpkernels.local.matmul import local_matmul
-from tpkernels.local.packed import is_packed, pack
+from tpkernels.local.matmul import layout_of, local_matmul
+from tpkernels.local.packed import pack
 from tpkernels.local.product import LocalProduct, Weight
-
-Layout: TypeAlias = Literal["rows", "columns", "packed"]
 
 _LARGE = 64.0
 _DISTINCT = 64  # rows of x and columns of w; more of them are repetitions
-
-
-def layout_of(w: torch.Tensor) -> Layout:
-    """Of a weight, as `parts_are_exact` distinguishes them."""
-    if is_packed(w):
-        return "packed"
-    return "columns" if w.stride(0) < w.stride(1) else "rows"
 
 
 def multiplies_parts_exactly(
@@ -52,7 +42,7 @@ def multiplies_parts_exactly(
 def parts_are_exact(
     parts: frozenset[tuple[int, int]],
     shape: tuple[int, int, int],
-    layout: Layout,
+    layout: str,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,

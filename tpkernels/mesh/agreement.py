@@ -22,7 +22,8 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+from math import prod
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,85 +32,118 @@ from tpkernels import groups
 from tpkernels.errors import CaptureError, CollectiveMismatchError, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.mesh.history import History
-from tpkernels.planning.machines import Profile, own_machine, parse, to_text
+from tpkernels.planning.cost import Profile
+from tpkernels.planning.store import own_machine, profile_in, profile_text
 
 _MOST_KNOWN = 1024  # products
 _NEW_PRODUCT, _DIFFERENT = "a new sharded_matmul", "sharded_matmul calls that differ"
 
-T = TypeVar("T")
 
+class Agreement:
+    """What this rank and the others of a mesh have agreed on. Kept by the group of the mesh's last
+    dim, and without the mesh, which may keep that group's process group alive.
 
-class Known(Generic[T]):
-    """What has been planned on a mesh, for the products that its ranks agreed on last. Using one
-    does not count: ranks may use them in different orders, and must forget the same ones."""
-
-    def __init__(self, history: History) -> None:
-        self._planned: dict[Hashable, T] = {}
-        self.history = history
-
-    def get(self, product: Hashable) -> T | None:
-        return self._planned.get(product)
-
-    def add(self, product: Hashable, planned: T) -> T:
-        self._planned[product] = planned
-        if len(self._planned) > _MOST_KNOWN:
-            del self._planned[next(iter(self._planned))]
-        return planned
-
-
-def known_on(mesh: DeviceMesh) -> Known[T]:
-    """Return the products that the ranks of a mesh know. They are kept by the group of its last
-    dim, and without the mesh, which may keep that group's process group alive."""
-    by_mesh = _last_group(mesh).on_meshes
-    key = mesh.shape, hash(mesh)
-    known = by_mesh.get(key)
-    if known is not None:
-        return known
-    names = tuple(group.name for group in _groups(mesh))
-    return by_mesh.setdefault(key, Known(History(names, mesh_text(mesh))))
-
-
-def disagreement(product: str, mesh: DeviceMesh) -> CollectiveMismatchError | None:
-    """Return what all ranks of a mesh raise if they differ in the product, described as text.
-    Nothing else has been sent then, and the groups can go on. Collective.
-
-    Raises:
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+    Attributes:
+        names: of this rank's groups, one for each mesh dim.
+        sizes: ranks along each mesh dim.
+        device: the mesh's device type.
+        text: the mesh in errors, different for different meshes.
+        products: what has been planned, for the products that the ranks agreed on last. Using one
+            does not count: ranks may use them in different orders, and must forget the same ones.
+        history: the last products that communicated.
+        machine: that of the mesh's first rank; None before the first product.
     """
-    lowest = highest = zlib.crc32(product.encode())
-    products = {str(dist.get_rank()): product}
-    try:
-        ready = [group.ready(mesh.device_type) for group in _groups(mesh)]
-        for group in ready:
-            bounds = group.numbers_of_all(_NEW_PRODUCT, (lowest, highest), mesh.device_type)
-            lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
-        if lowest == highest:
-            return None
-        for group in ready:
-            for statement in group.statements(_DIFFERENT, products, mesh.device_type):
-                products |= statement
-    except TpkernelsError as error:
-        raise type(error)(f"{product}: {error}", peer=error.peer) from error
-    return _mismatch({int(rank): text for rank, text in products.items()}, product)
+
+    def __init__(self, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+        self.names, self.sizes, self.device = names, tuple(mesh.shape), mesh.device_type
+        self.text, self._ranks = _text_of(mesh), mesh.mesh.tolist()
+        self.products: dict[Hashable, Any] = {}
+        self.history = History([name for name, size in self._sized() if size > 1], self.text)
+        self.machine: Profile | None = None
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh) -> Agreement:
+        """Return that of a mesh. Equal meshes may have other groups."""
+        names = tuple(map(groups.name_of, [(mesh, dim) for dim in range(mesh.ndim)]))
+        on_meshes, key = groups.get(names[-1]).on_meshes, (names, hash(mesh))
+        found: Agreement | None = on_meshes.get(key)
+        return found or on_meshes.setdefault(key, cls(mesh, names))
+
+    def _sized(self) -> Iterator[tuple[str, int]]:
+        return zip(self.names, self.sizes, strict=True)
+
+    def _groups(self) -> Iterator[Group]:
+        """Yield this rank's groups of several ranks."""
+        return (groups.get(name) for name, size in self._sized() if size > 1)
+
+    def add(self, key: Hashable, product: Any) -> None:
+        """Know a product; forget the oldest one of too many."""
+        self.products[key] = product
+        if len(self.products) > _MOST_KNOWN:
+            del self.products[next(iter(self.products))]
+        self.history.attach()
+
+    def disagreement(self, product: str) -> CollectiveMismatchError | None:
+        """Return what all ranks of the mesh raise if they differ in the product, described as text.
+        Nothing else has been sent then, and the groups can go on. Collective.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+        """
+        lowest = highest = zlib.crc32(product.encode())
+        products = {str(dist.get_rank()): product}
+        try:
+            ready = [group.ready(self.device) for group in self._groups()]
+            for group in ready:
+                bounds = group.statements(_NEW_PRODUCT, (lowest, highest), self.device)
+                lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
+            if lowest == highest:
+                return None
+            for group in ready:
+                for statement in group.statements(_DIFFERENT, products, self.device):
+                    products |= statement
+        except TpkernelsError as error:
+            raise type(error)(f"{product}: {error}", peer=error.peer) from error
+        return _mismatch({int(rank): text for rank, text in products.items()}, product)
+
+    def agreed_machine(self) -> Profile:
+        """Return the machine of the mesh's first rank. Collective at the first call on a mesh."""
+        if self.machine is None:
+            text = ""
+            for dim, name in enumerate(self.names):
+                purpose = f"the first product on the {self.device} mesh {self._ranks}, dim {dim}"
+                group = groups.get(name).ready(self.device)
+                text = group.from_rank_0(purpose, functools.partial(self._or_own, text))
+            self.machine = profile_in(text)
+        return self.machine
+
+    def _or_own(self, agreed: str) -> str:
+        return agreed or profile_text(own_machine(self.device, prod(self.sizes))[1])
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Run a product. An error in it marks all groups of the mesh broken: this rank will not
+        take part in the rest of the product."""
+        try:
+            yield
+        except CaptureError:  # nothing has been queued: the groups can go on
+            raise
+        except BaseException as error:
+            # The peer is a rank of one group only.
+            without_peer = type(error)(str(error)) if isinstance(error, TpkernelsError) else error
+            for group in self._groups():
+                group.break_between_calls(without_peer)
+            raise
 
 
-@contextlib.contextmanager
-def in_step(mesh: DeviceMesh) -> Iterator[None]:
-    """Run a product. An error in it marks all groups of the mesh broken: this rank will not take
-    part in the rest of the product."""
-    try:
-        yield
-    except CaptureError:  # nothing has been queued: the groups can go on
-        raise
-    except BaseException as error:
-        # The peer is a rank of one group only.
-        without_peer = type(error)(str(error)) if isinstance(error, TpkernelsError) else error
-        for group in _groups(mesh):
-            group.break_between_calls(without_peer)
-        raise
+def known_machine(mesh: DeviceMesh) -> Profile:
+    """Return what `Agreement.agreed_machine` has returned on a mesh; before that, and on a rank
+    outside the mesh, this rank's machine. Local."""
+    agreed = None if mesh.get_coordinate() is None else Agreement.on(mesh).machine
+    return agreed or own_machine(mesh.device_type, mesh.size())[1]
 
 
-def mesh_text(mesh: DeviceMesh) -> str:
+def _text_of(mesh: DeviceMesh) -> str:
     """Describe the mesh in errors, differently for different meshes."""
     ranks, shape = mesh.mesh.flatten().tolist(), " x ".join(map(str, mesh.shape))
     names = f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
@@ -131,50 +165,3 @@ def _mismatch(products: dict[int, str], own: str) -> CollectiveMismatchError:
         "same call on all ranks.",
         peer=next(rank for rank, text in sorted(products.items()) if text != own),
     )
-
-
-def _groups(mesh: DeviceMesh) -> Iterator[Group]:
-    """Yield this rank's groups of several ranks."""
-    for dim, size in enumerate(mesh.shape):
-        if size > 1:
-            yield groups.get(groups.name_of((mesh, dim)))
-
-
-def _last_group(mesh: DeviceMesh) -> Group:
-    return groups.get(groups.name_of((mesh, mesh.ndim - 1)))
-
-
-def agreed_machine(mesh: DeviceMesh) -> Profile:
-    """Return the machine of the mesh's first rank. Collective at the first call on a mesh."""
-    text = _known(mesh)
-    if text is None:
-        for dim in range(mesh.ndim):
-            group = groups.get(groups.name_of((mesh, dim))).ready(mesh.device_type)
-            text = group.from_rank_0(
-                _purpose(mesh, dim),
-                lambda before=text: before or _own(mesh),  # type: ignore[misc]
-            )
-        assert text is not None  # a mesh has a dim
-    return parse(text)
-
-
-def known_machine(mesh: DeviceMesh) -> Profile:
-    """Return what `agreed_machine` has returned on a mesh; before that, and on a rank outside the
-    mesh, this rank's machine. Local."""
-    text = _known(mesh) if mesh.get_coordinate() is not None else None
-    return parse(_own(mesh) if text is None else text)
-
-
-def _known(mesh: DeviceMesh) -> str | None:
-    """Return what the ranks have agreed on: the group of the last dim is the last to know."""
-    return _last_group(mesh).known_from_rank_0(_purpose(mesh, mesh.ndim - 1))
-
-
-def _own(mesh: DeviceMesh) -> str:
-    return to_text(own_machine(mesh.device_type, mesh.size())[1])
-
-
-@functools.lru_cache(maxsize=256)
-def _purpose(mesh: DeviceMesh, dim: int) -> str:
-    """Name an exchange, equally for equal meshes."""
-    return f"the first product on the {mesh.device_type} mesh {mesh.mesh.tolist()}, dim {dim}"

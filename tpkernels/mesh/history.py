@@ -24,6 +24,7 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -38,14 +39,14 @@ _MOST = 16  # products
 class History:
     """The last products of this rank on one mesh, and its groups there."""
 
-    def __init__(self, names: tuple[str, ...], mesh: str) -> None:
+    def __init__(self, names: Sequence[str], mesh: str) -> None:
         self._names, self._mesh = names, mesh  # the mesh itself would keep its groups alive
         self._count = 0
         self._last: deque[str] = deque(maxlen=_MOST)
         self._thread: int | None = None  # that is within a product
         self._since: float | None = None  # the first look in it, or the last comparison
         self._asking: threading.Thread | None = None
-        self._found: list[tuple[Group, dict[int, dict[str, str]]]] = []  # by the last that asked
+        self._replies: list[tuple[Group, dict[int, dict[str, str]]]] = []  # to the last that asked
         self._attached = False
 
     def attach(self) -> None:
@@ -72,10 +73,8 @@ class History:
             self._since = now
         if self._asking is None:
             if now - self._since >= _PATIENCE:
-                asked = [groups.get(name) for name in self._names]
-                self._asking = threading.Thread(
-                    target=self._ask, args=(asked, self._numbered()), daemon=True
-                )
+                arguments = [groups.get(name) for name in self._names], self._numbered()
+                self._asking = threading.Thread(target=self._ask, args=arguments, daemon=True)
                 self._asking.start()
         elif not self._asking.is_alive():
             self._asking, self._since = None, now
@@ -86,36 +85,34 @@ class History:
         return {str(number): text for number, text in enumerate(self._last, first)}
 
     def _ask(self, asked: list[Group], mine: dict[str, str]) -> None:
-        self._found = []
+        self._replies = []
         for group in asked:
             with contextlib.suppress(dist.DistError):  # the process of the store has ended
-                self._found.append((group, self._exchanged(group, mine)))
-
-    def _compare(self) -> None:
-        """Raise ``ProductMismatchError`` if another rank has been in another product."""
-        mine = self._numbered()
-        for group, others in self._found:
-            for rank, theirs in others.items():
-                for number in sorted(mine.keys() & theirs.keys(), key=int):
-                    if mine[number] != theirs[number]:
-                        raise ProductMismatchError(
-                            f"the ranks are in different products: as number {number} on the mesh, "
-                            f"global rank {dist.get_rank()} has {mine[number]}, rank "
-                            f"{dist.get_global_rank(group.pg, rank)} has {theirs[number]}. The "
-                            "groups of the mesh are broken: make new ones, and the same calls on "
-                            "all ranks.",
-                            peer=rank,
-                        )
+                self._replies.append((group, self._exchanged(group, mine)))
 
     def _exchanged(self, group: Group, mine: dict[str, str]) -> dict[int, dict[str, str]]:
         """Return what the other ranks of a group have written by now, by rank."""
         place, others = group.participant(group.timeout), {}
-        keys = [
-            f"{place.prefix}/products/{address}/{self._mesh}"
-            for address in place.presence.addresses
-        ]
+        addresses = place.presence.addresses
+        keys = [f"{place.prefix}/products/{address}/{self._mesh}" for address in addresses]
         place.store.set(keys[group.rank], json.dumps(mine))
         for rank, key in enumerate(keys):
             if rank != group.rank and place.store.check([key]):
                 others[rank] = json.loads(place.store.get(key))
         return others
+
+    def _compare(self) -> None:
+        """Raise ``ProductMismatchError`` if another rank has been in another product."""
+        mine = self._numbered()
+        for group, others in self._replies:
+            for rank, theirs in others.items():
+                different = [n for n, text in mine.items() if theirs.get(n, text) != text]
+                if different:
+                    number = different[0]
+                    raise ProductMismatchError(
+                        f"the ranks are in different products: as number {number} on the mesh, "
+                        f"global rank {dist.get_rank()} has {mine[number]}, rank "
+                        f"{dist.get_global_rank(group.pg, rank)} has {theirs[number]}. The groups "
+                        "of the mesh are broken: make new ones, and the same calls on all ranks.",
+                        peer=rank,
+                    )

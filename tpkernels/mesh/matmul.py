@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from operator import methodcaller
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from tpkernels import dtypes, validation
-from tpkernels.mesh import cost, execution
-from tpkernels.mesh.agreement import (
-    Known,
-    agreed_machine,
-    disagreement,
-    in_step,
-    known_machine,
-    known_on,
-    mesh_text,
-)
-from tpkernels.mesh.layout import Placements, checked, text_of
-from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, choose
-from tpkernels.planning.algorithms import check_algorithm
+from tpkernels import dtypes, ops, validation
+from tpkernels.mesh import estimates
+from tpkernels.mesh.agreement import Agreement, known_machine
+from tpkernels.mesh.layout import Placements, checked, split_sizes, text_of
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose
+from tpkernels.ops.autograd import algorithm_like, matmul
+from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 
 _MOST_MESH_DIMS = 2
+
+_Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+_Multiply: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @torch.compiler.disable(reason="tpkernels plans a sharded product outside of graphs")
@@ -70,20 +70,8 @@ def sharded_matmul(
     """
     _check_operands(x, w)
     out = None if out_placements is None else tuple(out_placements)
-    problem = _checked_call(x._spec, w._spec, out, strategy, wire_dtype)
-    if algorithm != "auto":
-        check_algorithm(algorithm)
-    mesh = x.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank is not in the mesh {mesh}")
-    place = execution.Place(
-        mesh=mesh,
-        coordinate=tuple(coordinate),
-        algorithm=algorithm,
-        wire_dtype=wire_dtype or x.dtype,
-    )
-    return _run(Product(problem=problem, dtype=x.dtype, strategy=strategy), x, w, place)
+    call = _checked_call(x._spec, w._spec, out, strategy, wire_dtype, algorithm)
+    return _run(call, x, w, x.device_mesh)
 
 
 def plans(
@@ -95,8 +83,9 @@ def plans(
 ) -> tuple[MatmulPlan, ...]:
     """Return all plans of `sharded_matmul` for these operands, the cheapest first. Local: before
     the first product on a mesh, the rates are those of this rank's machine."""
-    problem = _problem(x, w, out_placements, wire_dtype)
-    return tuple(plan for plan, _ in cost.ranked(problem, known_machine(x.device_mesh)))
+    _check_operands(x, w)
+    problem = _checked_problem(x._spec, w._spec, out_placements, wire_dtype)
+    return tuple(plan for plan, _ in estimates.ranked(problem, known_machine(x.device_mesh)))
 
 
 def explain(
@@ -109,37 +98,23 @@ def explain(
     """Show the plans as a table: strategy, result, predicted ms, bytes received by all ranks
     together, flops of all ranks together, and the steps. Steps in brackets are one op with the
     product. Local, as `plans`."""
-    problem = _problem(x, w, out_placements, wire_dtype)
+    _check_operands(x, w)
+    problem = _checked_problem(x._spec, w._spec, out_placements, wire_dtype)
     machine = known_machine(x.device_mesh)
-    mesh = " x ".join(map(str, problem.mesh_shape))
-    header = (
-        f"[{problem.m}, {problem.k}] {text_of(problem.x)} @ [{problem.k}, {problem.n}] "
-        f"{text_of(problem.w)} on a mesh of {mesh}, {machine.title}"
-    )
     table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
-    for plan, costs in cost.ranked(problem, machine):
+    for plan, costs in estimates.ranked(problem, machine):
         numbers = (f"{1e3 * costs.seconds:.3g}", str(plan.nbytes), str(plan.flops))
         table.append((plan.strategy, text_of(plan.out), *numbers, str(plan)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
-        "  ".join(
-            [f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(row[:5])]
-            + [row[5]]
-        )
-        for row in table
+        f"[{problem.m}, {problem.k}] {text_of(problem.x)} @ [{problem.k}, {problem.n}] "
+        f"{text_of(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}, "
+        f"{machine.title}"
     ]
-    return "\n".join([header, *lines])
-
-
-def _problem(
-    x: DTensor,
-    w: DTensor,
-    out_placements: Sequence[Placement] | None,
-    wire_dtype: torch.dtype | None,
-) -> MatmulProblem:
-    """Check the operands, and return the problem."""
-    _check_operands(x, w)
-    return _checked_problem(x._spec, w._spec, out_placements, wire_dtype)
+    for row in table:
+        cells = [f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(row[:5])]
+        lines.append("  ".join([*cells, row[5]]))
+    return "\n".join(lines)
 
 
 def _check_operands(x: DTensor, w: DTensor) -> None:
@@ -179,9 +154,7 @@ def _checked_problem(
         raise NotImplementedError(
             f"the mesh has {mesh.ndim} dims {mesh.shape}; meshes of one and two dims are supported"
         )
-    assert x.tensor_meta is not None
-    assert w.tensor_meta is not None
-    x_dtype, w_dtype = x.tensor_meta.dtype, w.tensor_meta.dtype
+    x_dtype, w_dtype = _dtype_of(x), _dtype_of(w)
     for name, dtype in (("x", x_dtype), ("w", w_dtype)):
         dtypes.check_supported(dtype, name)
     if x_dtype != w_dtype:
@@ -192,16 +165,19 @@ def _checked_problem(
         raise ValueError(
             f"x has shape {list(x.shape)} and w {list(w.shape)}: x's columns must be w's rows"
         )
-    wire = validation.wire_dtype(wire_dtype, x_dtype)
-    return _problem_of(x, w, out_placements, x_dtype, wire)
+    return _problem_of(x, w, out_placements, validation.wire_dtype(wire_dtype, x_dtype))
+
+
+def _dtype_of(spec: DTensorSpec) -> torch.dtype:
+    assert spec.tensor_meta is not None  # DTensors have it
+    return spec.tensor_meta.dtype
 
 
 def _problem_of(
     x: DTensorSpec,
     w: DTensorSpec,
     out_placements: Sequence[Placement] | None,
-    dtype: torch.dtype,
-    wire: torch.dtype,
+    wire_dtype: torch.dtype,
 ) -> MatmulProblem:
     """Return the problem of operands that have been checked."""
     dims = x.mesh.ndim
@@ -213,56 +189,31 @@ def _problem_of(
         x=checked(x.placements, 2, dims, "x"),
         w=checked(w.placements, 2, dims, "w"),
         out=None if out_placements is None else checked(out_placements, 2, dims, "out_placements"),
-        itemsize=dtype.itemsize,
-        partial_itemsize=wire.itemsize,
+        itemsize=_dtype_of(x).itemsize,
+        partial_itemsize=wire_dtype.itemsize,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """What a plan is made for, the same on all ranks of a mesh."""
+class Call:
+    """What the ranks of a mesh must agree on in one product."""
 
     problem: MatmulProblem
     dtype: torch.dtype
     strategy: str
+    wire_dtype: torch.dtype  #: of the result as long as it is Partial and will be summed
+    algorithm: str
 
-    def text(self, place: execution.Place) -> str:
+    def text(self, mesh: str) -> str:
         """Describe the product for errors, and for the comparison with other ranks'."""
         one = self.problem
         out = "any" if one.out is None else text_of(one.out)
         return (
             f"sharded_matmul([{one.m}, {one.k}] {text_of(one.x)} @ [{one.k}, {one.n}] "
             f"{text_of(one.w)} -> {out}, {dtypes.name(self.dtype)}, partials in "
-            f"{dtypes.name(place.wire_dtype)}, strategy '{self.strategy}', algorithm "
-            f"'{place.algorithm}', on {mesh_text(place.mesh)})"
+            f"{dtypes.name(self.wire_dtype)}, strategy '{self.strategy}', algorithm "
+            f"'{self.algorithm}', on {mesh})"
         )
-
-
-def _run(product: Product, x: DTensor, w: DTensor, place: execution.Place) -> DTensor:
-    """Compute the product by the plan of all ranks, which is made in the first call."""
-    known: Known[tuple[MatmulPlan, str]] = known_on(place.mesh)
-    key = product, place.wire_dtype, place.algorithm
-    planned, text = known.get(key), ""
-    if planned is None:
-        text = product.text(place)
-        with in_step(place.mesh):
-            different = disagreement(text, place.mesh)
-        if different:
-            raise different
-    with in_step(place.mesh):
-        if planned is None:
-            machine = agreed_machine(place.mesh)
-            plan = cost.choose(product.problem, product.strategy, machine)
-            planned = known.add(key, (plan, text))
-            known.history.attach()
-        plan, text = planned
-        if plan.nbytes:  # what communicates nothing need not be made by all ranks
-            known.history.begin(text)
-        try:
-            result: DTensor = _ShardedMatmul.apply(x, w, plan, product, place)
-        finally:
-            known.history.end()
-    return result
 
 
 @functools.lru_cache(maxsize=1024)
@@ -272,39 +223,243 @@ def _checked_call(
     out: Placements | None,
     strategy: str,
     wire_dtype: torch.dtype | None,
-) -> MatmulProblem:
-    """Without the mesh: specs are equal for equal meshes, which may have other groups."""
+    algorithm: str,
+) -> Call:
+    """Check the arguments. Without the mesh: specs are equal for equal meshes, which may have other
+    groups."""
     problem = _checked_problem(x, w, out, wire_dtype)
     choose(problem, strategy)  # raises if there is no such strategy
-    return problem
+    if algorithm != "auto":
+        check_algorithm(algorithm)
+    if x.mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not in the mesh {x.mesh}")
+    dtype = _dtype_of(x)
+    return Call(
+        problem=problem,
+        dtype=dtype,
+        strategy=strategy,
+        wire_dtype=wire_dtype or dtype,
+        algorithm=algorithm,
+    )
+
+
+def _run(call: Call, x: DTensor, w: DTensor, mesh: DeviceMesh) -> DTensor:
+    """Compute the product by the plan of all ranks, which is made in the first call."""
+    agreed = Agreement.on(mesh)
+    product: Product | None = agreed.products.get(call)
+    text = ""
+    if product is None:
+        text = call.text(agreed.text)
+        with agreed.in_step():
+            different = agreed.disagreement(text)
+        if different:
+            raise different
+    with agreed.in_step():
+        if product is None:
+            plan = estimates.choose(call.problem, call.strategy, agreed.agreed_machine())
+            product = Product(call, plan, agreed, mesh.get_coordinate() or (), text)
+            agreed.add(call, product)
+        if product.plan.nbytes:  # what communicates nothing need not be made by all ranks
+            agreed.history.begin(product.text)
+        try:
+            result: DTensor = _ShardedMatmul.apply(x, w, product, mesh)
+        finally:
+            agreed.history.end()
+    return result
+
+
+class Product:
+    """A product that the ranks of a mesh have agreed on: its plan, and what this rank does in it.
+
+    Shards may be empty. Ranks of one group agree on whether there is anything to send, because
+    their shards differ only along the dim that a step moves.
+    """
+
+    def __init__(
+        self, call: Call, plan: MatmulPlan, agreed: Agreement, coordinate: Sequence[int], text: str
+    ) -> None:
+        self.call, self.plan, self.text = call, plan, text
+        self._names, self._device, self._coordinate = agreed.names, agreed.device, coordinate
+        problem, partial = call.problem, (call.wire_dtype, call.dtype)
+        self.shape, self.stride = torch.Size((problem.m, problem.n)), (problem.n, 1)
+        self._x = self._moves("x", problem.x, plan.before)
+        self._w = self._moves("w", problem.w, plan.before)
+        self._multiply = self._multiplication()
+        self._after = self._moves("out", plan.product, plan.after, partial)
+
+    def run(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's part of the result, contiguous, from its parts of the operands."""
+        for move in self._x:
+            x = move(x)
+        for move in self._w:
+            w = move(w)
+        off = torch.is_autocast_enabled(self._device)  # entering costs 3 us
+        # The same dtype by every plan.
+        with torch.autocast(self._device, enabled=False) if off else contextlib.nullcontext():
+            y = self._multiply(x, w)
+        for move in self._after:
+            y = move(y)
+        return y.to(self.call.dtype).contiguous()  # rounded only now if it stays Partial
+
+    def _moves(
+        self,
+        operand: str,
+        placements: Placements,
+        steps: Sequence[Step],
+        partial: tuple[torch.dtype, torch.dtype] | None = None,
+    ) -> list[_Move]:
+        """Return what the steps on one tensor do.
+
+        Args:
+            partial: dtypes of the tensor as long as it is Partial, and then; None: it keeps its.
+        """
+        moves = []
+        for step in steps:
+            if step.operand == operand:
+                after = step.after(placements)
+                out_dtype = None if partial is None else partial[Partial() not in after]
+                if self.call.problem.mesh_shape[step.mesh_dim] > 1:
+                    moves.append(self._move(step, placements, out_dtype))
+                elif out_dtype is not None:
+                    moves.append(methodcaller("to", out_dtype))
+                placements = after
+        return moves
+
+    def _move(self, step: Step, placements: Placements, out_dtype: torch.dtype | None) -> _Move:
+        algorithm = algorithm_like(self.call.algorithm, has_matmul=False, last_dim=False)
+        options: dict[str, Any] = {"group": self._names[step.mesh_dim], "algorithm": algorithm}
+        if step.tensor_dim is None:
+            return functools.partial(ops.all_reduce, out_dtype=out_dtype, **options)
+        dim, sizes = step.tensor_dim, self._sizes(step, placements, step.tensor_dim)
+        if step.kind == "slice":
+            rank = self._coordinate[step.mesh_dim]
+            return methodcaller("narrow", dim, sum(sizes[:rank]), sizes[rank])
+        if step.scatter_dim is not None:
+            if algorithm != "auto" and self._device in ALGORITHMS[algorithm].no_all_to_all:
+                options["algorithm"] = "auto"
+            return functools.partial(
+                ops.all_to_all,
+                gather_dim=dim,
+                scatter_dim=step.scatter_dim,
+                gather_sizes=sizes,
+                scatter_sizes=self._sizes(step, placements, step.scatter_dim),
+                **options,
+            )
+        options["shard_sizes"] = sizes
+        if step.kind == "all_gather":
+            return functools.partial(ops.all_gather, gather_dim=dim, **options)
+        return functools.partial(
+            ops.reduce_scatter, scatter_dim=dim, out_dtype=out_dtype, **options
+        )
+
+    def _multiplication(self) -> _Multiply:
+        """Return the local product, with the step that is one op with it."""
+        call, plan, step = self.call, self.plan, self.plan.fused
+        moves = plan.after or (step is not None and step.operand == "out")
+        dtype = call.wire_dtype if moves and Partial() in plan.product else call.dtype
+        if step is None:
+            return functools.partial(_local, dtype=dtype)
+        options: dict[str, Any] = {
+            "group": self._names[step.mesh_dim],
+            "algorithm": call.algorithm,
+            "out_dtype": dtype,
+        }
+        if step.operand == "out":
+            options["wire_dtype"] = call.wire_dtype
+            if step.tensor_dim is None:
+                return functools.partial(_reduced, op=ops.matmul_all_reduce, options=options)
+            sizes = self._sizes(step, plan.product, step.tensor_dim)
+            options |= {"scatter_dim": step.tensor_dim, "shard_sizes": sizes}
+            shard = step.tensor_dim, sizes[self._coordinate[step.mesh_dim]]
+            return functools.partial(
+                _reduced, op=ops.matmul_reduce_scatter, options=options, shard=shard
+            )
+        of_x = step.operand == "x"
+        dim = 0 if of_x else 1
+        options["shard_sizes"] = self._sizes(step, plan.x if of_x else plan.w, dim)
+        return functools.partial(_gathered if of_x else _gathered_columns, options=options)
+
+    def _sizes(self, step: Step, placements: Placements, dim: int) -> tuple[int, ...]:
+        """Return the sizes of the shards along ``dim`` in the step's group. ``placements`` may be
+        those before or after the step: only earlier mesh dims matter."""
+        problem = self.call.problem
+        length = problem.shape(step.operand)[dim]
+        return split_sizes(
+            length, placements, problem.mesh_shape, self._coordinate, step.mesh_dim, dim
+        )
+
+
+def _local(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != x.dtype and x.numel() and w.numel():
+        return matmul(x, w, dtype)
+    return torch.matmul(x, w).to(dtype)
+
+
+def _gathered(x: torch.Tensor, w: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Compute ``concat_r(x_r) @ w``. The ops take no w without columns, which may be this rank's
+    alone: it gets one."""
+    rows, columns = sum(options["shard_sizes"]), w.shape[1]
+    if not rows * x.shape[1]:
+        return x.new_zeros(rows, columns, dtype=options["out_dtype"])
+    if not columns:
+        w = w.new_zeros(w.shape[0], 1)
+    y: torch.Tensor = ops.all_gather_matmul(x, w, **options)
+    return y[:, :columns]
+
+
+def _gathered_columns(x: torch.Tensor, w: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Compute ``x @ concat_r(w_r)``."""
+    return _gathered(w.t(), x.t(), options).t()
+
+
+def _reduced(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    op: Callable[..., torch.Tensor],
+    options: dict[str, Any],
+    shard: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Reduce ``x @ w``. If K = 0, perhaps on this rank alone, x and w get a zero summand, because
+    the ops need one.
+
+    Args:
+        shard: the scattered dim, and this rank's part of it.
+    """
+    whole = [x.shape[0], w.shape[1]]
+    if not prod(whole):
+        if shard is not None:
+            whole[shard[0]] = shard[1]
+        return x.new_empty(whole, dtype=options["out_dtype"])
+    if not x.shape[1]:
+        x, w = x.new_zeros(x.shape[0], 1), w.new_zeros(1, w.shape[1])
+    return op(x, w, **options)
 
 
 class _ShardedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: DTensor, w: DTensor, plan: MatmulPlan, product: Product, place: execution.Place
-    ) -> DTensor:
+    def forward(ctx: Any, x: DTensor, w: DTensor, product: Product, mesh: DeviceMesh) -> DTensor:
         ctx.save_for_backward(x, w)
-        ctx.place = place
-        problem = product.problem
-        y = execution.run(plan, problem, x.to_local(), w.to_local(), place)
+        ctx.call, ctx.mesh = product.call, mesh
+        y = product.run(x.to_local(), w.to_local())
         # As DTensor's own autograd functions do it. from_local would be one more of them and take
         # 24 us; the whole call takes 32 to 38. AMD EPYC (family 25 model 17), 1 thread, 2026-11-22.
-        meta = TensorMeta(torch.Size((problem.m, problem.n)), (problem.n, 1), y.dtype)
-        return DTensor(y, DTensorSpec(place.mesh, plan.out, meta), requires_grad=False)
+        spec = DTensorSpec(
+            mesh, product.plan.out, TensorMeta(product.shape, product.stride, y.dtype)
+        )
+        return DTensor(y, spec, requires_grad=False)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         x, w = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = _gradient(grad, w.t(), x.placements, ctx.place)
+            grad_x = _gradient(grad, w.t(), x.placements, ctx)
         if ctx.needs_input_grad[1]:
-            grad_w = _gradient(x.t(), grad, w.placements, ctx.place)
-        return grad_x, grad_w, None, None, None
+            grad_w = _gradient(x.t(), grad, w.placements, ctx)
+        return grad_x, grad_w, None, None
 
 
-def _gradient(a: DTensor, b: DTensor, of: Placements, place: execution.Place) -> DTensor:
+def _gradient(a: DTensor, b: DTensor, of: Placements, ctx: Any) -> DTensor:
     """Compute a product of the backward, with the placements of the gradient of an operand that has
     those ``of``. Each addend of a Partial operand has the gradient of the sum.
 
@@ -312,5 +467,6 @@ def _gradient(a: DTensor, b: DTensor, of: Placements, place: execution.Place) ->
     DTensor may be on an equal mesh whose groups have ended.
     """
     out = tuple(Replicate() if isinstance(one, Partial) else one for one in of)
-    problem = _problem_of(a._spec, b._spec, out, a.dtype, place.wire_dtype)
-    return _run(Product(problem=problem, dtype=a.dtype, strategy="auto"), a, b, place)
+    problem = _problem_of(a._spec, b._spec, out, ctx.call.wire_dtype)
+    call = replace(ctx.call, problem=problem, dtype=a.dtype, strategy="auto")
+    return _run(call, a, b, ctx.mesh)

@@ -1,20 +1,36 @@
 """Layers that are sharded over the ranks of a group, built from the ops.
 
-Their state dicts have the names and shapes of the unsharded layers.
-``torch.distributed.checkpoint`` takes them as they are, ``torch.save`` through `full_state_dict`.
+All take these arguments:
+
+- ``group``: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+- ``sequence_parallel``: whether the activations between layers are split, so that each rank has its
+  rows of the sequence. By default all ranks have all rows.
+- ``sequence_dim``: the dim of the sequence, 0 by default.
+- ``device``, ``dtype``: of the parameters, as torch's layers take them.
+
+Calls take ``shard_sizes``, the rows of each rank along ``sequence_dim``, unless they are all equal.
+
+With the same random state on all ranks, the initial values are those of the unsharded layers. State
+dicts have their names and shapes: ``torch.distributed.checkpoint`` takes them as they are,
+``torch.save`` through `full_state_dict`.
 """
 
-from tpkernels.nn.blocks import ParallelAttention, ParallelMLP
-from tpkernels.nn.checkpoint import ShardTensor, full_state_dict
-from tpkernels.nn.clipping import clip_grad_norm_
-from tpkernels.nn.column import ColumnParallelLinear, column_parallel
-from tpkernels.nn.embedding import ParallelLMHead, VocabParallelEmbedding
-from tpkernels.nn.linear import pack_
-from tpkernels.nn.loss import vocab_parallel_cross_entropy
-from tpkernels.nn.merged import MergedColumnParallelLinear, QKVParallelLinear
-from tpkernels.nn.norm import RMSNorm
+from tpkernels.nn.blocks import ParallelAttention, ParallelMLP, RMSNorm
+from tpkernels.nn.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    column_parallel,
+    pack_,
+)
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
-from tpkernels.nn.row import RowParallelLinear
+from tpkernels.nn.sharding import ShardTensor, clip_grad_norm_, full_state_dict
+from tpkernels.nn.vocabulary import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
 
 __all__ = [
     "ColumnParallelLinear",

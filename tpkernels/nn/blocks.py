@@ -1,4 +1,4 @@
-"""The two halves of a transformer block, with the parameter names of the Llama family."""
+"""The parts of a transformer block, with the parameter names of the Llama family."""
 
 from __future__ import annotations
 
@@ -9,14 +9,67 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tpkernels import groups
 from tpkernels.groups import GroupLike
-from tpkernels.nn.column import column_parallel
-from tpkernels.nn.merged import MergedColumnParallelLinear, QKVParallelLinear
-from tpkernels.nn.row import RowParallelLinear
+from tpkernels.nn.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    column_parallel,
+)
+from tpkernels.nn.regions import copy_to_ranks
 from tpkernels.nn.sharding import LayerOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, computed in fp32 and rounded once.
+
+    Args:
+        hidden_size: size of the last dim.
+        eps: added to the mean square.
+        group: if each rank applies the weight to its own part of the input: its rows under sequence
+            parallelism, or its heads. The backward then sums the weight's gradient over the ranks.
+            None: all ranks have the same input, and the same gradient.
+        device, dtype: of the weight.
+
+    ``weight`` is [hidden_size] on every rank.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        group: GroupLike | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        self.group = None if group is None else groups.name_of(group)
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x [..., hidden_size]; the result has its shape and dtype."""
+        weight = self.shared_weight().to(x.dtype)
+        return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
+
+    def shared_weight(self) -> torch.Tensor:
+        """Return the weight; its gradient is summed if each rank has a part of the input."""
+        return self.weight if self.group is None else copy_to_ranks(self.weight, self.group)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, group={self.group!r}"
 
 
 class ParallelMLP(nn.Module):
@@ -24,12 +77,9 @@ class ParallelMLP(nn.Module):
 
     Args:
         hidden_size, intermediate_size: of the unsharded block.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        group: see `tpkernels.nn`, as for the options.
         bias: whether the three layers have biases.
         activation: applied to the gate.
-        **options: ``device`` and ``dtype`` of the parameters; ``sequence_parallel``: input and
-            output are this rank's rows of the sequence, by default all rows; ``sequence_dim``: the
-            dim of the sequence, 0 by default.
     """
 
     def __init__(
@@ -58,13 +108,8 @@ class ParallelMLP(nn.Module):
         residual: torch.Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Map x [..., hidden_size] to the same shape.
-
-        Args:
-            x: the input.
-            residual: of the output's shape, added to it; the output gets its dtype.
-            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
-        """
+        """Map x [..., hidden_size] to the same shape. ``residual``, of that shape, is added; the
+        output gets its dtype."""
         modules: Any = self._modules  # As self.gate_proj, without the time that takes.
         layers = [modules["gate_proj"], modules["up_proj"]]
         gate, up = column_parallel(x, layers, shard_sizes=shard_sizes)
@@ -73,26 +118,16 @@ class ParallelMLP(nn.Module):
         return y
 
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
-
-
 class ParallelAttention(nn.Module):
     """Grouped-query attention; each rank has the heads of its key-value groups.
 
     Args:
         hidden_size: of input and output.
-        heads, kv_heads, head_dim: of the unsharded attention, ``heads`` a multiple of ``kv_heads``;
-            neither has to divide by the ranks, see `QKVParallelLinear`.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
+        heads, kv_heads, head_dim: of the unsharded attention, as `QKVParallelLinear` takes them.
+        group: see `tpkernels.nn`, as for the options not listed here.
         bias: whether the query, key and value projections have biases.
         out_bias: whether the output projection has a bias.
-        **options: ``device`` and ``dtype`` of the parameters; ``sequence_parallel``: input and
-            output are this rank's rows of the sequence, by default all rows; ``sequence_dim``: the
-            dim of the sequence, 0 (the default) or 1.
-
-    Raises:
-        ValueError: ``heads`` is not a multiple of ``kv_heads``, or ``sequence_dim`` is neither 0
-            nor 1.
+        sequence_dim: the dim of the sequence, 0 (the default) or 1.
     """
 
     def __init__(
@@ -116,7 +151,7 @@ class ParallelAttention(nn.Module):
             hidden_size,
             group,
             bias=out_bias,
-            in_sizes=self.heads.query_sizes,
+            in_sizes=self.q_proj.out_sizes,
             **options,
         )
         self.sequence_dim = self.o_proj.sequence_dim
@@ -137,7 +172,6 @@ class ParallelAttention(nn.Module):
         ``sequence_dim=1``, to the same shape.
 
         Args:
-            x: the input.
             rotary: (cos, sin) for all rows of the sequence, each [sequence, head_dim], with the
                 angles of the first half of head_dim repeated in the second; converted to x's dtype.
                 None: no rotary embedding.
@@ -146,10 +180,6 @@ class ParallelAttention(nn.Module):
             is_causal: whether rows attend only to themselves and earlier rows. By default they do
                 if there is no mask; with a mask, the mask alone decides.
             residual: of the output's shape, added to it; the output gets its dtype.
-            shard_sizes: rows of each rank of the sequence, unless they are all equal.
-
-        Raises:
-            ValueError: ``attn_mask`` is given together with ``is_causal=True``.
         """
         if is_causal and attn_mask is not None:
             raise ValueError(

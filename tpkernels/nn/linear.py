@@ -1,39 +1,53 @@
-"""What column- and row-parallel linear layers have in common."""
+"""Linear layers that are split over the ranks, by output features (column-parallel) or by input
+features (row-parallel), and several column-parallel layers of one input."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from tpkernels import groups
 from tpkernels.groups import GroupLike
 from tpkernels.local.packed import check_packable, pack
-from tpkernels.nn.sharding import LayerOptions, ShardedModule
-from tpkernels.nn.split import Split
+from tpkernels.nn.regions import gather_from_ranks
+from tpkernels.nn.sharding import (
+    LayerOptions,
+    SequenceOptions,
+    ShardedModule,
+    Split,
+    check_parameter,
+)
+from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
+from tpkernels.ops.column_matmul import column_matmul
+from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
+from tpkernels.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
+from tpkernels.ops.registration import bias_list
+from tpkernels.shards import shard_sizes as balanced_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 Module = TypeVar("Module", bound=nn.Module)
-Linear = TypeVar("Linear", bound="ParallelLinear")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class ParallelLinear(ShardedModule):
-    """``x @ weight^T + bias``, the weight split along one of its dims.
+    """``x @ weight^T + bias``, the weight [out_features, in_features] split along one of its dims.
 
-    A subclass sets the dim of the weight [out_features, in_features] that is split: 0 splits the
-    output features, and the bias with them; 1 splits the input features, and every rank has the
-    whole bias.
+    A subclass sets that dim: 0 splits the output features, and the bias with them; 1 splits the
+    input features, and every rank has the whole bias.
     """
 
     _split_dim: ClassVar[int]
     weight: nn.Parameter
     bias: nn.Parameter | None
     _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
-    _dropped = False  # `weight` is the packed weight: there is no other
 
     def __init__(
         self,
@@ -47,9 +61,8 @@ class ParallelLinear(ShardedModule):
     ) -> None:
         super().__init__(group, **options)
         self.in_features, self.out_features = in_features, out_features
-        total, what = (
-            (out_features, "out_features") if self._split_dim == 0 else (in_features, "in_features")
-        )
+        what = ("out_features", "in_features")[self._split_dim]
+        total = getattr(self, what)
         split = Split.of(self._split_dim, total, sizes, self.rank, self.world, what)
         self.empty = split.size == 0  #: this rank has no features
         self.add_parameter("weight", (out_features, in_features), split)
@@ -59,19 +72,41 @@ class ParallelLinear(ShardedModule):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
+        """Make a layer with copies of this rank's shards of ``linear``'s parameters. Features,
+        bias, device and dtype are those of ``linear``; ``options`` are the constructor's others.
+
+        Raises:
+            TypeError: ``linear`` is not a plain ``nn.Linear``.
+            NotImplementedError: its weight is quantised or distributed.
+        """
+        check_linear(linear, "linear")
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            group,
+            bias=linear.bias is not None,
+            device="meta",
+            dtype=linear.weight.dtype,
+            **options,
+        )
+        layer.adopt(linear)
+        return layer
+
     def reset_parameters(self) -> None:
         """Draw weight and bias as ``nn.Linear`` does, by the unsharded fan-in."""
 
-        def draw(whole: torch.Tensor) -> None:
+        def draw(full: torch.Tensor) -> None:
             bound = self.in_features**-0.5
-            nn.init.uniform_(whole, -bound, bound)
+            nn.init.uniform_(full, -bound, bound)
 
         with self._plain_weight():
             for name, _ in self.named_parameters():
                 self.fill(name, draw)
 
     def pack_(self, *, drop: bool = False) -> Self:
-        """Pack the weight for inference on CPUs; see `tpkernels.pack`. Return the layer.
+        """Pack the weight for inference on CPUs, as `tpkernels.pack`; return the layer.
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
         the new weight. Other changes of ``weight`` do not reach the packed one: pack it again.
@@ -82,35 +117,32 @@ class ParallelLinear(ShardedModule):
             drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
                 an opaque tensor of the same shape; a state dict unpacks it. An embedding that is
                 tied to the layer keeps the weight that they shared.
-
-        Raises:
-            ValueError, NotImplementedError: as `tpkernels.pack`.
         """
         self.unpack_()
-        if self.empty:
-            return self
-        packed = pack(self.weight.t())
-        if drop:
-            self.weight = nn.Parameter(packed, self.weight.requires_grad)
-        self._packed, self._dropped = packed, drop
+        if not self.empty:
+            packed = pack(self.weight.t())
+            if drop:
+                self.weight = nn.Parameter(packed, self.weight.requires_grad)
+            self._packed = packed
         return self
 
     def unpack_(self) -> Self:
-        """Undo `pack_`: the values are those that were packed if the plain weight was dropped.
-        Returns the layer."""
-        if self._dropped:
+        """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
+        if self._packed is not None:
             self.weight = self._dense_weight()
-        self._packed, self._dropped = None, False
+            self._packed = None
         return self
 
     def _dense_weight(self) -> nn.Parameter:
-        """Return the weight as it was before `pack_` dropped it."""
+        """Return the weight, unpacked if `pack_` has dropped the plain one."""
+        if not self.weight.is_mkldnn:
+            return self.weight
         return nn.Parameter(self.weight.detach().to_dense(), self.weight.requires_grad)
 
     @contextmanager
     def _plain_weight(self) -> Iterator[None]:
         """Unpack the layer within the block, and pack it again after it."""
-        packed, drop = self._packed is not None, self._dropped
+        packed, drop = self._packed is not None, self.weight.is_mkldnn
         self.unpack_()
         yield
         if packed:
@@ -119,22 +151,18 @@ class ParallelLinear(ShardedModule):
             except NotImplementedError as error:
                 raise NotImplementedError(f"{error}; call unpack_() before") from None
 
-    def _factor(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the ops get as the weight."""
+    def _operand(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the weight [K, N] as the ops take it, or refuse a gradient of a packed one."""
         if self._packed is None:
             return self.weight.t()
-        if torch.is_grad_enabled():
-            self._refuse_gradient(x)
-        return self._packed
-
-    def _refuse_gradient(self, x: torch.Tensor) -> None:
-        """Raise where a packed layer would need a gradient."""
-        parts = (x, self.weight, self.bias)
-        if any(part is not None and part.requires_grad for part in parts):
+        if torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in (x, self.weight, self.bias)
+        ):
             raise NotImplementedError(
                 f"{self!r} is packed and has no gradient; call it under torch.no_grad(), or "
                 "unpack_() it"
             )
+        return self._packed
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         with self._plain_weight():
@@ -146,31 +174,429 @@ class ParallelLinear(ShardedModule):
             super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        held = self.weight
-        if self._dropped:
-            self._parameters["weight"] = self._dense_weight()
+        weight = self.weight
+        self._parameters["weight"] = self._dense_weight()
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
         finally:
-            self._parameters["weight"] = held
+            self._parameters["weight"] = weight
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: an opaque tensor has neither."""
+        """Return the state for copies and pickles, of which an opaque tensor has neither."""
         state = self.__dict__.copy()
-        if self._dropped:
-            state["_parameters"] = self._parameters | {"weight": self._dense_weight()}
-        state["_packed"] = self._packed is not None
+        state["_parameters"] = self._parameters | {"weight": self._dense_weight()}
+        state["_packed"] = None if self._packed is None else {"drop": self.weight.is_mkldnn}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        packed, drop = state["_packed"], state.get("_dropped", False)
-        super().__setstate__(state | {"_packed": None, "_dropped": False})
-        if packed:
-            self.pack_(drop=drop)
+        how = state["_packed"]
+        super().__setstate__(state | {"_packed": None})
+        if how is not None:
+            self.pack_(**how)
+
+    def extra_repr(self) -> str:
+        features: list[Any] = [self.out_features, self.in_features]
+        features[self._split_dim] = list(self.splits["weight"].sizes)
+        return (
+            f"in_features={features[1]}, out_features={features[0]}, bias={self.bias is not None}, "
+            f"sequence_parallel={self.sequence_parallel}, rank={self.rank}"
+        )
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """``x @ weight^T + bias`` with the output features split over the ranks.
+
+    Args:
+        in_features, out_features: of the unsharded layer.
+        group: see `tpkernels.nn`, as for the options not listed here.
+        bias: whether there is a bias; split as the output features are.
+        gather_output: every rank gets all output features instead of its own. All ranks must then
+            use them in the same way.
+        out_sizes: output features of each rank; by default balanced (`tpkernels.shard_sizes`).
+        stand_in: number of zero features that a rank without any features returns.
+        sequence_parallel: the input is this rank's rows of the sequence, and the output has all
+            rows. By default all ranks pass the same input, and its gradient is summed over them.
+
+    ``weight`` is [out_features of this rank, in_features].
+
+    Raises:
+        ValueError: ``out_sizes`` do not fit the group or ``out_features``.
+    """
+
+    _split_dim: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: GroupLike,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        out_sizes: Sequence[int] | None = None,
+        stand_in: int = 0,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(in_features, out_features, group, out_sizes, bias=bias, **options)
+        self.gather_output, self.stand_in = gather_output, stand_in
+
+    @property
+    def out_sizes(self) -> tuple[int, ...]:
+        """Return the output features of each rank."""
+        return self.splits["weight"].sizes
+
+    def forward(self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """Map x [..., in_features] to [..., out_features of this rank, or all]."""
+        return column_parallel(x, [self], shard_sizes=shard_sizes)[0]
+
+    def _zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return zero weight and bias for a rank without features. The ops need a column on every
+        rank, and the padding keeps this rank's backward in step with the others'."""
+        weight, bias, width = self.weight, self.bias, max(self.stand_in, 1)
+        return F.pad(weight, (0, 0, 0, width)), None if bias is None else F.pad(bias, (0, width))
+
+    def _finish(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, given its matmul's result ``y``."""
+        if self.empty and (self.gather_output or not self.stand_in):
+            y = y[..., :0]
+        if self.gather_output:
+            y = gather_from_ranks(y, self.group, y.dim() - 1, self.out_sizes)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, gather_output={self.gather_output}"
+
+
+def column_parallel(
+    x: torch.Tensor,
+    layers: Sequence[ColumnParallelLinear],
+    *,
+    shard_sizes: Sequence[int] | None = None,
+    sequence_parallel: bool | None = None,
+) -> list[torch.Tensor]:
+    """Apply several column-parallel layers to the same input [..., in_features], as one operation:
+    with sequence parallelism they share one all-gather, without it one all-reduce of the input's
+    gradient. Return the output of each layer, in order.
+
+    Args:
+        shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
+        sequence_parallel: for this call; by default the layers'.
+
+    Raises:
+        ValueError: the layers differ in group or sequence parallelism.
+    """
+    # Function calls are saved here, since each takes about 1 % of a small layer's time: the ops are
+    # called directly, and `_zeros` and `_finish` only where they do something.
+    first = layers[0]
+    rows_split = first.sequence_parallel if sequence_parallel is None else sequence_parallel
+    weights, biases, biased, finished = [], [], False, True
+    for layer in layers:
+        if (
+            layer.group != first.group
+            or layer.sequence_parallel != first.sequence_parallel
+            or layer.sequence_dim != first.sequence_dim
+        ):
+            raise ValueError(f"layers of one input differ: {first!r} and {layer!r}")
+        if layer.empty:
+            weight, bias = layer._zeros()
+            w = weight.t()
+        else:
+            w, bias = layer._operand(x), layer.bias
+        weights.append(w)
+        biases.append(bias)
+        biased = biased or bias is not None
+        finished = finished and not (layer.empty or layer.gather_output)
+    bias_per_layer = biases if biased else None
+    outputs: list[torch.Tensor]
+    if rows_split:
+        _, outputs = run_all_gather_matmul(
+            x,
+            weights,
+            first.group,
+            first.sequence_dim,
+            bias_list(x, bias_per_layer),
+            shard_sizes=shard_sizes,
+        )
+    else:
+        outputs = column_matmul(x, weights, first.group, bias_per_layer)
+    if finished:
+        return outputs
+    return [layer._finish(y) for layer, y in zip(layers, outputs, strict=True)]
+
+
+class RowParallelLinear(ParallelLinear):
+    """``x @ weight^T + bias`` with the input features split over the ranks.
+
+    Args:
+        in_features, out_features: of the unsharded layer.
+        group: see `tpkernels.nn`, as for the options not listed here.
+        bias: whether there is a bias. Every rank has all of it, and its whole gradient; it is added
+            once, after the sum. Without the same random state on all ranks, their biases differ.
+        in_sizes: input features of each rank; by default balanced (`tpkernels.shard_sizes`).
+        sequence_parallel: the output is this rank's rows of the sequence. By default all ranks get
+            all rows.
+
+    ``weight`` is [out_features, in_features of this rank].
+
+    Raises:
+        ValueError: ``in_sizes`` do not fit the group or ``in_features``.
+    """
+
+    _split_dim: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: GroupLike,
+        *,
+        bias: bool = True,
+        in_sizes: Sequence[int] | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(in_features, out_features, group, in_sizes, bias=bias, **options)
+
+    @property
+    def in_sizes(self) -> tuple[int, ...]:
+        """Return the input features of each rank."""
+        return self.splits["weight"].sizes
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        shard_sizes: Sequence[int] | None = None,
+        sequence_parallel: bool | None = None,
+    ) -> torch.Tensor:
+        """Map x [..., in_features of this rank] to [..., out_features], all rows or this rank's.
+
+        Args:
+            residual: of the output's shape, added after the bias; the output gets its dtype.
+            sequence_parallel: for this call; by default the layer's.
+        """
+        rows_split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        w = self._operand(x)
+        if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear._zeros.
+            x = x if x.shape[-1] else F.pad(x, (0, 1))
+            w = F.pad(self.weight, (0, x.shape[-1])).t()
+        dim = self.sequence_dim if rows_split else None
+        return row_parallel(x, w, self.group, dim, self.bias, residual, shard_sizes)
+
+
+def row_parallel(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: str,
+    scatter_dim: int | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    shard_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return ``sum_r(x_r @ w_r) + bias + residual``, in the residual's dtype if there is one: under
+    autocast an fp32 residual stream stays fp32.
+
+    Args:
+        x, w: this rank's [..., K] and [K, N], plain or packed.
+        scatter_dim: the dim along which each rank gets its shard; None: all ranks get all of it.
+        shard_sizes: rows of each rank along that dim, unless they are all equal.
+    """
+    # The ops are called directly, for the reason given in `column_parallel`.
+    out_dtype = None if residual is None else residual.dtype
+    y: torch.Tensor
+    if scatter_dim is None:
+        y = run_matmul_all_reduce(x, w, group, bias, residual, out_dtype=out_dtype)
+    else:
+        y = run_matmul_reduce_scatter(
+            x, w, group, scatter_dim, bias, residual, out_dtype=out_dtype, shard_sizes=shard_sizes
+        )
+    return y
+
+
+class _SharedInputLinears(nn.Module):
+    """Column-parallel layers of one input, by name. The first argument of a subclass is the number
+    of input features."""
+
+    @property
+    def layers(self) -> list[ColumnParallelLinear]:
+        """Return the layers, in order."""
+        return cast("list[ColumnParallelLinear]", list(self.children()))
+
+    def pack_(self, *, drop: bool = False) -> Self:
+        """Pack each layer's weight; see `ColumnParallelLinear.pack_`."""
+        return pack_(self, drop=drop)
+
+    @classmethod
+    def _from(cls, linears: Mapping[str, nn.Linear], *args: Any, **options: Any) -> Self:
+        """Make the layers with copies of this rank's shards of ``linears``, which `check_linear`
+        has accepted. They have biases; those whose linear has none lose theirs."""
+        first = next(iter(linears.values()))
+        dtype = first.weight.dtype
+        merged = cls(first.in_features, *args, bias=True, device="meta", dtype=dtype, **options)
+        for (name, linear), layer in zip(linears.items(), merged.layers, strict=True):
+            if cast("torch.Tensor | None", linear.bias) is None:
+                layer.bias = None
+                layer.splits.pop("bias", None)
+            try:
+                layer.adopt(linear)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return merged
+
+
+class MergedColumnParallelLinear(_SharedInputLinears):
+    """Several `ColumnParallelLinear` of one input, such as gate and up, as one operation.
+
+    Args:
+        in_features: of the unsharded layers.
+        out_features: of each unsharded layer, by its name; the layers are submodules of these
+            names.
+        group: see `tpkernels.nn`, as for the options.
+        bias: whether the layers have biases.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Mapping[str, int],
+        group: GroupLike,
+        *,
+        bias: bool = True,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        for name, features in out_features.items():
+            layer = ColumnParallelLinear(in_features, features, group, bias=bias, **options)
+            self.add_module(name, layer)
+
+    @classmethod
+    def from_linear(
+        cls, linears: Mapping[str, nn.Linear], group: GroupLike, **options: Unpack[SequenceOptions]
+    ) -> Self:
+        """Make the layers with copies of this rank's shards of ``linears``, each with a bias if its
+        linear has one.
+
+        Raises:
+            TypeError: a layer is not a plain ``nn.Linear``.
+            NotImplementedError: a weight is quantised or distributed.
+            ValueError: the layers have different input features.
+        """
+        widths = {name: check_linear(ln, name).out_features for name, ln in linears.items()}
+        return cls._from(linears, widths, group, **options)
+
+    def forward(
+        self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Map x [..., in_features] to [..., out_features of this rank] for each layer, in order."""
+        return column_parallel(x, self.layers, shard_sizes=shard_sizes)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    world: int
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads or self.head_dim < 1:
+            raise ValueError(
+                f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, each of "
+                f"head_dim={self.head_dim} >= 1"
+            )
+
+    @property
+    def splits(self) -> dict[str, tuple[list[int], int]]:
+        """Return the output features of each rank, and those that a rank without heads returns as
+        zeros, of each projection in `QKV`."""
+        query_width = self.heads // self.kv_heads * self.head_dim
+        widths = zip(QKV, (query_width, self.head_dim, self.head_dim), strict=True)
+        counts = balanced_sizes(self.kv_heads, self.world)  # key-value groups of each rank
+        return {name: ([count * width for count in counts], width) for name, width in widths}
+
+
+class QKVParallelLinear(_SharedInputLinears):
+    """The query, key and value projections of grouped-query attention, as one operation.
+
+    Each rank gets whole key-value groups: a key head, its value head and the query heads that
+    attend to them. Groups that do not divide by the ranks are split as evenly as possible. A rank
+    without a group returns one of zeros, so that the attention needs no special case; the output
+    projection has no weights for it.
+
+    Args:
+        hidden_size: input features.
+        heads, kv_heads, head_dim: of the unsharded attention; ValueError if ``heads`` is not a
+            multiple of ``kv_heads``.
+        group: see `tpkernels.nn`, as for the options.
+        bias: whether the projections have biases.
+    """
+
+    q_proj: ColumnParallelLinear
+    k_proj: ColumnParallelLinear
+    v_proj: ColumnParallelLinear
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        group: GroupLike,
+        *,
+        bias: bool = False,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self.heads = Heads(heads, kv_heads, head_dim, groups.get(groups.name_of(group)).world)
+        for name, (sizes, stand_in) in self.heads.splits.items():
+            layer = ColumnParallelLinear(
+                hidden_size,
+                sum(sizes),
+                group,
+                bias=bias,
+                out_sizes=sizes,
+                stand_in=stand_in,
+                **options,
+            )
+            self.add_module(name, layer)
+
+    @classmethod
+    def from_linear(
+        cls,
+        q: nn.Linear,
+        k: nn.Linear,
+        v: nn.Linear,
+        head_dim: int,
+        group: GroupLike,
+        **options: Unpack[SequenceOptions],
+    ) -> Self:
+        """Make the projections with copies of this rank's shards, each with a bias if its linear
+        has one. Raises what `MergedColumnParallelLinear.from_linear` does, and ValueError if
+        ``head_dim`` does not divide the features of a projection."""
+        linears = dict(zip(QKV, (q, k, v), strict=True))
+        for name, linear in linears.items():
+            check_linear(linear, name)
+            if linear.out_features % head_dim:
+                raise ValueError(
+                    f"{name} has {linear.out_features} output features, which is not a whole "
+                    f"number of heads of {head_dim}"
+                )
+        heads, kv_heads = q.out_features // head_dim, k.out_features // head_dim
+        return cls._from(linears, heads, kv_heads, head_dim, group, **options)
+
+    def forward(
+        self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Map x [..., hidden_size] to queries [..., heads of this rank * head_dim], keys and values
+        [..., key-value heads of this rank * head_dim]."""
+        q, k, v = column_parallel(x, self.layers, shard_sizes=shard_sizes)
+        return q, k, v
 
 
 def pack_(module: Module, *, drop: bool = False) -> Module:
-    """Pack every parallel linear layer in a module; see `ParallelLinear.pack_`. Returns the
+    """Pack every parallel linear layer in a module, as `ColumnParallelLinear.pack_`; return the
     module, which is unchanged if a layer cannot be packed."""
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
     for layer in layers:
@@ -181,18 +607,15 @@ def pack_(module: Module, *, drop: bool = False) -> Module:
     return module
 
 
-def sharded_linear(
-    kind: type[Linear], linear: nn.Linear, group: GroupLike, **options: Any
-) -> Linear:
-    """Run ``kind.from_linear`` for a layer that `check.linear` has accepted."""
-    layer = kind(
-        linear.in_features,
-        linear.out_features,
-        group,
-        bias=linear.bias is not None,
-        device="meta",
-        dtype=linear.weight.dtype,
-        **options,
-    )
-    layer.adopt(linear)
-    return layer
+def check_linear(module: nn.Module, name: str) -> nn.Linear:
+    """Return ``module`` if it is a plain ``nn.Linear``, not a parallel layer or an adapter, whose
+    weight is neither quantised nor distributed."""
+    if isinstance(module, nn.Linear):
+        check_parameter(module.weight, f"{name}.weight")
+        check_parameter(module.bias, f"{name}.bias")
+    if type(module) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise TypeError(
+            f"{name} is a {type(module).__module__}.{type(module).__qualname__}, not an nn.Linear"
+        )
+    assert isinstance(module, nn.Linear)
+    return module

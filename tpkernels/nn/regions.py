@@ -16,7 +16,7 @@ import torch
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
-from tpkernels.nn.split import Split, position
+from tpkernels.nn.sharding import Split, position
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.shards import check_sizes
@@ -43,7 +43,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _own_shard(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
+        return _shard(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -52,19 +52,19 @@ class _Split(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]
     ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _own_shard(x, group, dim, sizes)
+        return _shard(x, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return all_gather(grad, ctx.group, ctx.dim, shard_sizes=ctx.sizes), None, None, None
 
 
-def _own_shard(x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def _shard(x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     rank, _ = position(group)
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
 
 
-def check_dim(x: torch.Tensor, dim: int) -> None:
+def _check_dim(x: torch.Tensor, dim: int) -> None:
     if not 0 <= dim < x.dim():
         raise ValueError(f"dim is {dim}; x has {x.dim()} dims, counted from 0")
 
@@ -74,10 +74,6 @@ def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
 
     For a tensor that is the same on all ranks and that each of them uses in its own way, such as a
     replicated parameter that each rank applies to its own rows or heads.
-
-    Args:
-        x: any tensor, the same on all ranks.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
     """
     result: torch.Tensor = _Copy.apply(x, groups.name_of(group))
     return result
@@ -86,13 +82,10 @@ def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
 def gather_from_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Concatenate the ranks' shards. All ranks must then use the result in the same way: the
-    gradient of a shard is this rank's shard of the gradient.
+    """Concatenate the ranks' shards ``x`` along ``dim``, which is not negative. All ranks must then
+    use the result in the same way: the gradient of a shard is this rank's shard of the gradient.
 
     Args:
-        x: this rank's shard.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        dim: the dim to concatenate along, not negative.
         sizes: ``sizes[r]`` is the size of rank r's shard in ``dim``.
 
     Raises:
@@ -100,7 +93,7 @@ def gather_from_ranks(
     """
     name = groups.name_of(group)
     rank, world = position(name)
-    check_dim(x, dim)
+    _check_dim(x, dim)
     checked = check_sizes(sizes, world)
     if checked[rank] != x.shape[dim]:
         raise ValueError(
@@ -113,13 +106,10 @@ def gather_from_ranks(
 def split_over_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Return this rank's shard of a tensor that is the same on all ranks; the gradients of the
-    shards are gathered.
+    """Return this rank's shard of ``x``, which is the same on all ranks, along ``dim``, which is
+    not negative; the gradients of the shards are gathered.
 
     Args:
-        x: the same on all ranks.
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        dim: the dim to split, not negative.
         sizes: ``sizes[r]`` is the size of rank r's shard in ``dim``; by default balanced.
 
     Raises:
@@ -127,7 +117,7 @@ def split_over_ranks(
             up to that dim.
     """
     name = groups.name_of(group)
-    check_dim(x, dim)
+    _check_dim(x, dim)
     split = Split.of(dim, x.shape[dim], sizes, *position(name), f"dim {dim}")
     result: torch.Tensor = _Split.apply(x, name, dim, split.sizes)
     return result

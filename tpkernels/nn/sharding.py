@@ -1,49 +1,231 @@
 """Modules whose parameters are one rank's shards of an unsharded module's parameters.
 
 In memory, a parameter is a plain tensor that holds the shard alone. A state dict has the names and
-shapes of the unsharded module: its values are `ShardTensor` (see checkpoint.py), and
-``load_state_dict`` takes these, or unsharded tensors, of which each rank keeps its shard.
+shapes of the unsharded module: its values are `ShardTensor`, and ``load_state_dict`` takes these,
+or unsharded tensors, of which each rank keeps its shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
-from tpkernels import groups
+from tpkernels import dtypes, groups
 from tpkernels.groups import GroupLike
-from tpkernels.nn.checkpoint import ShardTensor
-from tpkernels.nn.split import Split, position
+from tpkernels.ops.all_gather import all_gather
+from tpkernels.ops.all_reduce import all_reduce
+from tpkernels.shards import check_sizes, shard_sizes
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+_PLANNED = "tpkernels: ranks that are planned, "  # followed by their number
+_aten = torch.ops.aten
+# The ops that copy a state dict; they are applied to the shard.
+_ON_SHARDS = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.copy_.default,
+}
+
+
+def planned(world: int) -> str:
+    """Name a group that does not exist, of which this process is rank 0. Modules can be made for
+    it, to see how they would be split over ``world`` ranks; calls of them fail."""
+    return f"{_PLANNED}{world}"
+
+
+def position(group: str) -> tuple[int, int]:
+    """Return (rank, world) in a group, by the group's name."""
+    if group.startswith(_PLANNED):
+        return 0, int(group.removeprefix(_PLANNED))
+    members = groups.get(group)
+    return members.rank, members.world
+
+
+# What torch.compiler.assume_constant_result does. That function imports the whole compiler, and
+# Triton before it is known whether its interpreter is wanted.
+position._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rank r has ``sizes[r]`` entries of dim ``dim``, in rank order; ``rank`` is this rank."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(
+        cls, dim: int, total: int, sizes: Sequence[int] | None, rank: int, world: int, what: str
+    ) -> Split:
+        """Split ``total`` entries of ``what``: into ``sizes``, or balanced if ``sizes`` is None.
+
+        Raises:
+            ValueError: ``sizes`` do not fit the group, or do not add up to ``total``.
+        """
+        if sizes is None:
+            return cls(dim, tuple(shard_sizes(total, world)), rank)
+        checked = check_sizes(sizes, world)
+        if sum(checked) != total:
+            raise ValueError(f"the split {list(checked)} of {what} does not add up to {total}")
+        return cls(dim, checked, rank)
+
+    @property
+    def offset(self) -> int:
+        """Return the index of the first entry of this rank's shard."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def size(self) -> int:
+        """Return the size of this rank's shard."""
+        return self.sizes[self.rank]
+
+    @property
+    def total(self) -> int:
+        """Return the unsharded size."""
+        return sum(self.sizes)
+
+    def shard(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of an unsharded tensor, as a view."""
+        return full.narrow(self.dim, self.offset, self.size)
+
+    def local_shape(self, full: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of this rank's shard of a tensor of shape ``full``."""
+        return (*full[: self.dim], self.size, *full[self.dim + 1 :])
+
+    def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """Return the unsharded shape of a tensor whose shard has shape ``local`` on this rank."""
+        return (*local[: self.dim], self.total, *local[self.dim + 1 :])
+
+
+class ShardTensor(torch.Tensor):
+    """This rank's shard of a tensor, with the shape of the unsharded tensor.
+
+    ``torch.distributed.checkpoint`` saves each rank's shard once, and loads this rank's shard from
+    a checkpoint of any number of ranks. A ShardTensor can be copied, detached and moved between
+    devices; ``local`` is the shard as a plain tensor, `full_tensor` gathers the unsharded one.
+    """
+
+    local: torch.Tensor
+    placement: Split
+    group: str
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, split: Split, group: str) -> ShardTensor:
+        tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
+            cls, split.full_shape(local.shape), dtype=local.dtype, device=local.device
+        )
+        tensor.local, tensor.placement, tensor.group = local, split, group
+        return tensor
+
+    def full_tensor(self) -> torch.Tensor:
+        """Gather the unsharded tensor on every rank. Collective: all ranks call it."""
+        split = self.placement
+        return all_gather(self.local, self.group, split.dim, shard_sizes=split.sizes)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> ShardTensor:
+        first = args[0] if args else None
+        if func not in _ON_SHARDS or not isinstance(first, ShardTensor):
+            raise NotImplementedError(
+                f"{func} needs more than this rank's shard of a ShardTensor; take .local, or "
+                ".full_tensor() on all ranks"
+            )
+        if func is _aten.copy_.default and getattr(args[1], "placement", None) != first.placement:
+            raise ValueError(f"cannot copy {args[1]!r} into {first!r}, which is split differently")
+        shards = [x.local if isinstance(x, ShardTensor) else x for x in args]
+        result = func(*shards, **(kwargs or {}))
+        if result is first.local:
+            return first
+        return ShardTensor(result, first.placement, first.group)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        split = self.placement
+        return (
+            f"ShardTensor({list(self.shape)}, dim {split.dim} split {list(split.sizes)}, "
+            f"rank {split.rank}: {self.local!r})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ShardTensor is one rank's shard and cannot be pickled: save with "
+            "torch.distributed.checkpoint, or torch.save tpkernels.nn.full_state_dict(model)"
+        )
+
+    def untyped_storage(self) -> NoReturn:
+        """Raise TypeError. safetensors and others call it to save the unsharded memory, which no
+        rank has."""
+        raise TypeError(
+            "a ShardTensor is one rank's shard and has no storage of the unsharded tensor: save "
+            "with torch.distributed.checkpoint, or call tpkernels.nn.full_state_dict(model) on all "
+            "ranks and pass the result to safetensors.torch.save_file or as state_dict"
+        )
+
+    storage = untyped_storage
+
+    # The protocol of torch.distributed._checkpointable, for torch.distributed.checkpoint. Importing
+    # that package takes half a second, but whoever calls these methods has done so already.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        if self.local.numel() == 0:
+            return []
+        offsets = [0] * self.dim()
+        offsets[self.placement.dim] = self.placement.offset
+        return [ChunkStorageMetadata(torch.Size(offsets), self.local.size())]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.local
 
 
 class SequenceOptions(TypedDict, total=False):
-    """How a layer splits its activations. `ShardedModule` has the defaults."""
+    """How a layer splits its activations; see `tpkernels.nn`."""
 
     sequence_parallel: bool
     sequence_dim: int
 
 
 class LayerOptions(SequenceOptions, total=False):
-    """The options that all parallel layers take. `ShardedModule` has the defaults."""
+    """The options that all parallel layers take; see `tpkernels.nn`."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
 
 
 class ShardedModule(nn.Module):
-    """A module of which each rank of a group holds a shard.
+    """A module of which each rank of a group holds a shard; see `tpkernels.nn` for the arguments.
 
     A subclass creates its parameters with `add_parameter` and draws their values in
     `reset_parameters`.
-
-    Args:
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-        sequence_parallel: the activations outside the layer are split along ``sequence_dim``.
-        sequence_dim: the dim of the sequence.
-        device, dtype: of the parameters, as torch's layers take them.
     """
 
     def __init__(
@@ -63,12 +245,8 @@ class ShardedModule(nn.Module):
         self._factory: Mapping[str, Any] = {"device": device, "dtype": dtype}
 
     def add_parameter(self, name: str, shape: Sequence[int], split: Split | None) -> None:
-        """Create a parameter, uninitialised.
-
-        Args:
-            shape: of the unsharded parameter.
-            split: how it is sharded; None: every rank has all of it.
-        """
+        """Create a parameter, uninitialised, of an unsharded ``shape``. Without a ``split`` every
+        rank has all of it."""
         if split is not None:
             shape = split.local_shape(shape)
             self.splits[name] = split
@@ -82,10 +260,10 @@ class ShardedModule(nn.Module):
         if parameter.is_meta:
             return
         split = self.splits.get(name)
-        whole = parameter.new_empty(self.whole_shape(name))
+        full = parameter.new_empty(self.full_shape(name))
         with torch.no_grad():
-            draw(whole)
-            parameter.copy_(whole if split is None else split.shard(whole))
+            draw(full)
+            parameter.copy_(full if split is None else split.shard(full))
 
     def adopt(self, module: nn.Module) -> None:
         """Replace the parameters with copies of this rank's shards of ``module``'s parameters, of
@@ -94,22 +272,22 @@ class ShardedModule(nn.Module):
         Raises:
             ValueError: ``module`` has different parameters, or different shapes.
         """
-        whole_shapes = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
-        expected = {name: list(self.whole_shape(name)) for name, _ in self.named_parameters()}
-        if whole_shapes != expected:
-            raise ValueError(f"{module} has parameters {whole_shapes}, expected {expected}")
+        full_shapes = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
+        expected = {name: list(self.full_shape(name)) for name, _ in self.named_parameters()}
+        if full_shapes != expected:
+            raise ValueError(f"{module} has parameters {full_shapes}, expected {expected}")
         for name in expected:
-            whole = module.get_parameter(name)
-            value = whole.detach()
+            full = module.get_parameter(name)
+            value = full.detach()
             if name in self.splits:
                 value = self.splits[name].shard(value)
-            self.register_parameter(name, nn.Parameter(value.clone(), whole.requires_grad))
+            self.register_parameter(name, nn.Parameter(value.clone(), full.requires_grad))
         self.train(module.training)
 
-    def whole_shape(self, name: str) -> tuple[int, ...]:
+    def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the unsharded shape of a parameter."""
         shape = tuple(self.get_parameter(name).shape)
-        return self.splits[name].whole_shape(shape) if name in self.splits else shape
+        return self.splits[name].full_shape(shape) if name in self.splits else shape
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -125,15 +303,9 @@ class ShardedModule(nn.Module):
                 destination[key] = ShardTensor(local, split, self.group)
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *args: Any
     ) -> None:
+        *_, error_messages = args
         values = dict(state_dict)
         # Cloned before it is assigned: a view would keep the unsharded tensor alive.
         assign = local_metadata.get("assign_to_params_buffers", False)
@@ -144,24 +316,18 @@ class ShardedModule(nn.Module):
             try:
                 shard = _shard_of(values[key], split, self.get_parameter(name).shape)
             except ValueError as error:
-                error_msgs.append(f"{key}: {error}")
+                error_messages.append(f"{key}: {error}")
                 shard = self.get_parameter(name).detach()
             values[key] = shard.clone() if assign else shard
-        super()._load_from_state_dict(
-            values, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(values, prefix, local_metadata, *args)
 
 
 def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Tensor:
-    """Return this rank's shard of a value in a state dict.
-
-    Args:
-        shape: of the parameter on this rank.
-    """
-    whole = split.whole_shape(shape)
-    if tuple(value.shape) != whole:
+    """Return this rank's shard, of ``shape``, of a value in a state dict."""
+    full = split.full_shape(shape)
+    if tuple(value.shape) != full:
         raise ValueError(
-            f"the state dict has shape {list(value.shape)}, the unsharded parameter {list(whole)}"
+            f"the state dict has shape {list(value.shape)}, the unsharded parameter {list(full)}"
         )
     if not isinstance(value, ShardTensor):
         return split.shard(value)
@@ -171,3 +337,97 @@ def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Ten
             "torch.distributed.checkpoint, or unsharded (tpkernels.nn.full_state_dict)"
         )
     return value.local
+
+
+def check_parameter(value: torch.Tensor | None, what: str) -> None:
+    """Check that a parameter can be split: that it is not quantised, packed or distributed, and an
+    op takes its dtype."""
+    if value is None:
+        return
+    data = value.data
+    if not value.is_floating_point() or type(data) not in (torch.Tensor, FakeTensor):
+        raise NotImplementedError(
+            f"{what} is a {type(data).__name__} of {dtypes.name(value.dtype)}; a quantised, packed "
+            "or distributed weight cannot be split: parallelise the plain floating-point model"
+        )
+    dtypes.check_supported(value.dtype, what)
+
+
+def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
+    """Gather the state dict of the unsharded module, with plain tensors for ``torch.save`` or for
+    the ``load_state_dict`` of an unsharded model. Collective: all ranks call it.
+
+    Args:
+        rank0_only: rank 0 gets the state dict, on the CPU; the others get an empty dict. No other
+            rank, and no GPU, then has more than one unsharded parameter at a time.
+    """
+    return gather_state(module, module.state_dict(), rank0_only)
+
+
+def gather_state(module: nn.Module, shards: Mapping[str, Any], rank0_only: bool) -> dict[str, Any]:
+    """Return `full_state_dict` for ``shards``, a state dict of the module or a part of one."""
+    # Keyed by the parameter's identity: tied parameters are gathered once, on every rank, and stay
+    # one tensor.
+    identity = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    gathered: dict[int, torch.Tensor | None] = {}
+    state: dict[str, Any] = {}
+    ranks = {value.placement.rank for value in shards.values() if isinstance(value, ShardTensor)}
+    keep = not rank0_only or ranks <= {0}
+    for name, value in shards.items():
+        key = identity.get(name, id(value))
+        if key not in gathered:
+            tensor = value.full_tensor() if isinstance(value, ShardTensor) else value
+            if rank0_only and isinstance(tensor, torch.Tensor):
+                tensor = tensor.cpu()
+            gathered[key] = tensor if keep else None
+        if keep:
+            state[name] = gathered[key]
+    return state
+
+
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Run ``torch.nn.utils.clip_grad_norm_`` for a module with sharded layers: scale all gradients
+    so that their 2-norm over all ranks is at most ``max_norm``. torch's function would take the
+    norm of each rank's own gradients, and replicated parameters would drift apart.
+
+    A sharded parameter counts with the shards of all ranks, a replicated one once. Sums are in
+    float64. Collective: all ranks call it, with gradients for the same parameters.
+
+    Returns:
+        The norm before clipping, a float32 scalar with the same bits on every rank.
+
+    Raises:
+        NotImplementedError: a gradient is a DTensor.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+    """
+    shards = {
+        id(part.get_parameter(name)): part.group
+        for part in module.modules()
+        if isinstance(part, ShardedModule)
+        for name in part.splits
+    }
+    gradients = [(p.grad, shards.get(id(p))) for p in module.parameters() if p.grad is not None]
+    for gradient, _ in gradients:
+        if type(gradient) is not torch.Tensor:
+            raise NotImplementedError(
+                f"a gradient is a {type(gradient).__name__}; for models of DTensors use "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+    device = gradients[0][0].device if gradients else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    # Groups in the order of the modules, which is the same on every rank.
+    for group in dict.fromkeys([None, *shards.values()]):
+        squares = torch.zeros(1, dtype=torch.float64, device=device)
+        for gradient, owner in gradients:
+            if owner == group:
+                squares += gradient.detach().to(torch.float64).square().sum()
+        total += (squares if group is None else all_reduce(squares, group)).squeeze()
+    norm = total.sqrt()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    for gradient, _ in gradients:
+        gradient.detach().mul_(factor)
+    return norm.float()

@@ -3,8 +3,8 @@
 
 from typing import Any
 
-from tpkernels.parallel.loading import from_pretrained
 from tpkernels.parallel.parallelize import parallelize
+from tpkernels.parallel.pretrained import from_pretrained
 
 __all__ = ["FusedColwiseParallel", "FusedRowwiseParallel", "from_pretrained", "parallelize"]
 

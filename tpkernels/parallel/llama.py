@@ -16,6 +16,19 @@
 Without sequence parallelism, rows are neither split nor gathered, and the layers' norms stay as
 they are. With ``ffn_only``, nothing but gate_proj, up_proj and down_proj is replaced, without
 sequence parallelism. Modules are found by name; transformers is not imported.
+
+Problem: ``q_proj(x)``, ``k_proj(x)`` and ``v_proj(x)`` are three calls in code that is not ours.
+The code around them also derives the output's shape from x, which under sequence parallelism has
+only this rank's rows.
+
+Algorithm: a hook on the parent module (the attention or the MLP) runs all projections at once when
+the parent is called, with one all-gather, and stores each output in its projection. The parent gets
+a placeholder for x, a single zero expanded to the shape of the gathered x. A projection that is
+called returns the stored output and forgets it.
+
+A stored output outlives the parent's call only if an exception ends that call, as recomputing an
+activation checkpoint may do; the next call overwrites it. All of this is plain Python, which
+torch.compile traces into one graph.
 """
 
 from __future__ import annotations
@@ -24,53 +37,160 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
-from tpkernels.nn import ParallelLMHead, RMSNorm, VocabParallelEmbedding, check, pack_
-from tpkernels.nn.embedding import sharded_embedding
-from tpkernels.nn.heads import QKV, Heads
-from tpkernels.nn.linear import sharded_linear
-from tpkernels.nn.sharding import SequenceOptions
-from tpkernels.nn.split import position
-from tpkernels.parallel.shared_input import (
-    SEQUENCE_DIM,
-    GatherRows,
-    OwnRowsLinear,
-    OwnRowsNorm,
-    Rows,
-    SharedInputLinear,
-    ShareInput,
-    SplitRows,
+from tpkernels.local.packed import check_packable
+from tpkernels.nn import (
+    ColumnParallelLinear,
+    ParallelLMHead,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_parallel,
+    gather_from_ranks,
+    pack_,
+    split_over_ranks,
 )
+from tpkernels.nn.linear import QKV, Heads, check_linear
+from tpkernels.nn.sharding import check_parameter, position
+from tpkernels.nn.vocabulary import check_embedding
+from tpkernels.shards import shard_sizes
 
 GATE_UP = ("gate_proj", "up_proj")
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 PROMPT_ROWS = 16  #: tokens per rank from which ``sequence_parallel="prefill"`` splits a sequence
+SEQUENCE_DIM = 1  #: transformers' activations are [batch, sequence, width]
 
 SequenceParallel = bool | Literal["prefill"]
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """What a ``config.model_type`` has in addition to the names that the whole family has."""
-
-    head_norms: tuple[str, ...] = ()  #: norms of the attention, applied to each head
-
-
-ARCHITECTURES = {
-    "llama": Architecture(),
-    "mistral": Architecture(),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(head_norms=("q_norm", "k_norm")),
+#: By ``config.model_type``, the norms of the attention that are applied to each head. All else has
+#: the names of the family.
+HEAD_NORMS: dict[str, tuple[str, ...]] = {
+    "llama": (),
+    "mistral": (),
+    "qwen2": (),
+    "qwen3": ("q_norm", "k_norm"),
 }
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A decoder layer whose modules have been checked, and the split of its heads."""
+@dataclass
+class Rows:
+    """How the sequence is split in the forward that is running."""
 
-    layer: nn.Module
-    heads: Heads
+    world: int
+    fewest: int = 1  #: shorter sequences are not split; all ranks have all their rows
+    sizes: list[int] | None = None  #: rows of each rank; None: not split
+
+    def split(self, tokens: int) -> None:
+        """Begin a sequence of this many tokens."""
+        self.sizes = shard_sizes(tokens, self.world) if tokens >= self.fewest else None
+
+
+class SharedInputLinear(ColumnParallelLinear):
+    """A column-parallel projection whose output is computed by the hook of its parent module."""
+
+    output: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        output, self.output = self.output, None
+        if output is None:
+            raise RuntimeError(
+                "this projection shares its input with others and is computed when its parent "
+                f"module is called; call the parent instead: {self!r}"
+            )
+        return output
+
+
+class SplitRowsLinear(RowParallelLinear):
+    """A row-parallel projection that knows the split of the sequence."""
+
+    rows: Rows | None = None  #: None: no sequence parallelism
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        sizes = None if self.rows is None else self.rows.sizes
+        return super().forward(x, shard_sizes=sizes, sequence_parallel=sizes is not None)
+
+
+class SplitRowsNorm(RMSNorm):
+    """A norm of this rank's rows, or of all rows while the sequence is not split."""
+
+    rows: Rows
+
+    def shared_weight(self) -> torch.Tensor:
+        return self.weight if self.rows.sizes is None else super().shared_weight()
+
+
+@dataclass(frozen=True)
+class ShareInput:
+    """Forward pre-hook (with keyword arguments) of the parent of the projections ``names``."""
+
+    names: tuple[str, ...]
+    rows: Rows | None  #: None: no sequence parallelism
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        layers = [getattr(module, name) for name in self.names]
+        shape, sizes = list(x.shape), None
+        if self.rows is not None:
+            # A checkpointed layer is recomputed alone, perhaps after a forward of another length.
+            # Its attention runs first and reads the number of tokens from the rotary embedding.
+            if "position_embeddings" in kwargs:
+                self.rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
+            sizes = self.rows.sizes
+        if sizes is not None:
+            shape[SEQUENCE_DIM] = sum(sizes)
+        outputs = column_parallel(x, layers, shard_sizes=sizes, sequence_parallel=sizes is not None)
+        for layer, output in zip(layers, outputs, strict=True):
+            layer.output = output
+        placeholder = x.new_zeros(()).expand(shape)
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": placeholder}
+        return (placeholder, *args[1:]), kwargs
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """Forward pre-hook of the first layer: each rank keeps its rows."""
+
+    group: str
+    rows: Rows
+
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        x, *others = args
+        self.rows.split(x.shape[SEQUENCE_DIM])
+        if self.rows.sizes is None:
+            return None
+        return (split_over_ranks(x, self.group, SEQUENCE_DIM, self.rows.sizes), *others)
+
+
+@dataclass(frozen=True)
+class GatherRows:
+    """Forward hook of the last norm: all ranks get all rows again."""
+
+    group: str
+    rows: Rows
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if self.rows.sizes is None:
+            return output
+        return gather_from_ranks(output, self.group, SEQUENCE_DIM, self.rows.sizes)
+
+
+def head_norms_of(config: Any, what: str) -> tuple[str, ...]:
+    """Return the entry of `HEAD_NORMS` for a ``config`` of transformers; ``what`` names its owner
+    in messages.
+
+    Raises:
+        NotImplementedError: its architecture is not supported.
+    """
+    model_type = getattr(config, "model_type", None)
+    if model_type not in HEAD_NORMS:
+        raise NotImplementedError(
+            f"{what} (model_type {model_type!r}) is not supported without a plan; "
+            f"these are: {', '.join(HEAD_NORMS)}; pass plan={{...}}"
+        )
+    return HEAD_NORMS[model_type]
 
 
 def apply(
@@ -79,78 +199,56 @@ def apply(
     *,
     sequence_parallel: SequenceParallel,
     ffn_only: bool = False,
-    pack: bool,
+    pack: bool = False,
 ) -> None:
     """Apply `tpkernels.parallelize` without a plan. All modules are checked before the first is
     replaced.
 
     Args:
-        group: a group's name, which may be `tpkernels.nn.split.planned`.
+        group: a group's name, which may be `tpkernels.nn.sharding.planned`.
     """
-    architecture = architecture_of(getattr(model, "config", None), type(model).__name__)
+    head_norms = head_norms_of(getattr(model, "config", None), type(model).__name__)
     _, world = position(group)
     inner = getattr(model, "base_model_prefix", "")
     base: Any = getattr(model, inner, model)
     prefix = "" if base is model else f"{inner}."
-    check.embedding(_module(base, "embed_tokens", prefix), f"{prefix}embed_tokens")
+    check_embedding(_module(base, "embed_tokens", prefix), f"{prefix}embed_tokens")
     _check_norm(base, "norm", prefix)
-    layers = list(_parts(base, prefix, architecture, world))
+    layers = list(_checked_layers(base, prefix, head_norms, world))
     head = getattr(model, "lm_head", None)
     if head is not None:
-        check.linear(head, "lm_head")
-    if pack:
-        check.packable(model)
+        check_linear(head, "lm_head")
+    for name, module in model.named_modules():
+        if pack and isinstance(module, nn.Linear):
+            check_packable(module.weight, f"{name}.weight")
 
-    if ffn_only:
-        for parts in layers:
-            _replace_mlp(parts.layer.get_submodule("mlp"), group, None)
-    else:
-        _replace_all(model, base, layers, group, architecture, sequence_parallel)
+    fewest = PROMPT_ROWS * world if sequence_parallel == "prefill" else 1
+    rows = Rows(world, fewest) if sequence_parallel and not ffn_only else None
+    for layer, heads in layers:
+        _replace_mlp(layer.get_submodule("mlp"), group, rows)
+        if not ffn_only:
+            _replace_attention(layer.get_submodule("self_attn"), group, rows, heads, head_norms)
+        for name in LAYER_NORMS if rows is not None else ():
+            _replace_norm(layer, name, group, rows)
+    if not ffn_only:
+        _replace_ends(model, base, group, rows)
     if pack:
         pack_(model)
 
 
-def _replace_all(
-    model: Any,
-    base: Any,
-    layers: list[Parts],
-    group: str,
-    architecture: Architecture,
-    sequence_parallel: SequenceParallel,
-) -> None:
-    world = position(group)[1]
-    fewest = PROMPT_ROWS * world if sequence_parallel == "prefill" else 1
-    rows = Rows(world, fewest) if sequence_parallel else None
+def _replace_ends(model: Any, base: Any, group: str, rows: Rows | None) -> None:
+    """Replace what comes before and after the layers."""
     head = getattr(model, "lm_head", None)
-    embedding = sharded_embedding(VocabParallelEmbedding, base.embed_tokens, group)
+    embedding = VocabParallelEmbedding.from_embedding(base.embed_tokens, group)
     if head is not None:
-        parallel_head = sharded_linear(ParallelLMHead, head, group, gather_output=True)
+        model.lm_head = ParallelLMHead.from_linear(head, group, gather_output=True)
         if head.weight is base.embed_tokens.weight:
-            parallel_head.tie(embedding)
-        model.lm_head = parallel_head
+            model.lm_head.tie(embedding)
     base.embed_tokens = embedding
-    for parts in layers:
-        _replace(parts, group, architecture, rows)
     if rows is not None:
-        base.norm = _norm(base.norm, group, rows)
-        base.layers[0].register_forward_pre_hook(SplitRows(group, rows), with_kwargs=True)
+        _replace_norm(base, "norm", group, rows)
+        base.layers[0].register_forward_pre_hook(SplitRows(group, rows))
         base.norm.register_forward_hook(GatherRows(group, rows))
-
-
-def architecture_of(config: Any, what: str) -> Architecture:
-    """Return the architecture of a ``config`` of transformers; ``what`` names its owner in
-    messages.
-
-    Raises:
-        NotImplementedError: it is not supported.
-    """
-    model_type = getattr(config, "model_type", None)
-    if model_type not in ARCHITECTURES:
-        raise NotImplementedError(
-            f"{what} (model_type {model_type!r}) is not supported without a plan; "
-            f"these are: {', '.join(ARCHITECTURES)}; pass plan={{...}}"
-        )
-    return ARCHITECTURES[model_type]
 
 
 def _module(parent: nn.Module, name: str, prefix: str) -> nn.Module:
@@ -168,88 +266,91 @@ def _check_norm(parent: nn.Module, name: str, prefix: str) -> None:
         raise TypeError(
             f"{prefix}{name} is a {type(norm).__name__}, not an RMSNorm of the Llama family"
         )
-    check.plain_parameter(norm.get_parameter("weight"), f"{prefix}{name}.weight")
+    check_parameter(norm.get_parameter("weight"), f"{prefix}{name}.weight")
 
 
-def _parts(base: nn.Module, prefix: str, architecture: Architecture, world: int) -> Iterator[Parts]:
+def _checked_layers(
+    base: nn.Module, prefix: str, head_norms: tuple[str, ...], world: int
+) -> Iterator[tuple[nn.Module, Heads]]:
+    """Yield the decoder layers, whose modules are checked, and the split of their heads."""
     layers = _module(base, "layers", prefix)
     for number, layer in layers.named_children():
-        name = f"{prefix}layers.{number}."
-        names = [f"self_attn.{each}" for each in (*QKV, "o_proj")]
-        names += [f"mlp.{each}" for each in (*GATE_UP, "down_proj")]
-        linears = {each: check.linear(_module(layer, each, name), name + each) for each in names}
-        for each in (*LAYER_NORMS, *(f"self_attn.{norm}" for norm in architecture.head_norms)):
-            _check_norm(layer, each, name)
+        path = f"{prefix}layers.{number}."
+        names = [f"self_attn.{name}" for name in (*QKV, "o_proj")]
+        names += [f"mlp.{name}" for name in (*GATE_UP, "down_proj")]
+        linears = {name: check_linear(_module(layer, name, path), path + name) for name in names}
+        for name in (*LAYER_NORMS, *(f"self_attn.{norm}" for norm in head_norms)):
+            _check_norm(layer, name, path)
         attention: Any = layer.get_submodule("self_attn")
         head_dim = attention.head_dim
-        queries, keys = (linears[f"self_attn.{each}"].out_features for each in QKV[:2])
+        queries, keys = (linears[f"self_attn.{name}"].out_features for name in QKV[:2])
         try:
             heads = Heads(queries // head_dim, keys // head_dim, head_dim, world)
         except ValueError as error:
-            raise ValueError(f"{name}self_attn: {error}") from None
-        for each, expected in (("v_proj", keys), ("o_proj", queries)):
-            linear = linears[f"self_attn.{each}"]
-            width = linear.in_features if each == "o_proj" else linear.out_features
+            raise ValueError(f"{path}self_attn: {error}") from None
+        values = linears["self_attn.v_proj"].out_features
+        for name, width, expected in (
+            ("v_proj", values, keys),
+            ("o_proj", linears["self_attn.o_proj"].in_features, queries),
+        ):
             if width != expected:
                 raise ValueError(
-                    f"{name}self_attn.{each} has {width} features, expected {expected}: q_proj has "
+                    f"{path}self_attn.{name} has {width} features, expected {expected}: q_proj has "
                     f"{queries} and k_proj {keys}"
                 )
         if queries % head_dim or keys % head_dim:
             raise ValueError(
-                f"{name}self_attn: q_proj has {queries} features and k_proj {keys}; both must be "
+                f"{path}self_attn: q_proj has {queries} features and k_proj {keys}; both must be "
                 f"multiples of head_dim, {head_dim}"
             )
-        yield Parts(layer, heads)
+        yield layer, heads
 
 
-def _norm(norm: Any, group: str, rows: Rows | None = None) -> RMSNorm:
-    """Make the norm that each rank applies to its rows, or without ``rows`` to its heads."""
-    size, eps = norm.weight.shape[0], norm.variance_epsilon
-    if rows is None:
-        parallel = RMSNorm(size, eps, group=group, device="meta")
-    else:
-        parallel = OwnRowsNorm(size, eps, group=group, device="meta")
-        parallel.rows = rows
-    parallel.weight = norm.weight
-    return parallel.train(norm.training)
-
-
-def _replace(parts: Parts, group: str, architecture: Architecture, rows: Rows | None) -> None:
-    options = _options(rows)
-    attention = parts.layer.get_submodule("self_attn")
-    for name, (sizes, stand_in) in parts.heads.projections.items():
-        linear = getattr(attention, name)
-        layer = sharded_linear(
-            SharedInputLinear, linear, group, out_sizes=sizes, stand_in=stand_in, **options
+def _replace_attention(
+    attention: nn.Module, group: str, rows: Rows | None, heads: Heads, head_norms: tuple[str, ...]
+) -> None:
+    for name, (sizes, stand_in) in heads.splits.items():
+        _replace_linear(
+            attention, name, SharedInputLinear, group, rows, out_sizes=sizes, stand_in=stand_in
         )
-        setattr(attention, name, layer)
-    _replace_row_parallel(attention, "o_proj", group, rows, parts.heads.query_sizes)
+    in_sizes, _ = heads.splits["q_proj"]
+    _replace_linear(attention, "o_proj", SplitRowsLinear, group, rows, in_sizes=in_sizes)
     attention.register_forward_pre_hook(ShareInput(QKV, rows), with_kwargs=True)
-    for name in architecture.head_norms:
-        setattr(attention, name, _norm(getattr(attention, name), group))
-    _replace_mlp(parts.layer.get_submodule("mlp"), group, rows)
-    if rows is not None:
-        for name in LAYER_NORMS:
-            setattr(parts.layer, name, _norm(getattr(parts.layer, name), group, rows))
+    for name in head_norms:
+        _replace_norm(attention, name, group, None)
 
 
 def _replace_mlp(mlp: nn.Module, group: str, rows: Rows | None) -> None:
     for name in GATE_UP:
-        layer = sharded_linear(SharedInputLinear, getattr(mlp, name), group, **_options(rows))
-        setattr(mlp, name, layer)
-    _replace_row_parallel(mlp, "down_proj", group, rows, None)
+        _replace_linear(mlp, name, SharedInputLinear, group, rows)
+    _replace_linear(mlp, "down_proj", SplitRowsLinear, group, rows)
     mlp.register_forward_pre_hook(ShareInput(GATE_UP, rows), with_kwargs=True)
 
 
-def _replace_row_parallel(
-    owner: nn.Module, name: str, group: str, rows: Rows | None, in_sizes: list[int] | None
+def _replace_linear(
+    parent: nn.Module,
+    name: str,
+    kind: type[SharedInputLinear | SplitRowsLinear],
+    group: str,
+    rows: Rows | None,
+    **options: Any,
 ) -> None:
-    linear = getattr(owner, name)
-    layer = sharded_linear(OwnRowsLinear, linear, group, in_sizes=in_sizes, **_options(rows))
-    layer.rows = rows
-    setattr(owner, name, layer)
+    """Replace a linear layer by a parallel one; without ``rows``, no sequence is split."""
+    linear = getattr(parent, name)
+    options |= {"sequence_parallel": rows is not None, "sequence_dim": SEQUENCE_DIM}
+    layer = kind.from_linear(linear, group, **options)
+    if isinstance(layer, SplitRowsLinear):
+        layer.rows = rows
+    setattr(parent, name, layer)
 
 
-def _options(rows: Rows | None) -> SequenceOptions:
-    return {"sequence_parallel": rows is not None, "sequence_dim": SEQUENCE_DIM}
+def _replace_norm(parent: nn.Module, name: str, group: str, rows: Rows | None) -> None:
+    """Replace a norm by one that each rank applies to its rows, or without ``rows`` to its
+    heads."""
+    norm = getattr(parent, name)
+    kind = RMSNorm if rows is None else SplitRowsNorm
+    parallel: Any = kind(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
+    if rows is not None:
+        parallel.rows = rows
+    parallel.weight = norm.weight
+    setattr(parent, name, parallel.train(norm.training))

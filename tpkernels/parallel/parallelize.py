@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
-from tpkernels.nn import check
-from tpkernels.parallel import batching, llama, saving
+from tpkernels.nn.sharding import check_parameter
+from tpkernels.parallel import llama, model_methods
 from tpkernels.parallel.llama import SequenceParallel
 
 if TYPE_CHECKING:
@@ -85,10 +85,14 @@ def parallelize(
     sequence_parallel = check_options(plan, sequence_parallel, ffn_only, pack)
     if plan is not None:
         return _apply_plan(model, mesh, plan)
-    group = groups.name_of(mesh)
-    llama.apply(model, group, sequence_parallel=sequence_parallel, ffn_only=ffn_only, pack=pack)
-    saving.attach(model, group)
-    batching.attach(model, mesh)
+    llama.apply(
+        model,
+        groups.name_of(mesh),
+        sequence_parallel=sequence_parallel,
+        ffn_only=ffn_only,
+        pack=pack,
+    )
+    model_methods.attach(model, mesh)
     return model
 
 
@@ -178,7 +182,7 @@ def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: Devi
             "nn.Embedding"
         )
     for parameter_name, parameter in module.named_parameters():
-        check.plain_parameter(parameter, f"{name}.{parameter_name}")
+        check_parameter(parameter, f"{name}.{parameter_name}")
 
 
 def _matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

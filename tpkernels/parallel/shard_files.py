@@ -12,8 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,12 +22,10 @@ import torch
 from torch import nn
 
 from tpkernels import dtypes
-from tpkernels.nn.split import planned
-from tpkernels.parallel import blueprint, llama
-from tpkernels.parallel.blueprint import Blueprint, Slot
-from tpkernels.parallel.checkpoints import open_checkpoint
-from tpkernels.parallel.checkpoints.safetensors_folder import FORMAT, INDEX, SINGLE
-from tpkernels.parallel.checkpoints.stored import package
+from tpkernels.nn.sharding import planned
+from tpkernels.parallel import llama
+from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, open_checkpoint, package
+from tpkernels.parallel.pretrained import Blueprint, Slot, draw
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
 _OURS = "model-rank-*-of-*.safetensors"
@@ -36,13 +33,7 @@ _OURS = "model-rank-*-of-*.safetensors"
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How the parameters of a checkpoint are split over ``ranks`` ranks.
-
-    Args:
-        path: of the checkpoint.
-        ranks: their number.
-        blueprint: the model, split for that many ranks.
-    """
+    """How the parameters of the checkpoint at ``path`` are split over ``ranks`` ranks."""
 
     path: Path
     ranks: int
@@ -96,26 +87,17 @@ def plan_shards(
     ffn_only: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ShardPlan:
-    """Plan how `tpkernels.from_pretrained` splits a checkpoint, without weights or ranks.
-
-    Args:
-        path, ffn_only, dtype: as `tpkernels.from_pretrained` takes them.
-        ranks: number of ranks.
-
-    Raises:
-        ValueError: ``ranks`` is not positive.
-        FileNotFoundError, ImportError, ValueError, TypeError, NotImplementedError: as
-            `tpkernels.from_pretrained`.
-    """
+    """Plan how `tpkernels.from_pretrained` splits a checkpoint, without weights or ranks. The
+    arguments are its own, and so are the errors."""
     if ranks < 1:
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
 
     def split(model: nn.Module) -> nn.Module:
-        llama.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only, pack=False)
+        llama.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only)
         return model
 
-    drawn = blueprint.draw(open_checkpoint(path), dtype, split, any_architecture=False)
-    return ShardPlan(Path(path), ranks, drawn)
+    blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=False)
+    return ShardPlan(Path(path), ranks, blueprint)
 
 
 def write_shards(
@@ -127,15 +109,12 @@ def write_shards(
 ) -> list[Path]:
     """Write each rank's shard to a file of its own, with an index, the configuration and the
     tokenizer's files. `tpkernels.from_pretrained` reads the folder on any number of ranks. Needs
-    memory for one shard.
+    memory for one shard. Return the files with weights.
 
     Args:
         out: the folder; made if it is missing.
         force: whether to replace a model that is in it.
         progress: called with each rank before its file is written.
-
-    Returns:
-        The files with weights.
 
     Raises:
         FileExistsError: there is a model in ``out``, and ``force`` is not set.
@@ -153,7 +132,8 @@ def write_shards(
             "--force (force=True)"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with _temporary(folder) as partial:
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as temporary:
+        partial = Path(temporary)
         _copy_other_files(plan, partial)
         files = _write_weights(plan, partial, progress)
         (folder / INDEX).unlink(missing_ok=True)
@@ -162,15 +142,6 @@ def write_shards(
         for new in sorted(partial.iterdir(), key=lambda path: path.name == INDEX):
             os.replace(new, folder / new.name)
     return [folder / file for file in files]
-
-
-@contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _copy_other_files(plan: ShardPlan, partial: Path) -> None:

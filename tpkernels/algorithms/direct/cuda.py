@@ -8,10 +8,15 @@ from __future__ import annotations
 import torch
 
 from tpkernels import cuda
+from tpkernels.algorithms.parts import (
+    Products,
+    as_rows,
+    matmul_partial,
+    partial_for,
+    shard_shape,
+)
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.rms_norm import RmsNorm, Rows, behind_all_reduce
-from tpkernels.algorithms.shards import as_rows, matmul_partial, partial_for, shard_shape
+from tpkernels.algorithms.reduction import Reduction, RmsNorm, Rows, behind_all_reduce
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue, queued
 from tpkernels.local.matmul import local_matmul
@@ -45,18 +50,10 @@ def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
 
 
 @gathers_in_rank_order
-def all_gather_matmul(
-    call: Call,
-    x: torch.Tensor,
-    weights: list[Weight],
-    biases: list[torch.Tensor | None],
-    outs: list[torch.Tensor],
-    gathered: torch.Tensor | None,
-) -> None:
-    whole = empty(call.problem.shape, x.dtype, x.device) if gathered is None else gathered
+def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+    whole = products.memory(call, x)
     _gather_into(call, x, whole)
-    for w, bias, out in zip(weights, biases, outs, strict=True):
-        local_matmul(as_rows(whole), w, as_rows(out), bias)
+    products.multiply(whole)
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -90,7 +87,7 @@ def _all_reduce(
         reduction.bias,
         reduction.residual,
         early,
-        call.workspace.on_gpus[x.device].current.whole_lines,
+        call.workspace.on_gpus[x.device].current.ll128,
     )
 
 

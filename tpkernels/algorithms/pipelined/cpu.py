@@ -21,169 +21,109 @@ without rows. A step takes as many rows as the workspace holds (planning/steps.p
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Iterator
-
 import torch
 
 from tpkernels._C.host import Phase
-from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
-from tpkernels.algorithms.shards import (
-    as_rows,
-    edges_of,
-    multiply_shard,
-    partial_of_shard,
-    parts_of,
+from tpkernels.algorithms.parts import (
+    Products,
+    SplitProducts,
+    partials_of_product,
     shard_shape,
-    split_gather,
-    split_partial,
 )
+from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce, reduce_into
 from tpkernels.call import Call
-from tpkernels.integers import round_up
-from tpkernels.local.matmul import local_matmul
-from tpkernels.local.memory import empty
-from tpkernels.local.packed import columns_of
+from tpkernels.local.memory import empty_on_host
 from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
-from tpkernels.planning.steps import LINE_BYTES, step_rows
 
 
-def _steps(call: Call, rows: int, per_rank: int = 1) -> tuple[int, Iterator[int]]:
-    """Rows of one step, the same on all ranks, and the first row of each step. One row in
-    ``per_rank`` belongs to a rank."""
-    fitting = per_rank * step_rows(call.problem, call.workspace.usable_bytes)
-    step = max(1, min(rows, fitting))
-    return step, iter(range(0, max(rows, 1), step))
-
-
-@functools.lru_cache(maxsize=1024)
-def _parts_of_sum(rows: int, step: int, world: int, columns: int) -> frozenset[tuple[int, int]]:
-    """`parts_of` an all-reduce, of which each step is split by rank."""
-    edges = [edges_of(count, world) for count in {min(rows, step), rows % step}]
-    sizes = {b - a for each in edges for a, b in itertools.pairwise(each)} - {0}
-    return frozenset((size, columns) for size in sizes)
-
-
-def all_gather_matmul(
-    call: Call,
-    x: torch.Tensor,
-    weights: list[Weight],
-    biases: list[torch.Tensor | None],
-    outs: list[torch.Tensor],
-    gathered: torch.Tensor | None,
-) -> None:
-    problem, workspace, rank = call.problem, call.workspace, call.group.rank
+def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+    workspace, rank, peers = call.group.workspace, call.group.rank, call.peers_in_ring_order
+    assert workspace is not None  # else `choose` takes another algorithm
     x = x.contiguous()
     segment, offset = workspace.segments.find(x)
-    flat, width = as_rows(x), x.shape[-1]
-    row_bytes = width * x.element_size()
-    rows = list(problem.shard_rows)
-    step, begins = _steps(call, max(rows))
-    factors = split_gather(problem, x, weights, biases, outs, gathered, step)
-    whole = None if factors.gathered is None else as_rows(factors.gathered)
-
-    def multiply(shard: torch.Tensor, owner: int, begin: int) -> None:
-        multiply_shard(problem, owner, begin, shard, factors.parts, whole)
-
-    channel = workspace.channel
-    for begin in begins:
+    flat, width = x.flatten(0, -2), x.shape[-1]
+    made = SplitProducts(call, x, products, workspace.usable_bytes)
+    rows, step, channel = made.split.rows, made.split.step, workspace.channel
+    for begin in range(0, max(1, *rows), step):
         mine = flat[begin : begin + step]
         channel.begin(call.plan.signature, call.plan.text)
         if segment:
-            channel.locate(segment, offset + begin * row_bytes)
+            channel.locate(segment, offset + begin * width * x.element_size())
         else:
             with recorded(COPY):
                 workspace.view(rank, x.dtype, tuple(mine.shape)).copy_(mine)
         channel.publish(Phase.DATA)
-        multiply(mine, rank, begin)
-        waiting = list(call.peers_in_ring_order)
+        made.use(rank, begin, mine)
+        waiting = list(peers)
         while waiting:
             peer = channel.wait_any(waiting, Phase.DATA)
             waiting.remove(peer)
             count = max(0, min(step, rows[peer] - begin))
             with recorded(TRANSFER):
-                multiply(workspace.peer_data(peer, x.dtype, (count, width)), peer, begin)
+                made.use(peer, begin, workspace.peer_data(peer, x.dtype, (count, width)))
             if channel.in_segment(peer):
                 channel.end_read(peer)
         if segment:  # when we return, the user may overwrite the memory
-            for peer in call.peers_in_ring_order:
+            for peer in peers:
                 channel.wait(peer, Phase.READ, rank)
-    factors.finish()
+    made.finish()
 
 
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
-    problem, workspace, rank = call.problem, call.workspace, call.group.rank
-    assert problem.dim is not None  # a reduce-scatter has one
-    flat, wire = as_rows(x), problem.dtype
-    by_columns = problem.dim == len(problem.shape) - 1
-    world = range(problem.world)
-    if by_columns:
-        rows, columns = [problem.rows for _ in world], list(problem.sizes)
-    else:
-        rows, columns = list(problem.shard_rows), [columns_of(w) for _ in world]
-    out = empty(shard_shape(problem, rank), reduction.out_dtype, x.device)
-    result = as_rows(out)
-    step, begins = _steps(call, max(rows))
-    flat, w = split_partial(problem, flat, w, parts_of(problem, step, columns_of(w)))
-    slot = round_up(step * max(columns) * wire.itemsize, LINE_BYTES)
-    channel = workspace.channel
-    for begin in begins:
-        counts = [max(0, min(step, rows[r] - begin)) for r in world]
-        channel.begin(call.plan.signature, call.plan.text)
-        for owner in [*call.peers_in_ring_order, rank]:
-            to = workspace.view(rank, wire, (counts[owner], columns[owner]), owner * slot)
-            partial_of_shard(problem, owner, begin, flat, w, to)
-            channel.publish(Phase.DATA, owner)
-        for peer in call.peers_in_ring_order:
-            channel.wait(peer, Phase.DATA, rank)
-        mine = (counts[rank], columns[rank])
-        partials = [workspace.read(r, wire, mine, rank * slot) for r in world]
-        to = result[begin : begin + counts[rank]]
-        reduce_into(to, partials, reduction, begin * columns[rank])
+    out = empty_on_host(tuple(shard_shape(call.problem, call.group.rank)), reduction.out_dtype)
+    _reduce(call, x, w, reduction, out, everywhere=False)
     return out
 
 
 def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
-    problem, workspace, rank = call.problem, call.workspace, call.group.rank
-    flat, wire, columns = as_rows(x), problem.dtype, columns_of(w)
-    out = empty(problem.shape, reduction.out_dtype, x.device)
-    result = as_rows(out)
-    step, begins = _steps(call, problem.rows, per_rank=problem.world)
-    parts = _parts_of_sum(problem.rows, step, problem.world, columns)
-    flat, w = split_partial(problem, flat, w, parts)
-    results_at = round_up(step * columns * wire.itemsize, LINE_BYTES)
-    channel = workspace.channel
-    for begin in begins:
-        count = min(step, problem.rows - begin)
-        edges = edges_of(count, problem.world)
-        channel.begin(call.plan.signature, call.plan.text)
-
-        def partial(of: int, owner: int, edges: list[int] = edges) -> torch.Tensor:
-            shape = (edges[owner + 1] - edges[owner], columns)
-            return workspace.read(of, wire, shape, edges[owner] * columns * wire.itemsize)
-
-        def total(owner: int, edges: list[int] = edges) -> torch.Tensor:
-            shape = (edges[owner + 1] - edges[owner], columns)
-            return workspace.read(owner, reduction.out_dtype, shape, results_at)
-
-        for owner in [*call.peers_in_ring_order, rank]:
-            part = flat[begin + edges[owner] : begin + edges[owner + 1]]
-            local_matmul(part, w, partial(rank, owner), whole_rows=problem.rows)
-            channel.publish(Phase.DATA, owner)
-        for peer in call.peers_in_ring_order:
-            channel.wait(peer, Phase.DATA, rank)
-        partials = [partial(r, rank) for r in range(problem.world)]
-        reduce_into(total(rank), partials, reduction, (begin + edges[rank]) * columns)
-        channel.publish(Phase.RESULT)
-        for owner in [rank, *call.peers_in_ring_order]:
-            channel.wait(owner, Phase.RESULT)
-            with recorded(COPY):
-                result[begin + edges[owner] : begin + edges[owner + 1]].copy_(total(owner))
+    out = empty_on_host(call.problem.shape, reduction.out_dtype)
+    _reduce(call, x, w, reduction, out, everywhere=True)
     return out
 
 
 matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
+
+
+def _reduce(
+    call: Call,
+    x: torch.Tensor,
+    w: Weight,
+    reduction: Reduction,
+    out: torch.Tensor,
+    *,
+    everywhere: bool,
+) -> None:
+    """Fill ``out`` with this rank's part of the sum, or with all of it. A data buffer has a slot
+    for each rank's part of this rank's partial, then one for this rank's sum."""
+    workspace, problem = call.group.workspace, call.problem
+    assert workspace is not None  # else `choose` takes another algorithm
+    rank, peers, wire = call.group.rank, call.peers_in_ring_order, problem.dtype
+    partials = partials_of_product(call, x, w, workspace.usable_bytes)
+    split, channel, result = partials.split, workspace.channel, out.view(-1)
+    slot, sums_at = split.slot_bytes, problem.world * split.slot_bytes
+    for index in range(max(1, split.steps)):
+        channel.begin(call.plan.signature, call.plan.text)
+        for owner in (*peers, rank):
+            begin, count = split.piece(owner, index)
+            partials.fill(owner, begin, workspace.view(rank, wire, (count,), owner * slot))
+            channel.publish(Phase.DATA, owner)
+        for peer in peers:
+            channel.wait(peer, Phase.DATA, rank)
+        begin, count = split.piece(rank, index)
+        terms = [workspace.read(r, wire, (count,), rank * slot) for r in range(problem.world)]
+        if not everywhere:
+            reduce_into(result[begin : begin + count], terms, reduction, begin)
+            continue
+        total = workspace.view(rank, out.dtype, (count,), sums_at)
+        reduce_into(total, terms, reduction, split.begins[rank] + begin)
+        channel.publish(Phase.RESULT)
+        for owner in (rank, *peers):
+            channel.wait(owner, Phase.RESULT)
+            begin, count = split.piece(owner, index)
+            begin += split.begins[owner]
+            with recorded(COPY):
+                total = workspace.read(owner, out.dtype, (count,), sums_at)
+                result[begin : begin + count].copy_(total)

@@ -15,7 +15,7 @@ Megatron sets, all streams share one hardware queue, and a copy that waits for i
 up what is queued behind it. No order of launches deadlocks, since a rank publishes before it waits,
 but with all fetches in front no product would overlap with them.
 
-Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side_stream.py forks
+Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/streams.py forks
 and joins the side streams. A rank's memory holds its partial of all rows, at the same place on all
 ranks.
 """
@@ -26,10 +26,9 @@ from collections.abc import Sequence
 
 import torch
 
+from tpkernels.algorithms.parts import Products, as_rows, shard_shape
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.rms_norm import behind_matmul_all_reduce
-from tpkernels.algorithms.shards import as_rows, shard_shape
+from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce
 from tpkernels.call import Call
 from tpkernels.cuda import CopyCall, sum_partials
 from tpkernels.cuda.queued import queued
@@ -38,7 +37,7 @@ from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.streams import SideStream
 
 # Words of a call: the first and the last are the call's own.
 DATA, _RESULT, _WORDS = 1, 2, 4
@@ -46,30 +45,20 @@ _ALIGNMENT = 256  # bytes, of the results
 
 
 @gathers_in_rank_order
-def all_gather_matmul(
-    call: Call,
-    x: torch.Tensor,
-    weights: list[Weight],
-    biases: list[torch.Tensor | None],
-    outs: list[torch.Tensor],
-    gathered: torch.Tensor | None,
-) -> None:
-    problem = call.problem
-    sizes = list(problem.shard_rows)
-    whole = empty(problem.shape, x.dtype, x.device) if gathered is None else gathered
+def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+    sizes, whole = list(call.problem.shard_rows), products.memory(call, x)
     rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
-    factors = list(zip(weights, biases, map(as_rows, outs), strict=True))
-    results = outs if gathered is None else [whole, *outs]
     with (
         queued(call, x.device, _WORDS, ceil_div(max(sizes) * row_bytes, 2)) as memory,
-        CopyCall(memory.current, call.plan.signature, results, memory.segments.find(x)) as copies,
+        CopyCall(
+            memory.current, call.plan.signature, products.results, memory.segments.find(x)
+        ) as copies,
     ):
-        if gathered is not None:
+        if products.gathered is not None:
             begin = sum(sizes[: copies.rank])
-            as_rows(gathered).narrow(0, begin, rows.shape[0]).copy_(rows)
-        gather_and_multiply(
-            copies, memory.side, call.peers_in_ring_order, sizes, rows, as_rows(whole), factors
-        )
+            as_rows(whole).narrow(0, begin, rows.shape[0]).copy_(rows)
+        peers, factors = call.peers_in_ring_order, products.factors
+        gather_and_multiply(copies, memory.side, peers, sizes, rows, as_rows(whole), factors)
 
 
 def gather_and_multiply(

@@ -1,0 +1,127 @@
+"""Slices of tensors in files have exactly the values of the whole tensor's slices; a GGUF file's
+configuration is that of transformers."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import hf_folders
+from tpkernels.parallel import checkpoints
+from tpkernels.parallel.checkpoints import Box, GGUFCheckpoint, StoredTensor, open_checkpoint
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+TOKENS = "tokenizer.ggml.tokens"
+MANY = 1500  # more entries than a configuration has
+
+BOXES = {
+    "all": ((0, 0), (10, 8)),
+    "rows": ((3, 0), (4, 8)),
+    "columns": ((0, 3), (10, 2)),
+    "both": ((3, 2), (3, 3)),
+    "nothing": ((4, 0), (0, 8)),
+    "no columns": ((0, 8), (10, 0)),
+}
+
+
+@pytest.mark.parametrize("rows", [[10], [4, 1, 5]])
+def test_slices_of_one_piece_and_of_several(tmp_path: Path, rows: list[int]) -> None:
+    full = torch.arange(80, dtype=torch.bfloat16).view(10, 8)
+    pieces, begin = [], 0
+    for count in rows:
+        path = tmp_path / f"{begin}.safetensors"
+        safetensors.save_file({"w": full[begin : begin + count].contiguous()}, path)
+        [piece] = checkpoints._tensors_of(path)["w"].pieces
+        pieces.append(replace(piece, box=Box((begin, 0), (count, 8))))
+        begin += count
+    tensor = StoredTensor((10, 8), torch.bfloat16, tuple(pieces))
+    for offsets, shape in BOXES.values():
+        for dtype in (torch.bfloat16, torch.float32):
+            box, out = Box(offsets, shape), torch.full(shape, -1, dtype=dtype)
+            tensor.read(box, out)
+            assert torch.equal(out, full[box.slices].to(dtype))
+
+
+def test_a_file_that_is_cut_off_after_it_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    safetensors.save_file({"w": torch.ones(4, 4)}, path)
+    stored = checkpoints._tensors_of(path)["w"]
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 4)
+    with pytest.raises(ValueError, match=r"w.safetensors is damaged or truncated"):
+        stored.read(Box.full((4, 4)), torch.empty(4, 4))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
+def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, kind: str) -> None:
+    """In chunks that end within a head, and in one."""
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", kind)
+    checkpoint = open_checkpoint(tmp_path)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(checkpoint.config())
+    stored, weights = checkpoint.tensors(model), expected.state_dict()
+    assert set(stored) == set(weights)
+    for chunk in (1000, checkpoints.CHUNK):
+        with mock.patch.object(checkpoints, "CHUNK", chunk):
+            for name, tensor in stored.items():
+                box = Box(tuple(n // 3 for n in tensor.shape), tuple(n // 2 for n in tensor.shape))
+                out = torch.empty(box.shape)
+                tensor.read(box, out)
+                assert torch.equal(out, weights[name][box.slices]), name
+
+
+@pytest.mark.parametrize(("vocabulary", "names_size"), [(MANY, False), (47, True)])
+def test_the_configuration_of_a_gguf_file_is_read_without_its_vocabulary(
+    tmp_path: Path, vocabulary: int, names_size: bool
+) -> None:
+    path = hf_folders.gguf_file(
+        tmp_path / "model.gguf", "Q8_0", vocabulary=vocabulary, names_size=names_size
+    )
+    expected = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    checkpoint = GGUFCheckpoint(path)
+    config = checkpoint.config()
+    assert config.to_dict() == expected.to_dict()
+    assert config.vocab_size == vocabulary
+    assert config.name_or_path == expected.name_or_path
+    with checkpoint._without_vocabulary() as small:
+        assert small.stat().st_size < 4096
+    assert not small.exists()
+
+
+def test_a_count_of_tokens_that_the_file_cannot_hold(tmp_path: Path) -> None:
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", "F16", vocabulary=MANY)
+    field = gguf.GGUFReader(path).fields[TOKENS]
+    data = bytearray(path.read_bytes())
+    at = field.offset + sum(part.nbytes for part in field.parts[:4])
+    assert struct.unpack_from("<Q", data, at) == (MANY,)
+    struct.pack_into("<Q", data, at, 1 << 60)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be read as a GGUF model"):
+        GGUFCheckpoint(path).config()
+
+
+def test_what_is_not_supported(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with pytest.raises(NotImplementedError, match="has the other byte order"):
+        GGUFCheckpoint(path).config()
+    checkpoint = GGUFCheckpoint(hf_folders.gguf_file(path, "F16"))
+    config = checkpoint.config()
+    checkpoint._reader.fields["general.architecture"].parts[-1] = np.frombuffer(b"gemma2", np.uint8)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(NotImplementedError, match="has architecture 'gemma2'; of GGUF files"):
+        checkpoint.tensors(model)

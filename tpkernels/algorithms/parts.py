@@ -1,0 +1,347 @@
+"""Which part of a tensor belongs to which rank, and products that are made part by part.
+
+A product may be split only where its parts have the bits of the whole (`local.exactness`). That,
+the rows of each step and where they lie follow from the call and the layout of the weights. They
+are worked out when such a call is first met, and kept with the call (`Split`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+
+from tpkernels.call import Call
+from tpkernels.integers import ceil_div, round_up
+from tpkernels.local.exactness import multiplies_parts_exactly
+from tpkernels.local.matmul import layout_of, local_matmul
+from tpkernels.local.memory import empty
+from tpkernels.local.packed import columns_of
+from tpkernels.local.product import Weight
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.steps import LINE_BYTES, step_rows
+
+Run: TypeAlias = tuple[int, int, int]  # row in a part, row in the whole matrix, number of rows
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as a matrix [rows, K]."""
+    return x.flatten(0, -2)
+
+
+def partial_for(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
+    """Memory for `matmul_partial`."""
+    return empty((*x.shape[:-1], columns_of(w)), call.problem.dtype, x.device)
+
+
+def matmul_partial(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
+    """``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N] -> [..., N]."""
+    partial = partial_for(call, x, w)
+    local_matmul(as_rows(x), w, as_rows(partial))
+    return partial
+
+
+def shard_counts(problem: Problem) -> list[int]:
+    """Elements of each rank's shard."""
+    return [problem.outer * size * problem.inner for size in problem.sizes]
+
+
+def shard_shape(problem: Problem, owner: int) -> list[int]:
+    """Shape of ``owner``'s shard of the gathered or scattered tensor."""
+    assert problem.dim is not None  # an all-reduce has no shards
+    shape = list(problem.shape)
+    shape[problem.dim] = problem.sizes[owner]
+    return shape
+
+
+def edges_of(total: int, world: int) -> list[int]:
+    """Return where the ranks' parts of an all-reduce begin, and the end of the last. All have the
+    same size, but the last ones, which may be smaller or empty."""
+    part = ceil_div(total, world)
+    return [min(total, rank * part) for rank in range(world + 1)]
+
+
+def splits_columns(problem: Problem) -> bool:
+    """Return whether the last dim is split, so that a matmul is split by columns."""
+    return problem.dim == len(problem.shape) - 1
+
+
+def runs(problem: Problem, rank: int, begin: int, end: int) -> Iterator[Run]:
+    """Yield rows [begin, end) of ``rank``'s part as runs that are contiguous in the whole
+    matrix."""
+    if problem.dim is None or splits_columns(problem):
+        before = edges_of(problem.rows, problem.world)[rank] if problem.dim is None else 0
+        if begin < end:
+            yield begin, before + begin, end - begin
+        return
+    middle = prod(problem.shape[problem.dim + 1 : -1])
+    width = problem.sizes[rank] * middle
+    pitch = problem.shape[problem.dim] * middle
+    before = sum(problem.sizes[:rank]) * middle
+    if problem.outer == 1:
+        width = max(end, 1)
+    row = begin
+    while row < end:
+        block, at = divmod(row, width)
+        count = min(end - row, width - at)
+        yield row, block * pitch + before + at, count
+        row += count
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """What is communicated, split by rank, and each rank's part into steps.
+
+    Attributes:
+        rows, columns: of each rank's part. Without a matmul all elements are rows.
+        begins: where each part begins in the output of a reduction, in elements.
+        step: rows of each rank at a time.
+        exact: for each weight, whether products in these parts have the bits of the whole.
+    """
+
+    problem: Problem
+    rows: Sequence[int]
+    columns: Sequence[int]
+    begins: Sequence[int]
+    step: int
+    exact: Sequence[bool] = ()
+    _runs: dict[tuple[int, int, int], tuple[Run, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of_matmul(cls, problem: Problem, columns: int, room: int | None) -> Split:
+        """Split the matrix that is gathered or summed, of so many columns. A step takes ``room``
+        bytes of a data buffer; None: there is one step."""
+        begins, widths = [0] * problem.world, [columns] * problem.world
+        if problem.dim is None:
+            edges = edges_of(problem.rows, problem.world)
+            rows = [b - a for a, b in itertools.pairwise(edges)]
+            begins = [edge * columns for edge in edges[:-1]]
+        elif splits_columns(problem):
+            rows, widths = [problem.rows] * problem.world, list(problem.sizes)
+        else:
+            rows = list(problem.shard_rows)
+        fitting = max(rows) if room is None else min(max(rows), step_rows(problem, room))
+        return cls(problem, rows, widths, begins, max(1, fitting))
+
+    @functools.cached_property
+    def by_columns(self) -> bool:
+        """Return whether each rank's part has its own columns."""
+        return splits_columns(self.problem)
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """Return the elements of each rank's part."""
+        return [rows * columns for rows, columns in zip(self.rows, self.columns, strict=True)]
+
+    @functools.cached_property
+    def steps(self) -> int:
+        """Return the number of steps."""
+        return ceil_div(max(self.rows), self.step) if any(self.counts) else 0
+
+    @functools.cached_property
+    def slot_bytes(self) -> int:
+        """Return the bytes of one step of any part, in whole cache lines."""
+        return round_up(self.step * max(self.columns) * self.problem.dtype.itemsize, LINE_BYTES)
+
+    def piece(self, owner: int, index: int) -> tuple[int, int]:
+        """Return the first element and the number of elements of a step of a part."""
+        row = min(index * self.step, self.rows[owner])
+        columns = self.columns[owner]
+        return row * columns, min(self.step, self.rows[owner] - row) * columns
+
+    def runs(self, owner: int, begin: int, count: int) -> tuple[Run, ...]:
+        """Return the runs of ``count`` rows of a part, from ``begin`` on."""
+        key = owner, begin, count
+        if key not in self._runs:
+            self._runs[key] = tuple(runs(self.problem, owner, begin, begin + count))
+        return self._runs[key]
+
+    def products(self, columns: int, whole_parts: bool) -> frozenset[tuple[int, int]]:
+        """Return the rows and columns of the products by a weight with so many columns. With
+        ``whole_parts`` there are also products of all of a part."""
+        found = set()
+        for owner, rows in enumerate(self.rows):
+            width = self.columns[owner] if self.by_columns else columns
+            for step in {self.step, max(rows, 1) if whole_parts else self.step}:
+                for begin in range(0, rows, step):
+                    end = min(begin + step, rows)
+                    found |= {(n, width) for _, _, n in runs(self.problem, owner, begin, end)}
+        return frozenset(size for size in found if 0 not in size)
+
+
+def _split_of(
+    call: Call,
+    x: torch.Tensor,
+    weights: Sequence[Weight],
+    results: Sequence[tuple[torch.dtype, torch.dtype | None]],
+    room: int | None,
+) -> Split:
+    """Return how a call splits its matmul; ``results`` are the dtypes of each product and bias."""
+    key = "split", room, torch.get_num_threads(), *map(layout_of, weights)
+    split: Split | None = call.kept.get(key)
+    if split is None:
+        problem, k = call.problem, x.shape[-1]
+        columns = [columns_of(w) for w in weights]
+        split = Split.of_matmul(problem, k if problem.spec.gathers else columns[0], room)
+        whole_parts = problem.spec.reduces and call.node is not None  # partials that travel
+        exact = [
+            x.is_cuda  # vendors' products promise no bits
+            or multiplies_parts_exactly(
+                w, split.products(n, whole_parts), (problem.rows, k, n), x.dtype, *dtypes
+            )
+            for w, n, dtypes in zip(weights, columns, results, strict=True)
+        ]
+        split = call.kept[key] = replace(split, exact=exact)
+    return split
+
+
+@dataclass(frozen=True)
+class Products:
+    """The results of an all-gather and matmul: ``outs[i] = x @ weights[i] + biases[i]``, and the
+    gathered x itself, unless ``gathered`` is None."""
+
+    weights: Sequence[Any]  #: each a `Weight` or another `Product`
+    biases: Sequence[torch.Tensor | None]
+    outs: Sequence[torch.Tensor]
+    gathered: torch.Tensor | None
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """Return the memory of all results."""
+        return [*self.outs, *([] if self.gathered is None else [self.gathered])]
+
+    def memory(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        """Return memory for the gathered x, also where it is no result."""
+        if self.gathered is not None:
+            return self.gathered
+        return empty(call.problem.shape, x.dtype, x.device)
+
+    @property
+    def factors(self) -> list[tuple[Weight, torch.Tensor | None, torch.Tensor]]:
+        """Return each (weight, bias, output [rows, N])."""
+        outs = [out.flatten(0, -2) for out in self.outs]
+        return list(zip(self.weights, self.biases, outs, strict=True))
+
+    def multiply(self, whole: torch.Tensor) -> None:
+        """Multiply the gathered x."""
+        for w, bias, out in self.factors:
+            local_matmul(as_rows(whole), w, out, bias)
+
+
+class SplitProducts:
+    """`Products` that are made shard by shard, where that gives the bits of the whole.
+
+    ``gathered`` is the result, or memory for products that are made at the end; None: nobody needs
+    the gathered x.
+    """
+
+    def __init__(self, call: Call, x: torch.Tensor, products: Products, room: int | None) -> None:
+        factors = products.factors
+        results = [(out.dtype, None if bias is None else bias.dtype) for _, bias, out in factors]
+        self.split = _split_of(call, x, products.weights, results, room)
+        exact = self.split.exact
+        self._parts = [factor for factor, yes in zip(factors, exact, strict=True) if yes]
+        self._rest = [factor for factor, yes in zip(factors, exact, strict=True) if not yes]
+        needed = products.gathered is not None or self._rest
+        self.gathered = products.memory(call, x) if needed else None
+        self._rows = None if self.gathered is None else self.gathered.flatten(0, -2)
+
+    def use(self, owner: int, begin: int, shard: torch.Tensor, in_place: bool = False) -> None:
+        """Multiply rows [n, K] of ``owner``'s shard, from ``begin`` on. Copy them to ``gathered``,
+        unless they are ``in_place`` there."""
+        m = self.split.problem.rows
+        for at, row, count in self.split.runs(owner, begin, shard.shape[0]):
+            part = shard[at - begin : at - begin + count]
+            for w, bias, out in self._parts:
+                local_matmul(part, w, out[row : row + count], bias, whole_rows=m)
+            if self._rows is not None and not in_place:
+                self._rows[row : row + count].copy_(part)
+
+    def finish(self) -> None:
+        """Make the products that are not split, of the gathered rows."""
+        for w, bias, out in self._rest:
+            assert self._rows is not None
+            local_matmul(self._rows, w, out, bias)
+
+
+@dataclass(frozen=True)
+class Partials:
+    """This rank's partials of the ranks' parts of a sum, as flat tensors.
+
+    Attributes:
+        fill: ``fill(owner, begin, to)`` writes a partial from element ``begin`` on, as much as
+            ``to`` holds.
+        there: ``there(owner)`` is a whole partial; None: it has to be computed.
+    """
+
+    split: Split
+    fill: Callable[[int, int, torch.Tensor], None]
+    there: Callable[[int], torch.Tensor] | None = None
+
+    def whole(self, owner: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a whole partial."""
+        if self.there is not None:
+            return self.there(owner)
+        partial = empty([self.split.counts[owner]], dtype, device)
+        self.fill(owner, 0, partial)
+        return partial
+
+
+def partials_of(call: Call, x: torch.Tensor, chunk: int | None) -> Partials:
+    """Return the partials of an x that is summed itself, ``chunk`` bytes of a part at a time."""
+    problem, begins = call.problem, [0] * call.problem.world
+    if problem.dim is None:
+        x = x.contiguous().view(-1)
+        begins = edges_of(x.numel(), problem.world)[:-1]
+        parts = x.tensor_split(begins[1:])
+    else:
+        parts = x.split(list(problem.sizes), problem.dim)
+    counts = [part.numel() for part in parts]
+    step = max(counts) if chunk is None else min(max(counts), chunk // x.element_size())
+    split = Split(problem, counts, [1] * problem.world, begins, max(1, step))
+
+    @functools.cache
+    def flat(owner: int) -> torch.Tensor:
+        return parts[owner].contiguous().view(-1)
+
+    def fill(owner: int, begin: int, to: torch.Tensor) -> None:
+        to.copy_(flat(owner)[begin : begin + to.numel()])
+
+    return Partials(split, fill, flat)
+
+
+def partials_of_product(call: Call, x: torch.Tensor, w: Weight, room: int | None) -> Partials:
+    """Return the partials of ``x @ w``, which is made part by part, or at once where the parts
+    would have other bits. A step takes ``room`` bytes."""
+    problem, rows = call.problem, x.flatten(0, -2)
+    split = _split_of(call, x, [w], [(problem.dtype, None)], room)
+    product = None
+    if not split.exact[0]:
+        product = empty((problem.rows, columns_of(w)), problem.dtype, x.device)
+        local_matmul(rows, w, product)
+    by_columns = split.by_columns
+    whole = problem.rows, problem.shape[-1]
+
+    def fill(owner: int, begin: int, to: torch.Tensor) -> None:
+        if not to.numel():
+            return
+        columns = split.columns[owner]
+        left = sum(split.columns[:owner]) if by_columns else 0
+        first, to = begin // columns, to.view(-1, columns)
+        for at, row, count in split.runs(owner, first, to.shape[0]):
+            part = to[at - first : at - first + count]
+            if product is not None:
+                part.copy_(product[row : row + count, left : left + columns])
+                continue
+            factor = w
+            if by_columns:
+                assert isinstance(w, torch.Tensor)  # validation.py: only those can be sliced
+                factor = w[:, left : left + columns]
+            local_matmul(rows[row : row + count], factor, part, None, *whole)
+
+    return Partials(split, fill)

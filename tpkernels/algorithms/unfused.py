@@ -1,0 +1,282 @@
+"""The plain way: a ``torch.distributed`` collective, then the matmul, or the other way round.
+
+    all_gather_matmul        |-- all-gather --|------ matmul ------|
+    matmul_reduce_scatter    |------ matmul ------|-- all-to-all --|-- sum --|
+    matmul_all_reduce        the same, then       |-- all-gather --|
+
+It runs on any process group, and ``auto`` chooses it where ranks share no memory. A rank in another
+call is detected before anything is sent; see ``transport``.
+
+Reductions move the partials with an all-to-all and sum them locally, in fp32 and in rank order.
+That moves as many bytes as a reduce-scatter, and gives the same bits as every other algorithm.
+
+On CUDA tensors the collectives of NCCL go straight into the result:
+
+Gathers        one all-gather. Uneven shards go as a list, which NCCL sends as one group of
+               broadcasts: no padding travels.
+Reductions     with numerics "vendor" one reduce-scatter or all-reduce of the process group, and one
+               launch behind it for bias, residual and another dtype; with "ordered" one launch sums
+All-to-alls    one all-to-all, between copies of the pieces and to their places.
+
+The shards of a dim with others before it do not lie together: they are copied, in one launch if
+they are even. Gloo cannot do all this with CUDA tensors; they go through the host's memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ProcessGroup,
+    ReduceScatterOptions,
+)
+
+from tpkernels.algorithms.parts import (
+    Products,
+    matmul_partial,
+    shard_counts,
+    shard_shape,
+)
+from tpkernels.algorithms.pieces import Exchange, counts_of
+from tpkernels.algorithms.rank_order import by_owner, join
+from tpkernels.algorithms.reduction import (
+    Reduction,
+    behind_all_reduce,
+    behind_matmul_all_reduce,
+    reduce_into,
+    reduced,
+)
+from tpkernels.call import Call
+from tpkernels.integers import ceil_div, round_up
+from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
+from tpkernels.planning.problem import VENDOR
+from tpkernels.transport.point_to_point import enter
+from tpkernels.transport.waits import announce_done, finish
+
+# A reduction on the host moves in steps of this size, so that the allocator can reuse their buffers
+# instead of taking fresh pages.
+_STEP_BYTES = 4 << 20
+_PART_UNIT = 8  # elements of a rank's part of an all-reduce: the kernel on GPUs loads 8 at a time
+
+
+def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
+    enter(call).wait()
+    out = empty(call.problem.shape, x.dtype, x.device)
+    _gather(call, x, out)
+    return out
+
+
+def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+    enter(call).wait()
+    if call.group.world == 1 and products.gathered is None:
+        whole = x if call.problem.device == "cuda" else x.contiguous()
+    else:
+        whole = products.memory(call, x)
+        _gather(call, x, whole)
+    products.multiply(whole)
+
+
+def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    enter(call).wait()
+    out = exchange.result(call, x)
+    if call.group.world == 1:
+        return out.copy_(x)
+    places, counts = exchange.taken(call, out), counts_of(exchange.given(x))
+    even = _even(call.problem.sizes) and _even(exchange.sizes)
+    sent = by_owner(x, exchange.dim, exchange.sizes)
+    received = _exchange(call, sent, counts, None if even else counts_of(places))
+    announce_done(call)
+    pieces = [piece.view(to.shape) for piece, to in zip(received, places, strict=True)]
+    assert call.problem.dim is not None  # an all-to-all has one
+    return torch.cat(pieces, call.problem.dim, out=out)
+
+
+def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    enter(call).wait()
+    out = _reduce_scatter(call, x, reduction)
+    return out.clone(memory_format=torch.contiguous_format) if out is x else out
+
+
+def matmul_reduce_scatter(
+    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
+) -> torch.Tensor:
+    link = enter(call)
+    partial = matmul_partial(call, x, w)
+    link.wait()
+    return _reduce_scatter(call, partial, reduction)
+
+
+def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """``out`` may be ``x``."""
+    enter(call).wait()
+    total = x
+    if _sums_by_nccl(call) and out is not x:
+        total = out if out.dtype == x.dtype else empty(x.shape, x.dtype, x.device)
+        total.copy_(x)
+    _all_reduce(call, total, out, reduction)
+
+
+def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
+    link = enter(call)
+    partial = matmul_partial(call, x, w)
+    if call.group.world == 1:
+        return reduced(partial, reduction)
+    link.wait()
+    out = partial
+    if reduction.out_dtype != partial.dtype:
+        out = empty(partial.shape, reduction.out_dtype, partial.device)
+    _all_reduce(call, partial, out, reduction)
+    return out
+
+
+all_reduce_rms_norm = behind_all_reduce(all_reduce)
+matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
+
+
+def _gather(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill ``out`` with x of all ranks along the problem's dim."""
+    problem = call.problem
+    if call.group.world == 1:
+        out.copy_(x)
+        return
+    flat = out.view(-1) if problem.outer == 1 else empty([out.numel()], x.dtype, x.device)
+    _all_gather(call, x.contiguous().view(-1), flat, shard_counts(problem))
+    announce_done(call)
+    if problem.outer != 1:
+        assert problem.dim is not None  # an all-gather has one
+        join(flat, out, problem.dim, problem.sizes)
+
+
+def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    problem, group = call.problem, call.group
+    if group.world == 1:
+        return reduced(partial, reduction)
+    assert problem.dim is not None  # a reduce-scatter has one
+    out = empty(shard_shape(problem, group.rank), reduction.out_dtype, partial.device)
+    own, counts = out.view(-1), shard_counts(problem)
+    flat = by_owner(partial, problem.dim, problem.sizes)
+    if _sums_by_nccl(call):
+        total = own if out.dtype == flat.dtype else empty(own.shape, flat.dtype, own.device)
+        options = _options(ReduceScatterOptions, call)
+        if _even(counts):
+            _wait(call, _pg(call)._reduce_scatter_base(total, flat, options))
+        else:
+            _wait(call, _pg(call).reduce_scatter([total], [list(flat.split(counts))], options))
+        if not reduction.keeps(flat.dtype):
+            reduce_into(own, [total], reduction)
+        return out
+    step = _step(call, flat)
+    for begin in range(0, max(counts), step):
+        sent, lengths = flat, counts
+        if max(counts) > step:
+            pieces = [shard[begin : begin + step] for shard in flat.split(counts)]
+            sent, lengths = torch.cat(pieces), counts_of(pieces)
+        received = _exchange(call, sent, lengths)
+        reduce_into(own[begin : begin + step], received, reduction, begin)
+    announce_done(call)
+    return out
+
+
+def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+    """Each rank sums its part of every step in its place in ``out``, then the parts are gathered in
+    place. ``out`` may be x. NCCL overwrites x."""
+    group, flat, result = call.group, x.contiguous().view(-1), out.view(-1)
+    if group.world == 1:
+        if x.data_ptr() != out.data_ptr():
+            result.copy_(reduced(flat, reduction))
+        return
+    if _sums_by_nccl(call):
+        _wait(call, _pg(call).allreduce([x], _options(AllreduceOptions, call)))
+        if not reduction.keeps(x.dtype):
+            reduce_into(out, [x], reduction)
+        return
+    step = _step(call, x) * group.world
+    for first in range(0, flat.numel(), step):
+        count = min(step, flat.numel() - first)
+        part = round_up(ceil_div(count, group.world), _PART_UNIT)
+        edges = [first + min(count, rank * part) for rank in range(group.world + 1)]
+        counts = [end - begin for begin, end in itertools.pairwise(edges)]
+        begin = edges[group.rank]
+        own = result[begin : begin + counts[group.rank]]
+        received = _exchange(call, flat[first : first + count], counts)
+        reduce_into(own, received, reduction, begin)
+        _all_gather(call, own, result[first : first + count], counts)
+    announce_done(call)
+
+
+def _step(call: Call, partial: torch.Tensor) -> int:
+    """Return the elements of a rank's shard that move at a time; all of them on a GPU."""
+    if call.problem.device == "cuda":
+        return max(partial.numel(), 1)
+    return _STEP_BYTES // partial.element_size()
+
+
+def _all_gather(call: Call, own: torch.Tensor, whole: torch.Tensor, counts: list[int]) -> None:
+    """Fill ``whole``, flat, with all ranks' ``own``, of which one may be a part of it."""
+    options, largest = _options(AllgatherOptions, call), max(counts)
+    on_host = call.problem.device == "cuda" and not _by_nccl(call)
+    if _even(counts) and not on_host:
+        _wait(call, _pg(call)._allgather_base(whole, own, options))
+    elif _by_nccl(call):
+        _wait(call, _pg(call).allgather([list(whole.split(counts))], [own], options))
+    else:  # gloo gathers as much from each
+        sent = own.new_zeros(largest, device="cpu")
+        sent[: own.numel()].copy_(own)
+        received = sent.new_empty(len(counts) * largest)
+        _wait(call, _pg(call)._allgather_base(received, sent, options))
+        for part, to in zip(received.split(largest), whole.split(counts), strict=True):
+            to.copy_(part[: to.numel()])
+
+
+def _exchange(
+    call: Call, x: torch.Tensor, counts: list[int], received_counts: list[int] | None = None
+) -> Sequence[torch.Tensor]:
+    """Send each rank its part of x. Return what this rank got, in rank order: by default as many
+    elements from each as it keeps."""
+    even = received_counts is None and _even(counts)  # alike on all ranks
+    received_counts = received_counts or [counts[call.group.rank]] * call.group.world
+    on_host = call.problem.device == "cuda" and not _by_nccl(call)
+    sent = x.cpu() if on_host else x
+    received = sent.new_empty(sum(received_counts))
+    splits: tuple[list[int], list[int]] = ([], []) if even else (received_counts, counts)
+    options = _options(AllToAllOptions, call)
+    _wait(call, _pg(call).alltoall_base(received, sent, *splits, options))
+    return received.to(x.device).split(received_counts)
+
+
+def _even(counts: Sequence[int]) -> bool:
+    return len(set(counts)) == 1
+
+
+def _by_nccl(call: Call) -> bool:
+    return call.problem.device == "cuda" and not call.group.by_gloo("cuda")
+
+
+def _sums_by_nccl(call: Call) -> bool:
+    return _by_nccl(call) and call.group.world > 1 and call.plan.numerics == VENDOR
+
+
+def _pg(call: Call) -> ProcessGroup:
+    return call.group.pg
+
+
+def _options(cls: Any, call: Call) -> Any:
+    options = cls()
+    options.timeout = timedelta(seconds=call.group.timeout_on(call.problem.device))
+    if _by_nccl(call):
+        options.asyncOp = False  # on the current stream, as torch.distributed's own functions
+    return options
+
+
+def _wait(call: Call, work: Any) -> None:
+    """Wait for a work, on GPUs with the stream. NCCL returns none for what is on it anyway."""
+    if work is not None:
+        finish(call, work)

@@ -1,0 +1,505 @@
+"""Checkpoints of which each rank reads only its slices: folders with ``config.json`` and
+safetensors files, as Hugging Face has them or `tpkernels shard` writes them, and GGUF files.
+
+Files are mapped, and a slice is copied out of them: a rank holds its shard, and for quantised or
+interleaved rows a buffer of a megabyte. A safetensors file is mapped while one tensor is read, so
+that its pages do not count for longer.
+
+An index, ``model.safetensors.index.json``, names the file of each tensor. In the index of
+`tpkernels shard` the place of a tensor is a list of pieces instead, each a file and the offsets of
+the piece in the tensor, and ``shapes`` has the tensors' shapes. Its metadata have the format's
+name, `FORMAT`.
+
+transformers translates the metadata of GGUF files; the ``gguf`` package reads their layout,
+translates names and dequantises. Llama's and Mistral's query and key weights are stored with the
+two halves of each head interleaved, as llama.cpp's rotary embedding wants them. Reading restores
+transformers' order head by head.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpkernels.text import of_error, shown
+
+FORMAT = "tpkernels-shards/1"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CHUNK = 1 << 20  #: bytes of a GGUF file that are decoded at once
+_MOST_JSON = 1 << 28  # bytes of an index
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Of GGUF files. Others store some tensors changed, such as transposed or with 1 added.
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_INTERLEAVED = {"llama", "mistral"}  # model types
+_LONGEST = 1024  # entries of an array in a configuration, which has one per layer
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: entries ``offsets[d]`` to ``offsets[d] + shape[d]`` of each dim d."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """Return all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def size(self) -> int:
+        """Return the number of entries."""
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the index of this part in the tensor."""
+        pairs = zip(self.offsets, self.shape, strict=True)
+        return tuple(slice(begin, begin + size) for begin, size in pairs)
+
+    def within(self, other: Box) -> bool:
+        """Return whether all of this box is in ``other``."""
+        return len(self.shape) == len(other.shape) and self.common(other) == self
+
+    def common(self, other: Box) -> Box:
+        """Return the intersection, whose size may be 0."""
+        pairs = list(zip(self.slices, other.slices, strict=True))
+        begins = [max(a.start, b.start) for a, b in pairs]
+        ends = [min(a.stop, b.stop) for a, b in pairs]
+        sizes = [max(0, end - begin) for begin, end in zip(begins, ends, strict=True)]
+        return Box(tuple(begins), tuple(sizes))
+
+    def relative_to(self, other: Box) -> Box:
+        """Return this box with the first entry of ``other`` as the origin."""
+        pairs = zip(self.offsets, other.offsets, strict=True)
+        return Box(tuple(offset - origin for offset, origin in pairs), self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor, in one file.
+
+    Args:
+        box: the part.
+        path: the file.
+        copy: copies a part of the piece into a tensor of any dtype and device.
+    """
+
+    box: Box
+    path: Path
+    copy: Callable[[Box, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, whose pieces together are all of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @property
+    def files(self) -> str:
+        """Name the files, for messages."""
+        return ", ".join(sorted({str(piece.path) for piece in self.pieces}))
+
+    def read(self, box: Box, out: torch.Tensor) -> None:
+        """Read the part ``box`` into ``out``, of the part's shape and any dtype and device."""
+        for piece in self.pieces:
+            common = piece.box.common(box)
+            if common.size:
+                piece.copy(common.relative_to(piece.box), out[common.relative_to(box).slices])
+
+
+class SafetensorsCheckpoint:
+    """A folder with ``config.json`` and safetensors files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self) -> Any:
+        """Return the ``PretrainedConfig`` of transformers."""
+        if not (self.path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{self.path} has no config.json; pass a folder that save_pretrained or "
+                "huggingface_hub.snapshot_download has written"
+            )
+        return package("transformers").AutoConfig.from_pretrained(self.path)
+
+    def generation_config(self) -> Any:
+        """Return the ``GenerationConfig`` of transformers, or None if the files have none."""
+        if not (self.path / "generation_config.json").is_file():
+            return None
+        return package("transformers").GenerationConfig.from_pretrained(self.path)
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights, for a config that names none."""
+        return next(iter(self._stored.values())).dtype
+
+    def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
+        """Return the tensors by the names that ``model``, unsharded and on the meta device, has for
+        them."""
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        names = set(model.state_dict())
+        if names & self._stored.keys():
+            return self._stored
+        return {  # saved from the base model alone
+            f"{prefix}{name}" if f"{prefix}{name}" in names else name: value
+            for name, value in self._stored.items()
+        }
+
+    @cached_property
+    def _stored(self) -> dict[str, StoredTensor]:
+        if (self.path / INDEX).is_file():
+            stored = _indexed(self.path)
+        elif (self.path / SINGLE).is_file():
+            stored = _tensors_of(self.path / SINGLE)
+        else:
+            raise FileNotFoundError(
+                f"{self.path} has neither {SINGLE} nor {INDEX}; only safetensors files are read: "
+                "save other weights with save_pretrained of transformers"
+            )
+        if not stored:
+            raise ValueError(f"{self.path} has no tensors")
+        return stored
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; the library checks that header and file fit together."""
+    safetensors = package("safetensors")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing, and the index names it; copy or download it again"
+        )
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged or truncated ({error}); copy or download it again"
+        ) from None
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file."""
+    stored = {}
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_slice(name)
+            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+            if dtype not in _DTYPES:
+                raise NotImplementedError(
+                    f"{path}: {name} has dtype {dtype}; supported: {', '.join(_DTYPES)}"
+                )
+            piece = Piece(Box.full(shape), path, partial(_copy_safetensors, path, name))
+            stored[name] = StoredTensor(shape, _DTYPES[dtype], (piece,))
+    return stored
+
+
+def _copy_safetensors(path: Path, name: str, box: Box, out: torch.Tensor) -> None:
+    with _opened(path) as file:
+        out.copy_(file.get_slice(name)[box.slices])
+
+
+def _indexed(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of an index of either kind."""
+    index = _json_of(folder / INDEX)
+    files: dict[str, dict[str, StoredTensor]] = {}
+
+    def tensor_in(file: Any, name: str) -> StoredTensor:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(
+                f"{folder / INDEX} names the file {shown(file)}, not one in its folder"
+            )
+        if file not in files:
+            files[file] = _tensors_of(folder / file)
+        if name not in files[file]:
+            raise ValueError(f"{folder / file} has no {name}, which the index says it has")
+        return files[file][name]
+
+    metadata = index.get("metadata")
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        return {name: tensor_in(file, name) for name, file in index["weight_map"].items()}
+    stored = {}
+    for name, entry in index["weight_map"].items():
+        try:
+            shape = tuple(map(int, index["shapes"][name]))
+            places = [(piece["file"], tuple(map(int, piece["offsets"]))) for piece in entry]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{folder / INDEX}: {shown(name)} has a malformed entry") from error
+        stored[name] = _joined(
+            folder, name, shape, [(offsets, tensor_in(file, name)) for file, offsets in places]
+        )
+    return stored
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _MOST_JSON:
+        raise ValueError(f"{path} has more than {_MOST_JSON} bytes; it is no index")
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy or download it again") from None
+    if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
+        raise ValueError(f"{path} is not an index of safetensors files: it has no weight_map")
+    return value
+
+
+def _joined(
+    folder: Path,
+    name: str,
+    shape: tuple[int, ...],
+    places: Sequence[tuple[tuple[int, ...], StoredTensor]],
+) -> StoredTensor:
+    """Join a tensor from its pieces, each with its offsets; they must fill it."""
+    pieces: list[Piece] = []
+    for offsets, stored in places:
+        box = Box(offsets, stored.shape)
+        if len(offsets) != len(stored.shape) or not box.within(Box.full(shape)):
+            raise ValueError(
+                f"{stored.files}: {name} has shape {list(stored.shape)} at {list(offsets)}, which "
+                f"is not within {list(shape)}; the files are of different checkpoints"
+            )
+        pieces += [replace(piece, box=box) for piece in stored.pieces]
+    boxes = [piece.box for piece in pieces]
+    overlap = any(a.common(b).size for a, b in combinations(boxes, 2))
+    if overlap or sum(box.size for box in boxes) != prod(shape):
+        raise ValueError(f"{folder / INDEX}: the pieces of {name} do not fill {list(shape)}")
+    return StoredTensor(shape, places[0][1].dtype, tuple(pieces))
+
+
+class GGUFCheckpoint:
+    """A GGUF file; the methods are those of `SafetensorsCheckpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self) -> Any:
+        """Return the ``PretrainedConfig`` of transformers."""
+        with _gguf_errors(self.path), self._without_vocabulary() as small:
+            config = package("transformers").AutoConfig.from_pretrained(
+                small.parent, gguf_file=small.name
+            )
+        config.name_or_path = str(self.path.parent)  # not the temporary folder
+        return config
+
+    def generation_config(self) -> Any:
+        """Return None: these files have none."""
+        return None
+
+    def dtype(self) -> torch.dtype:
+        """Return float32, to which weights are decoded."""
+        return torch.float32
+
+    def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
+        """Return the tensors by the names that ``model`` has for them."""
+        names = self._names(model)
+        config: Any = model.config
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        stored = {}
+        for tensor in self._reader.tensors:
+            if tensor.name not in names:
+                continue
+            part = tensor.name.split(".")[-2]
+            shape = tuple(map(int, reversed(tensor.shape)))
+            interleaved = config.model_type in _INTERLEAVED and part in heads
+            head = shape[0] // heads[part] if interleaved else 1
+            copy = partial(_copy_gguf, tensor.data.reshape(shape[0], -1), tensor.tensor_type, head)
+            piece = Piece(Box.full(shape), self.path, copy)
+            stored[names[tensor.name]] = StoredTensor(shape, self.dtype(), (piece,))
+        return stored
+
+    @cached_property
+    def _reader(self) -> Any:
+        import numpy as np
+
+        class Reader(package("gguf").GGUFReader):  # type: ignore[misc]
+            """Keeps the file as a plain array: slices of a memmap are memmaps, with which reading
+            49,152 tokens takes 3.7 s instead of 0.9 (AMD EPYC, 2 cores, gguf 0.19, 2026-11-24)."""
+
+            @property
+            def data(self) -> Any:
+                return self._bytes
+
+            @data.setter
+            def data(self, mapped: Any) -> None:
+                self._bytes = mapped.view(np.ndarray)
+
+        with _gguf_errors(self.path):
+            reader = Reader(self.path)
+        if reader.byte_order != "I":
+            raise NotImplementedError(
+                f"{self.path} has the other byte order; convert it for this machine"
+            )
+        return reader
+
+    @property
+    def _architecture(self) -> str:
+        """Return the architecture's name in GGUF, such as "llama"."""
+        name: bytes = self._reader.fields["general.architecture"].parts[-1].tobytes()
+        return name.decode()
+
+    @contextmanager
+    def _without_vocabulary(self) -> Iterator[Path]:
+        """Write a small file with the same configuration and names of tensors, without long arrays
+        and values. transformers would spend 5 s on 49,152 tokens, which no configuration needs."""
+        gguf, reader = package("gguf"), self._reader
+        fields = {name: field for name, field in reader.fields.items() if name[:5] != "GGUF."}
+        entries = [
+            b"".join(part.tobytes() for part in field.parts)
+            for field in fields.values()
+            if len(field.data) <= _LONGEST
+        ]
+        size = f"{self._architecture}.vocab_size"
+        if size not in fields and _TOKENS in fields:
+            # transformers would count the tokens. Without them, the file names their number.
+            kind, count = int(gguf.GGUFValueType.UINT64), len(fields[_TOKENS].data)
+            entries.append(struct.pack(f"=Q{len(size)}sIQ", len(size), size.encode(), kind, count))
+        one_value = struct.pack("=IQIQ", 1, 1, int(gguf.GGMLQuantizationType.F32), 0)
+        names = [
+            b"".join(part.tobytes() for part in tensor.field.parts[:2]) for tensor in reader.tensors
+        ]
+        counts = struct.pack("=QQ", len(names), len(entries))
+        header = [bytes(reader.data[:8]), counts, *entries, *(name + one_value for name in names)]
+        with tempfile.TemporaryDirectory(prefix="tpkernels-") as folder:
+            path = Path(folder) / "header.gguf"
+            path.write_bytes(b"".join(header))
+            # The one value begins at a multiple of the alignment.
+            os.truncate(path, path.stat().st_size + int(reader.alignment) + 4)
+            yield path
+
+    def _names(self, model: nn.Module) -> dict[str, str]:
+        """Return the model's names of tensors, by those in the file.
+
+        `get_gguf_hf_weights_map` of transformers gives the same, but makes gguf's table anew for
+        each module: 7.0 s for SmolLM2's 397 (AMD EPYC, 2 cores, gguf 0.19, transformers 5.23,
+        2026-11-22).
+        """
+        gguf = package("gguf")
+        config: Any = model.config
+        architecture = self._architecture
+        if architecture not in _ARCHITECTURES:
+            raise NotImplementedError(
+                f"{self.path} has architecture {shown(architecture)}; of GGUF files, these are "
+                f"supported: {', '.join(_ARCHITECTURES)}; pass a folder of safetensors files"
+            )
+        [number] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+        table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+        names = {}
+        for name in model.state_dict():
+            module, _, kind = name.rpartition(".")
+            if (stored_name := table.get_name(module)) is not None:
+                names[f"{stored_name}.{kind}"] = name
+        return names
+
+
+def _copy_gguf(rows: Any, kind: Any, head: int, box: Box, out: torch.Tensor) -> None:
+    """Decode a part of a tensor into ``out``.
+
+    Args:
+        rows: what lies in the file, mapped, [rows, ...].
+        kind: gguf's type of it.
+        head: rows of a head, whose two halves are interleaved; 1: they are not.
+    """
+    import numpy as np
+
+    dequantize = package("gguf").dequantize
+    first, last = box.offsets[0], box.offsets[0] + box.shape[0]
+    step = max(1, CHUNK // (rows[0].nbytes * head)) * head
+    for begin in range(first - first % head, last, step):
+        decoded = dequantize(rows[begin : begin + step], kind)
+        values = torch.from_numpy(np.require(decoded, requirements="W"))
+        if head > 1:
+            halves = values.view(-1, head // 2, 2, values.shape[-1])
+            values = halves.transpose(1, 2).reshape(values.shape)
+        if out.dim() == 1:
+            values = values.view(-1)
+        low, high = max(first, begin), min(last, begin + len(values))
+        part = values[(slice(low - begin, high - begin), *box.slices[1:])]
+        out[low - first : high - first].copy_(part)
+
+
+@contextmanager
+def _gguf_errors(path: Path) -> Iterator[None]:
+    """Turn what reading a damaged file raises into ValueErrors that name it: gguf and transformers
+    index into the file without checks, so that may be any kind of error."""
+    try:
+        yield
+    except (OSError, ImportError, MemoryError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read as a GGUF model of transformers: {of_error(error)}; if it is "
+            "truncated, copy or download it again"
+        ) from error
+
+
+Checkpoint = SafetensorsCheckpoint | GGUFCheckpoint
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open the checkpoint at ``path``, as `locate` finds it. Reads no weights."""
+    place = locate(path)
+    return SafetensorsCheckpoint(place) if place.is_dir() else GGUFCheckpoint(place)
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """Return the folder or the GGUF file of the checkpoint at ``path``.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: the file is of no known format, or a folder has several that could be meant.
+    """
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(place.glob("*.gguf"))
+        if (place / "config.json").exists() or not files:
+            return place
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ValueError(f"{place} has several GGUF files: {names}; pass the path of one")
+        place = files[0]
+    if not place.exists():
+        raise FileNotFoundError(
+            f"there is no {place}; pass a local folder or GGUF file, such as "
+            "huggingface_hub.snapshot_download returns"
+        )
+    if place.suffix != ".gguf":
+        raise ValueError(
+            f"{place} is not a GGUF file; pass the folder with config.json and *.safetensors"
+        )
+    return place
+
+
+def package(name: str) -> ModuleType:
+    """Import an optional package, or say what to install."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"loading a model needs {name}, which cannot be imported ({error}); "
+            "pip install 'tpkernels[models]'"
+        ) from error

@@ -1,0 +1,172 @@
+"""Methods of transformers' models that sharded models need in another form.
+
+**save_pretrained.** Problem: rank 0 writes the shards of all ranks. Writing may take longer than
+the group's timeout, and may fail on rank 0 alone. Algorithm: all ranks learn whether rank 0 will
+write, and gather the weights on rank 0. It writes as transformers does, while the others wait
+(`tpkernels.parallel.joint_work`). If only rank 0 fails, all ranks raise, and the group remains
+usable.
+
+**Continuous batching.** transformers (generation/continuous_batching) looks for the ranks in
+``model._device_mesh``, and for their key-value heads in ``model.tp_plan``, whose splits it takes to
+be equal. Here splits may differ, and with ``ffn_only`` there are none. So the cache of each rank is
+made for the heads that its attention computes. Invariant: all ranks schedule alike, each on its own
+cache. Blocks must therefore hold the same number of tokens on all ranks; they do, because blocks
+are counted in tokens and their number is reduced over the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels import groups
+from tpkernels.nn.linear import ColumnParallelLinear
+from tpkernels.nn.sharding import ShardedModule, gather_state
+from tpkernels.parallel.joint_work import joint_work
+
+_WRITE = "write"  # what rank 0 announces
+
+
+def attach(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace the methods of a sharded model, if it is one of transformers; ``mesh`` has one dim.
+    Does not communicate."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained"):
+            save = functools.partial(save_pretrained, module, groups.name_of(mesh))
+            module.save_pretrained = save  # type: ignore[assignment]
+            module.push_to_hub = refuse_to_push  # type: ignore[assignment]
+    start = getattr(type(model), "init_continuous_batching", None)
+    if start is not None:
+        sharded: Any = model
+        # transformers finds the dim by this name, whatever the user calls it.
+        sharded._device_mesh = DeviceMesh.from_group(
+            mesh.get_group(), mesh.device_type, mesh_dim_names=("tp",)
+        )
+        sharded.init_continuous_batching = functools.partial(init_batching, start, sharded)
+
+
+def refuse_to_push(*args: Any, **options: Any) -> NoReturn:
+    """Raise NotImplementedError."""
+    raise NotImplementedError(
+        "push_to_hub would upload from every rank; call save_pretrained(folder, push_to_hub=True, "
+        "repo_id=...) on all ranks, which uploads from rank 0"
+    )
+
+
+def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> None:
+    """Write the unsharded model; see `tpkernels.parallelize`. Collective: all ranks call it.
+
+    Args:
+        *args, **options: the arguments of transformers' method.
+
+    Raises:
+        NotImplementedError: an option writes shards, or the model has adapters.
+        ValueError: the model is on the meta device.
+        RuntimeError: rank 0 could not write; rank 0 itself raises its own error.
+        TpkernelsError: a peer was lost, timed out or made a different call.
+    """
+    write = type(model).save_pretrained
+    signature = inspect.signature(write)
+    arguments: dict[str, Any] = dict(signature.bind(model, *args, **options).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    _check_saving(model, arguments)
+    device = next(model.parameters()).device
+    with joint_work(group, device, "preparing to save the model") as work:
+        work.text = _WRITE if arguments.get("is_main_process", True) else ""
+    if work.texts[0] != _WRITE:
+        return
+    with groups.told_of_errors(group):
+        shards = arguments.get("state_dict")
+        if shards is None:
+            shards = model.state_dict()
+        state = gather_state(model, shards, rank0_only=True)
+    arguments |= {"state_dict": state, "is_main_process": True}
+    with joint_work(group, device, "saving the model"):
+        if groups.get(group).rank == 0:
+            with _as_unsharded(model):
+                write(**arguments)
+
+
+def _check_saving(model: Any, arguments: dict[str, Any]) -> None:
+    if arguments.get("distributed_checkpoint"):
+        raise NotImplementedError(
+            "distributed_checkpoint=True is for models that transformers has sharded; save "
+            "model.state_dict() with torch.distributed.checkpoint"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise NotImplementedError(
+            "the model has adapters, whose weights are not gathered; save them before "
+            "tpkernels.parallelize"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device and has no weights to save")
+
+
+@contextlib.contextmanager
+def _as_unsharded(model: Any) -> Iterator[None]:
+    """Make transformers count all parameters, for the index of several files, and write on rank 0
+    of the group, which may not be rank 0 of the job."""
+    sizes = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            sharded = isinstance(module, ShardedModule)
+            sizes[parameter] = prod(module.full_shape(name) if sharded else parameter.shape)
+    total = sum(sizes.values())
+    model.num_parameters = lambda *args, **options: total
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.num_parameters, model.should_save_on_this_rank
+
+
+def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **options: Any) -> Any:
+    """Run ``model.init_continuous_batching``, which is ``start``.
+
+    Raises:
+        NotImplementedError: this version of transformers makes its cache in another way.
+    """
+    manager = start(model, *args, **options)
+    ranks: Any = getattr(manager, "distributed_helper", None)
+    create = getattr(type(manager), "_create_batch_processor", None)
+    if not hasattr(ranks, "tp_plan") or create is None:
+        import transformers
+
+        raise NotImplementedError(
+            f"continuous batching of transformers {transformers.__version__} is not known to "
+            "tpkernels, which was tested with 5.23; use model.generate"
+        )
+    ranks.tp_plan = {}  # of which it would derive the heads of a rank
+    # The class's function, since transformers may keep a manager for later calls.
+    manager._create_batch_processor = lambda: _create_with_local_heads(model, manager, create)
+    return manager
+
+
+def _create_with_local_heads(model: Any, manager: Any, create: Callable[[Any], Any]) -> Any:
+    """Make a batch processor, and its cache, while ``model.config`` has the heads of this rank."""
+    config, model.config = model.config, copy.copy(model.config)
+    attention = model.base_model.layers[0].self_attn
+    model.config.head_dim = attention.head_dim
+    model.config.num_key_value_heads = _features(attention.k_proj) // attention.head_dim
+    model.config.num_attention_heads = _features(attention.q_proj) // attention.head_dim
+    try:
+        return create(manager)
+    finally:
+        model.config = config
+
+
+def _features(projection: nn.Module) -> int:
+    """Return the output features on this rank."""
+    if not isinstance(projection, ColumnParallelLinear):
+        return int(projection.out_features)  # type: ignore[arg-type]
+    return projection.out_sizes[projection.rank] or projection.stand_in

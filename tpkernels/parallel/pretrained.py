@@ -1,0 +1,312 @@
+"""``tpkernels.from_pretrained``: a model of transformers of which each rank reads its shard.
+
+The model is made and split on the meta device (a `Blueprint`); then each parameter gets memory for
+the rank's part, which is read into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels import dtypes, groups
+from tpkernels.nn.linear import pack_
+from tpkernels.nn.sharding import ShardedModule, Split
+from tpkernels.parallel import llama
+from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
+from tpkernels.parallel.joint_work import joint_work
+from tpkernels.parallel.llama import SequenceParallel
+from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+# Older checkpoints hold the rotary embedding's buffers, which the model computes.
+_IGNORED = re.compile(r"rotary_emb\.|\.rotary_emb\.")
+_MOST_NAMES = 5  # in a message
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter of the parallel model.
+
+    Args:
+        name: of the parameter, as the unsharded model has it.
+        owners: (module, attribute) pairs that hold it; several if weights are tied.
+        split: how it is split; None: it is not, or a plan has split it.
+        stored: the unsharded parameter in the checkpoint.
+        linear: it is the weight of a linear layer, [out_features, in_features].
+    """
+
+    name: str
+    owners: tuple[tuple[nn.Module, str], ...]
+    split: Split | None
+    stored: StoredTensor
+    linear: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the unsharded parameter."""
+        return self.stored.shape
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Return the parameter, or what stands for it on the meta device."""
+        module, attribute = self.owners[0]
+        return module.get_parameter(attribute)
+
+    def part(self, rank: int | None = None) -> Box:
+        """Return the part that a rank holds, by default this one; others only if the parameter is
+        not split by a plan."""
+        data: Any = self.parameter.data
+        if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            shape, offsets = compute_local_shape_and_global_offset(
+                self.shape, data.device_mesh, data.placements
+            )
+            return Box(tuple(offsets), tuple(shape))
+        if self.split is None:
+            return Box.full(self.shape)
+        split = self.split if rank is None else replace(self.split, rank=rank)
+        begin = [split.offset if dim == split.dim else 0 for dim in range(len(self.shape))]
+        return Box(tuple(begin), split.local_shape(self.shape))
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A parallel model on the meta device; its parameters in the order of the model."""
+
+    model: Any
+    slots: tuple[Slot, ...]
+    unexpected: tuple[str, ...]  #: tensors of the checkpoint that the model has no use for
+
+    def digest(self) -> str:
+        """Return a digest that is equal on all ranks if they make the same model."""
+        facts = [str(self.model.config)]
+        facts += [f"{slot.name} {slot.shape} {slot.parameter.dtype}" for slot in self.slots]
+        facts += [f"{slot.split and slot.split.sizes}" for slot in self.slots]
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def draw(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    parallelize: Callable[[nn.Module], nn.Module],
+    any_architecture: bool,
+) -> Blueprint:
+    """Draw the blueprint of a checkpoint's model; raise what `from_pretrained` raises for files.
+
+    Args:
+        dtype: of the parameters; None: the checkpoint's.
+        parallelize: splits a model on the meta device in place.
+        any_architecture: ``parallelize`` takes other models than `tpkernels.parallel.llama` knows.
+    """
+    transformers = package("transformers")
+    config = checkpoint.config()
+    if not any_architecture:
+        llama.head_norms_of(config, str(checkpoint.path))
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotImplementedError(
+            f"{checkpoint.path} is quantised; a quantised weight cannot be split: load the plain "
+            "floating-point model, or a GGUF file"
+        )
+    if dtype is None:
+        dtype = getattr(config, "dtype", None) or checkpoint.dtype()
+    dtypes.check_supported(dtype, "the model")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    stored = checkpoint.tensors(model)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    sources = _sources(checkpoint, model, shapes, stored)
+    generation_config = checkpoint.generation_config()
+    if generation_config is not None:
+        model.generation_config = generation_config
+    slots = tuple(_slots(parallelize(model), sources))
+    unexpected = [name for name in stored if name not in shapes and not _IGNORED.search(name)]
+    return Blueprint(model, slots, tuple(unexpected))
+
+
+def _sources(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor],
+) -> dict[str, StoredTensor]:
+    """Find what is read for each parameter: the tensor of its name, or of a weight that it is tied
+    to."""
+    tied: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    sources: dict[str, StoredTensor] = {}
+    missing: list[str] = []
+    for names in tied.values():
+        present = [name for name in names if name in stored]
+        if not present:
+            missing.append(names[0])
+            continue
+        source = stored[present[0]]
+        if source.shape != shapes[names[0]]:
+            raise ValueError(
+                f"{source.files}: {present[0]} has shape {list(source.shape)}, but config.json "
+                f"makes it {list(shapes[names[0]])}; the two are of different models"
+            )
+        sources |= dict.fromkeys(names, source)
+    if missing:
+        more = len(missing) - _MOST_NAMES
+        lacking = ", ".join(missing[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        raise ValueError(
+            f"{checkpoint.path} lacks {lacking}, which its configuration asks for; copy or "
+            "download it again"
+        )
+    return sources
+
+
+def _slots(model: nn.Module, sources: Mapping[str, StoredTensor]) -> Iterator[Slot]:
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            owners.setdefault(id(parameter), []).append((name, module, attribute))
+    for places in owners.values():
+        name, module, attribute = places[0]
+        stored = sources[name]
+        split = module.splits.get(attribute) if isinstance(module, ShardedModule) else None
+        yield Slot(
+            name,
+            tuple((module, attribute) for _, module, attribute in places),
+            split,
+            stored,
+            linear=attribute == "weight" and hasattr(module, "in_features"),
+        )
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle] | None = None,
+    ffn_only: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    sequence_parallel: SequenceParallel | None = None,
+    pack: bool = False,
+) -> Any:
+    """Load a causal language model of transformers, split over the ranks of ``mesh``. All ranks
+    call it.
+
+    Each rank reads its slices of the weights and nothing else: it holds its shard and a buffer of
+    some megabytes. The model is what `tpkernels.parallelize` makes, in evaluation mode, and is
+    used as described there. transformers has to be installed, with safetensors or ``gguf``:
+    ``pip install 'tpkernels[models]'``.
+
+    If it fails on one rank, it fails on all, and the group remains usable. Files may differ between
+    hosts only in where they are: the ranks compare configurations and shapes, not weights.
+
+    Args:
+        path: a local folder with ``config.json`` and safetensors files, one that `tpkernels shard`
+            has written for any number of ranks, or a GGUF file. Quantised weights of a GGUF file
+            are dequantised.
+        mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one. Its device type is where
+            the model is: the CPU or the current GPU.
+        plan, ffn_only, sequence_parallel, pack: as `tpkernels.parallelize` takes them.
+        dtype: of the parameters. None means the one that ``config.json`` names, or that of the
+            weights; float32 for GGUF files.
+
+    Returns:
+        The model, a ``PreTrainedModel``.
+
+    Raises:
+        FileNotFoundError: a file or folder is missing.
+        ImportError: a package that the format needs is missing.
+        ValueError: a file is damaged or truncated, a tensor is missing or has another shape than
+            the configuration says, ranks find different models, or as `tpkernels.parallelize`.
+        TypeError, NotImplementedError: as `tpkernels.parallelize`; or a dtype is not supported.
+        RuntimeError: loading failed on another rank; the message names it and has its error.
+        TpkernelsError: a peer was lost, timed out or made a different call.
+    """
+    check_mesh(mesh)
+    rows_split = check_options(plan, sequence_parallel, ffn_only, pack)
+    group = groups.name_of(mesh)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+
+    def split(model: nn.Module) -> nn.Module:
+        rows = None if plan is not None else rows_split
+        return parallelize(model, mesh, plan=plan, ffn_only=ffn_only, sequence_parallel=rows)
+
+    with joint_work(group, device, f"opening {path}") as work:
+        blueprint = draw(open_checkpoint(path), dtype, split, plan is not None)
+        work.text = f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} {rows_split=} {pack=}"
+    other = next((rank for rank, text in enumerate(work.texts) if text != work.texts[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"ranks 0 and {other} would load different models from {path}: their configurations, "
+            "shapes or options differ; pass the same checkpoint and arguments on all ranks"
+        )
+    with joint_work(group, device, f"reading {path}") as work:
+        with torch.device(device):
+            _restore_buffers(blueprint.model)
+        for slot in blueprint.slots:
+            work.check()
+            _fill(slot, device)
+        if pack:
+            pack_(blueprint.model)
+    if blueprint.unexpected and groups.get(group).rank == 0:
+        warnings.warn(
+            f"{path} has {len(blueprint.unexpected)} tensors that "
+            f"{type(blueprint.model).__name__} does not use: "
+            f"{', '.join(blueprint.unexpected[:_MOST_NAMES])}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return blueprint.model.eval()
+
+
+def _fill(slot: Slot, device: torch.device) -> None:
+    """Give a parameter memory and read this rank's part into it."""
+    empty, part = slot.parameter, slot.part()
+    local = torch.empty(part.shape, dtype=empty.dtype, device=device)
+    slot.stored.read(part, local)
+    value = local
+    if type(empty.data) is not torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        sharded: Any = empty.data
+        value = DTensor.from_local(
+            local,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+    parameter = nn.Parameter(value, empty.requires_grad)
+    for module, attribute in slot.owners:
+        module.register_parameter(attribute, parameter)
+
+
+def _restore_buffers(model: nn.Module) -> None:
+    """Make the rotary embeddings again on the default device: their buffers are in no state
+    dict."""
+    for name, module in list(model.named_modules()):
+        if not any(True for _ in module.named_buffers(recurse=False)):
+            continue
+        config = getattr(module, "config", None)
+        if not type(module).__name__.endswith("RotaryEmbedding") or config is None:
+            raise NotImplementedError(
+                f"{name} is a {type(module).__name__} with buffers that no checkpoint has; load "
+                "the model with transformers, and call tpkernels.parallelize"
+            )
+        parent, _, attribute = name.rpartition(".")
+        make: Any = type(module)
+        setattr(model.get_submodule(parent), attribute, make(config=config))
