@@ -19,11 +19,11 @@ from tpkernels.bench import measuring
 from tpkernels.bench.cases import Case, Outputs, run_tpkernels
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import Result, result
-from tpkernels.bench.roofline import Rates
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.launch import Ranks
 from tpkernels.op_spec import OPS
+from tpkernels.planning.cost import Rates
 
 BOUNDS = {"local_matmul": 4.0, "unfused": 2.5}  # maximum time relative to each
 EFFORT = Effort(repeat=12, seconds=None, cold=False, baselines=False)
@@ -32,13 +32,13 @@ RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0
 
 def regressions(case: Result) -> list[str]:
     """The bounds that are exceeded by the whole interval."""
-    speedups = case["algorithms"]["auto"]["speedup"]
+    speedups = case.algorithms["auto"].speedup
     lines = []
     for other, bound in BOUNDS.items():
-        high = speedups[other]["high"]
+        high = speedups[other].high
         assert high is not None
         if high < 1 / bound:
-            lines.append(f"{case['case']}: at best {1 / high:.2f} times as long as {other}")
+            lines.append(f"{case.case}: at best {1 / high:.2f} times as long as {other}")
     return lines
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
-from tpkernels.bench import roofline
+from tpkernels.bench import probes
 from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.verification import verify
@@ -30,8 +30,8 @@ TINY_DEMO = ["demo", "--m", "18", "--hidden", "64", "--ffn", "66", "--repeat", "
 TINY_BENCH = ["--shape", "9,32,64", "--bytes", "4K", "--repeat", "2"]
 
 
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, args)))
 
 
 @pytest.fixture
@@ -154,8 +154,8 @@ def test_bench_does_not_time_what_is_wrong(
     monkeypatch.setattr(
         tpkernels, "matmul_all_reduce", lambda *a, **k: one_element_off(right(*a, **k))
     )
-    monkeypatch.setitem(roofline._SIZE, "cpu", 64)
-    monkeypatch.setattr(roofline, "last_level_cache_bytes", lambda _: 1 << 20)
+    monkeypatch.setitem(probes._SIZE, "cpu", 64)
+    monkeypatch.setattr(probes, "last_level_cache_bytes", lambda _: 1 << 20)
     result = invoke("bench", "--op", "matmul_all_reduce", *TINY_BENCH, "--out", str(tmp_path))
     assert result.exit_code == 1, result.output
     assert "WRONG" in result.output

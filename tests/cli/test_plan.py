@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_cli import LAYERS, PRODUCT, invoke
-from tpkernels.bench.roofline import Rates
-from tpkernels.bench.tune import MachineReport, keep_machine, profile_of
+from tpkernels.bench.probes import MachineReport, profile_of
 from tpkernels.cli.plan import layer_times, tps_of
+from tpkernels.planning import store
+from tpkernels.planning.cost import Rates, machine_named
 from tpkernels.planning.machine import this_machine
-from tpkernels.planning.machines import machine_named
 from tpkernels.terminal import UsageError
 
 
@@ -116,7 +116,7 @@ def test_this_machine_is_what_tune_measured(
     assert profile.flops == (1e9,) * 3 and profile.bandwidth == 1e10  # the slowest rank's
     assert profile.within.call == 2e-5
     assert profile.within.bandwidth == pytest.approx((8 << 20) / 8e-3)
-    keep_machine(reports)
+    store.save_rates(reports[0].machine, profile)
     product = "plan --m 1000 --k 1000 --n 1000 --mesh 2 --x S0 --machine this --json"
     (best, *_) = json.loads(invoke(*product.split()).output)["plans"]
     elements = 500 * 1000 + 1000 * 1000 + 500 * 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import warnings
 from pathlib import Path
@@ -17,10 +16,9 @@ import tpkernels
 from tests.cli.test_cli import invoke, one_element_off
 from tests.support.cases import RanksFixture
 from tpkernels import groups
-from tpkernels.bench import inputs
 from tpkernels.bench.cases import planned, random_case
 from tpkernels.bench.specs import Spec
-from tpkernels.bench.tune import TuneReport, best_config, measurement, tune_case
+from tpkernels.bench.tuning_cases import TuneReport, best_config, measurement, tune_case
 from tpkernels.launch import session
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
@@ -79,14 +77,6 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert "auto chooses unfused: the ranks share no memory" in apart.output
 
 
-@pytest.mark.thorough
-def test_tune_tells_of_inputs_that_may_be_in_the_cache(cache: Path) -> None:
-    """64 bytes would need too many copies."""
-    shown = invoke("tune", "--op", "all_reduce", "--bytes", "64", "--repeat", "2").output
-    expected = r"Inputs that may be partly .*: all_reduce 64 bytes bfloat16 \([\d.e-]+x\)\."
-    assert re.search(expected, " ".join(shown.split())), shown
-
-
 def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
     machine = this_machine("cpu", 2, 1, True, threads=1)
     for n, unfused in ((64, 1.0), (128, 4.0)):
@@ -102,7 +92,8 @@ def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
 def test_tune_leaves_out_what_is_wrong_or_rounds_differently(ranks: RanksFixture, way: str) -> None:
     for report in ranks(2).run(tuned_with_a_damaged, way):
         assert report.verdicts[way].right is (way == "pipelined")
-        assert set(report.samples) == {"unfused", "ring", "direct", "pipelined"} - {way}
+        assert report.measurement is not None
+        assert set(report.measurement.ms) == {"unfused", "ring", "direct", "pipelined"} - {way}
 
 
 def tuned_with_a_damaged(way: str) -> TuneReport:
@@ -119,10 +110,7 @@ def tuned_with_a_damaged(way: str) -> TuneReport:
             y[0].view(torch.int32).view(-1)[0] ^= 1
         return y
 
-    with (
-        mock.patch.object(tpkernels, "all_gather_matmul", damaged),
-        mock.patch.object(inputs, "last_level_cache_bytes", lambda _: 1 << 20),
-    ):
+    with mock.patch.object(tpkernels, "all_gather_matmul", damaged):
         return tune_case(Spec("all_gather_matmul", (512, 64, 32), torch.float32), 2, 5.0)
 
 

@@ -17,7 +17,7 @@ from tpkernels import groups
 from tpkernels.backends import TABLES
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
-from tpkernels.tuning import autotune
+from tpkernels.tuning import tuner
 
 WORLD = 3
 ROWS = 16 * WORLD  # 16 of each rank, the fewest that are split
@@ -48,7 +48,7 @@ def watched(
 
     table = TABLES["cpu"]
     wrapped = {key: watching(key[1], function) for key, function in table.items()}
-    scratch = mock.patch.object(autotune, "_MOST_SCRATCH_BYTES", 1 << 10)  # a clock tells
+    scratch = mock.patch.object(tuner, "_MOST_SCRATCH_BYTES", 1 << 10)  # a clock tells
     with mock.patch.dict(table, wrapped), scratch:
         yield made
 

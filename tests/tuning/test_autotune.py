@@ -24,7 +24,7 @@ from tests.support.ranked import fresh_group, report
 from tests.support.tiers import covering, sweep
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.op_spec import OPS
-from tpkernels.tuning import autotune
+from tpkernels.tuning import tuner
 
 
 def winner_job(op: str, fast: str, always: bool) -> list[str]:
@@ -190,7 +190,7 @@ def limit_job() -> tuple[Counter[str], float, str]:
     seconds = dict.fromkeys(WAYS, 0.1)
     clock = mock.Mock(perf_counter=lambda: (1 + dist.get_rank()) * time.perf_counter())
     with (
-        mock.patch.object(autotune, "time", clock),
+        mock.patch.object(tuner, "time", clock),
         fresh_group() as group,
         watched(seconds) as made,
         tpkernels.autotune(group, limit=1.5),
@@ -224,7 +224,7 @@ def reported_job() -> list[str]:
     with (
         fresh_group() as group,
         watched(dict.fromkeys(WAYS, 0.05)),
-        mock.patch.object(autotune, "_REPORT_SECONDS", 0.1),
+        mock.patch.object(tuner, "_REPORT_SECONDS", 0.1),
         contextlib.redirect_stderr(io.StringIO()) as written,
         tpkernels.autotune(group, limit=0.8),
     ):

@@ -22,7 +22,7 @@ from tests.support.ranked import apart, fresh_group, report
 from tests.support.tiers import sweep
 from tests.support.tuned import WORLD, call, own, plan_of, watched
 from tpkernels.groups.group import Group
-from tpkernels.tuning import autotune, planned_calls
+from tpkernels.tuning import planned_calls, tuner
 
 FAULTY = 1
 
@@ -30,7 +30,7 @@ FAULTY = 1
 def skipped_job(what: str) -> list[str]:
     """Nothing is tuned where there is no memory for it; the call is made by the rule."""
     one = dist.get_rank() == FAULTY
-    second, scratch = Group.second, autotune._scratch
+    second, scratch = Group.second, tuner._scratch
 
     def no_second(self: Group, *args: Any) -> Group:
         made = second(self, *args)
@@ -48,7 +48,7 @@ def skipped_job(what: str) -> list[str]:
     patch = {
         "second": mock.patch.object(Group, "second", no_second),
         "shares nothing": mock.patch.object(Group, "second", no_second),
-        "scratch": mock.patch.object(autotune, "_scratch", no_scratch),
+        "scratch": mock.patch.object(tuner, "_scratch", no_scratch),
     }[what]
     with fresh_group() as group, watched() as made, tpkernels.autotune(group), patch:
         expected = call("matmul_all_reduce", group, algorithm="unfused")

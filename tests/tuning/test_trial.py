@@ -25,8 +25,8 @@ from tests.support.tiers import covering, sweep
 from tpkernels import groups
 from tpkernels.backends import TABLES
 from tpkernels.planning.table import Measurement, Table
-from tpkernels.planning.trials import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS
-from tpkernels.tuning import trial
+from tpkernels.tuning import tuner
+from tpkernels.tuning.contest import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS
 
 WORLD = 3
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -53,7 +53,7 @@ def counted(op: str, seconds: dict[str, float] | None = None) -> Iterator[Counte
     clock = mock.Mock(perf_counter=lambda: now) if seconds else time
     with (
         mock.patch.dict(table, {(op, n): counting(n, table[op, n]) for n in ELIGIBLE}),
-        mock.patch.object(trial, "time", clock),
+        mock.patch.object(tuner, "time", clock),
     ):
         yield made
 
@@ -229,7 +229,7 @@ VICTIM = 1
 def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:
     """One rank is disturbed when the ranks exchange what they found."""
     group = faults.new_group(timeout)
-    exchanged = trial.exchanged
+    exchanged = tuner.exchanged
 
     def disturbed(made: Any, problem: Any, what: str, mine: torch.Tensor) -> torch.Tensor:
         if "times" in what and dist.get_rank() == VICTIM:
@@ -240,7 +240,7 @@ def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:
         for _ in range(MOST_CALLS):
             call("matmul_all_reduce", group)
 
-    with mock.patch.object(trial, "exchanged", disturbed):
+    with mock.patch.object(tuner, "exchanged", disturbed):
         return faults.report_of_survivors(calls, group, VICTIM)
 
 

@@ -30,14 +30,24 @@ class Estimate:
     low: float | None
     high: float | None
 
-    @property
-    def verdict(self) -> str:
-        """Say a speed-up in words: "faster", "slower", or why neither."""
-        if self.low is None or self.high is None:
-            return "too few repetitions"
-        if self.low <= 1 <= self.high:
-            return "no difference"
-        return "faster" if self.low > 1 else "slower"
+
+@dataclass(frozen=True)
+class Speedup(Estimate):
+    """A ratio, and in words: "faster", "slower", or why neither."""
+
+    verdict: str
+
+    @classmethod
+    def of(cls, ratio: Estimate) -> Speedup:
+        """Return the estimate of a ratio with its verdict."""
+        low, high = ratio.low, ratio.high
+        if low is None or high is None:
+            verdict = "too few repetitions"
+        elif low <= 1 <= high:
+            verdict = "no difference"
+        else:
+            verdict = "faster" if low > 1 else "slower"
+        return cls(ratio.value, low, high, verdict)
 
 
 def paired(function: Callable[..., Array], *series: Samples) -> Estimate:

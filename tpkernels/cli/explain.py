@@ -11,21 +11,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tpkernels.bench.specs import Spec, check_split, spec_of_extents, unsupported_kernels
-from tpkernels.bench.tune import machine_by_name
+from tpkernels.bench.probes import machine_by_name
+from tpkernels.bench.specs import Spec, check_split, ops_named, spec_of, unsupported_kernels
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.launch.session import (
-    device_known,
-)
-from tpkernels.planning import gpu_model, machines, store
+from tpkernels.launch.session import device_known
+from tpkernels.op_spec import OPS
+from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
-from tpkernels.planning.hops import all_reduce_way
+from tpkernels.planning.cost import DEFAULTS, all_reduce_way, predicted
 from tpkernels.planning.machine import Machine, instructions, this_machine
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement, Table
-from tpkernels.planning.trials import ELIGIBLE, is_eligible
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
 from tpkernels.terminal import (
@@ -37,6 +34,7 @@ from tpkernels.terminal import (
     milliseconds,
     table,
 )
+from tpkernels.tuning.contest import ELIGIBLE, is_eligible
 
 
 def explain(
@@ -66,14 +64,29 @@ def explain(
     """Show which algorithm auto chooses for a problem and why, with the times that `tpkernels tune`
     measured here. For GPUs also the times predicted from their data sheets, by which nothing is
     chosen. Starts no ranks."""
-    with exit_codes():
-        check_workers(tp=world, threads=threads)
-        at_least(1, hosts=hosts)
-        device_known(device)
-        spec = spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
-        check_split(spec, world)
-        explanation = explanation_of(spec, world, device, hosts=hosts, threads=threads, gpu=gpu)
-        _show(f"{op} {spec}, {world} ranks, {device}", explanation, console())
+    check_workers(tp=world, threads=threads)
+    at_least(1, hosts=hosts)
+    device_known(device)
+    spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
+    check_split(spec, world)
+    explanation = explanation_of(spec, world, device, hosts=hosts, threads=threads, gpu=gpu)
+    _show(f"{op} {spec}, {world} ranks, {device}", explanation, console())
+
+
+def _spec_of_extents(
+    op: str, extents: tuple[int | None, ...], sizes: str | None, dtype: torch.dtype
+) -> Spec:
+    """Return the spec given by either --m, --n, --k (``extents``) or --bytes, whichever ``op``
+    needs."""
+    ops_named([op])
+    needed, unused = "--m, --n and --k", "--bytes"
+    complete, excluded = None not in extents, sizes is not None
+    if not OPS[op].has_matmul:
+        needed, unused = unused, needed
+        complete, excluded = excluded, any(extent is not None for extent in extents)
+    if excluded or not complete:
+        raise UsageError(f"{op} takes {needed}, not {unused}")
+    return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
 
 
 def _show(title: str, explanation: Explanation, out: Console) -> None:
@@ -161,7 +174,7 @@ def explanation_of(
     spec: Spec, world: int, device: str, *, hosts: int, threads: int, gpu: str | None = None
 ) -> Explanation:
     """Plan a case for ranks on this machine, without starting any. ``gpu`` names the GPUs for the
-    predictions; None: this machine's, or those of `machines.DEFAULTS`."""
+    predictions; None: this machine's, or those of `cost.DEFAULTS`."""
     shared_memory = hosts == 1
     problem = spec.problem(world, device)
     means = Means(
@@ -203,7 +216,7 @@ def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, fl
     nodes."""
     if gpu is None:
         there = torch.cuda.is_available()
-        gpu = machines.name_of_own("cuda") if there else machines.DEFAULTS["cuda"]
+        gpu = store.name_of_own("cuda") if there else DEFAULTS["cuda"]
     profile = machine_by_name(gpu, world, "cuda")
     if profile.device != "cuda":
         raise UsageError(f"--gpu is '{gpu}', {profile.title}, which is no GPU")
@@ -211,4 +224,4 @@ def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, fl
     # The model knows none of these.
     if world > profile.node or problem.spec.scaled or problem.spec.exchanges:
         return {}, profile.title
-    return gpu_model.predicted(problem, spec.other, profile), profile.title
+    return predicted(problem, spec.other, profile), profile.title

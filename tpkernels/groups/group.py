@@ -508,7 +508,7 @@ class Group(_C.calls.Turns):
         tables = self.exchange(f"the first call on {device}", text, seconds)
         if ignored:
             self.notices.append(ignored)
-        return store.from_json(tables[0])
+        return store.table_from(tables[0])
 
     def use_times(self, device: str, table: Table) -> None:
         """Plan calls by these times from now on. All ranks use the same, from the same call on."""
