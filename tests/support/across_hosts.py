@@ -144,7 +144,8 @@ def main() -> None:
     elif job == "killed":
         results = killed(arguments[0], arguments[1], int(arguments[2]), Path(out))
     else:
-        results = cut(arguments[0], arguments[1], Path(out))
+        worked = works() if job == "works_and_cut" else {}
+        results = worked | cut(arguments[0], arguments[1], Path(out))
     Path(f"{out}.{os.environ['RANK']}.json").write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # destroy_process_group may wait for a peer that cannot be reached
