@@ -80,7 +80,7 @@ def require_works(found: dict[str, Any], nproc: tuple[int, int]) -> None:
 def test_ops_work_across_hosts(
     start: Callable[..., Started], tmp_path: Path, nproc: tuple[int, int]
 ) -> None:
-    """Two ranks on each are in the next test."""
+    """Two ranks on each work before their link is cut."""
     out = tmp_path / "found"
     started = start(nproc, "works", str(out))
     for found in results(started, out, sum(nproc), START_SECONDS + 90):
