@@ -1,5 +1,5 @@
-"""What `unfused` queues on a GPU, launch by launch. The tensors are fake: this counts, and no GPU has
-confirmed it."""
+"""What `unfused` queues on a GPU, launch by launch. The tensors are fake: this counts, and no GPU
+has confirmed it."""
 
 from __future__ import annotations
 
