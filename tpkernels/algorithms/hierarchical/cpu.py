@@ -393,7 +393,7 @@ def add_to(
     reduction: Reduction | None = None,
     begin: int = 0,
 ) -> None:
-    """``to = round(total + partials in order + bias + residual)``; ``total`` may be overwritten.
+    """Set ``to = round(total + partials in order + bias + residual)``. May overwrite ``total``.
 
     `sum_partials` takes terms of one dtype, so partials of another dtype than the running sum go in
     as its residual, one by one.

@@ -89,7 +89,7 @@ def summing(hosts: Hosts, ordered: Sequence[Route]) -> list[list[Transfer]]:
 
 
 def _adds(hosts: Hosts, route: Route, owner: int, host: int) -> int:
-    """Who adds the partials of a host to the sum for ``owner``."""
+    """Return who adds the partials of a host to the sum for ``owner``."""
     if route.visits(host):
         return delegate(hosts, owner, host)
     return delegate(hosts, owner, route.start) if host < route.start else owner
@@ -153,7 +153,7 @@ class Batches(Transfers):
                 partials[owner] = {self._rank: mine.whole(owner, wire, out.device)}
 
         def terms(owner: int, end: int) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-            """The sum and the partials of the ranks before ``end``, as far as not yet added."""
+            """Return the sum and the partials of ranks before ``end`` that are not yet added."""
             waiting = partials[owner]
             taken = sorted(source for source in waiting if source < end)
             return sums.pop(owner, None), [waiting.pop(source) for source in taken]
