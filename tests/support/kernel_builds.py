@@ -22,8 +22,8 @@ from tpkernels.kernels import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from tpkernels.kernels.arguments import SCALARS, Workspace
 from tpkernels.kernels.configs import MatmulConfig, Tiling
+from tpkernels.kernels.sync import SCALARS, Workspace
 
 NAMES = {tl.float32: "fp32", tl.float16: "fp16", tl.bfloat16: "bf16"}
 WORLD = 4
