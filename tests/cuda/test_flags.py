@@ -191,23 +191,31 @@ def test_refusals(ranks: RanksFixture, cuda_driver: str) -> None:
         assert (above, below) == ("ValueError: flag 2 of 2", "ValueError: flag -1 of 2")
 
 
-def numbers_job() -> list[tuple[int, bool]]:
-    """Flags of calls with more rows than there are flags, and whether they cover the rows."""
+def numbers_job() -> list[tuple[int, int, bool]]:
+    """(a rank's flags, all ranks' flags, whether they cover the rows): of 8 ranks with shards of
+    32 MiB, raised by streams and by kernels, then of calls with more rows than there are flags."""
     from tpkernels.kernels import all_gather_matmul as kernel
     from tpkernels.kernels.configs import INTERPRETER
 
     found = []
-    for world in (2, 3, 72):
-        sizes = (1 << 22, *[5] * (world - 1))
-        x, w = torch.empty(8, 1 << 18), torch.empty(1 << 18, 1)
-        _, rows, chunks = kernel.prepare_arriving(INTERPRETER, w, x, F32, sizes)
-        found.append((world * chunks, rows * chunks >= 1 << 22))
+    x, w = torch.empty(16384, 8192, dtype=torch.bfloat16), torch.empty(8192, 1)
+    cases = [((2048,) * 8, x, w, by_kernels) for by_kernels in (False, True)]
+    x, w = torch.empty(8, 1 << 18), torch.empty(1 << 18, 1)
+    cases += [((1 << 22, *[5] * (world - 1)), x, w, False) for world in (2, 3, 72)]
+    for sizes, x, w, by_kernels in cases:
+        args = INTERPRETER, w, x, x.dtype, sizes, by_kernels
+        _, rows, chunks = kernel.prepare_arriving(*args)
+        found.append((chunks, len(sizes) * chunks, rows * chunks >= max(sizes)))
     return found
 
 
-def test_large_shards_come_in_larger_chunks(interpreting: RanksFixture) -> None:
-    for flags, covered in interpreting(1).run(numbers_job)[0]:
-        assert FLAGS // 2 < flags <= FLAGS and covered
+def test_chunks_have_flags_enough(interpreting: RanksFixture) -> None:
+    """Large shards come in larger chunks. So do chunks whose flags take kernels; others of such a
+    call are begin, publish and end, and a wait for each peer."""
+    by_streams, by_kernels, *large = interpreting(1).run(numbers_job)[0]
+    assert (by_streams[0], by_kernels[0], 3 + 7 * (1 + by_kernels[0])) == (8, 4, 38)
+    assert all(FLAGS // 2 < flags <= FLAGS for _, flags, _ in large)
+    assert all(covered for *_, covered in (by_streams, by_kernels, *large))
 
 
 # Captured graphs: streams write flags where a capture records that, which is tried in a capture of
@@ -314,21 +322,3 @@ def test_a_refusal_within_a_capture_is_an_error(ranks: RanksFixture, cuda_driver
     """The capture may be spoilt, so no kernel takes the write's place."""
     for text in ranks(2).run(spoiling_job, cuda_driver):
         assert text.startswith("cuStreamWriteValue64: ")
-
-
-def chunks_job() -> list[int]:
-    """Flags of a peer's rows: 8 ranks, shards of 32 MiB."""
-    from tpkernels.kernels import all_gather_matmul as kernel
-    from tpkernels.kernels.configs import INTERPRETER
-
-    x, w = torch.empty(16384, 8192, dtype=torch.bfloat16), torch.empty(8192, 1)
-    prepare = functools.partial(
-        kernel.prepare_arriving, INTERPRETER, w, x, torch.bfloat16, (2048,) * 8
-    )
-    return [prepare(by_kernels).chunks for by_kernels in (False, True)]
-
-
-def test_flags_by_kernels_come_for_larger_chunks(interpreting: RanksFixture) -> None:
-    """Kernels of the call: begin, publish and end; a wait for each peer; its flags."""
-    chunks, larger = interpreting(1).run(chunks_job)[0]
-    assert (chunks, larger, 3 + 7 * (1 + larger)) == (8, 4, 38)

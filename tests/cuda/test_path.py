@@ -6,8 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.cuda.test_queued import check_killed, check_late, late_job
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each, one_of_each
 from tests.support.cuda_rehearsal import FUSED_OPS, Handle, SharedMemory, pretending, space_of
@@ -201,66 +200,22 @@ def test_a_gpu_has_a_name_only_under_mps(monkeypatch: pytest.MonkeyPatch, tmp_pa
 QUICK_OPS = [FUSED_OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in FUSED_OPS[1:])]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", QUICK_OPS)
+def test_a_kernel_that_gave_up_leaves_nan(
+    interpreting: RanksFixture, cuda_driver: str, op: str
+) -> None:
+    check_late(interpreting(2).run(late_job, cuda_driver, op, "fused")[0], op)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", QUICK_OPS)
+def test_a_killed_rank_is_reported_by_the_next_call(cuda_driver: str, op: str) -> None:
+    check_killed(cuda_driver, op, "fused", world=3, TRITON_INTERPRET="1")
+
+
 def all_nan(call: functools.partial[torch.Tensor]) -> bool:
     return bool(call().isnan().all())
-
-
-def late_job(op: str) -> tuple[bool, Ending] | None:
-    """Rank 1 does not come. The kernel of rank 0 gives up; its results and the next call say so."""
-    with pretending():
-        group = faults.new_group(timeout=1.5)
-        faults.run_op(op, group, "fused", 12)
-        if group.rank() == 1:
-            dist.barrier()  # the other one has given up
-            return None
-        x, w = torch.ones(12, 48), torch.ones(48, 40)
-        call = functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
-        told = all_nan(call), faults.ending_of(call)
-        dist.barrier()
-        return told
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("op", QUICK_OPS)
-def test_a_kernel_that_gave_up_leaves_nan(interpreting: RanksFixture, op: str) -> None:
-    told = interpreting(2).run(late_job, op)[0]
-    assert told is not None
-    spoilt, after = told
-    assert spoilt
-    assert after.error == "CollectiveTimeoutError" and after.peer == 1, after
-    assert "an earlier call of the group, found by " + op in after.text
-
-
-def killed_job(op: str) -> tuple[list[bool], Ending, float] | None:
-    """Rank 1 is killed before its kernel starts; the thread that watches ends the others' waits.
-    (Where a rank is so slow that it sees it before its kernel starts, that call raises already.)"""
-    with pretending():
-        group = faults.new_group()
-        faults.run_op(op, group, "fused", 12)
-        x, w = torch.ones(12, 48), torch.ones(48, 40)
-        call = functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
-        if group.rank() == 1:
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        spoilt: list[bool] = []
-        begin = time.monotonic()
-        ending = faults.ending_of(lambda: spoilt.append(all_nan(call)))
-        if not ending.error:
-            ending = faults.ending_of(call)
-        return spoilt, ending, time.monotonic() - begin
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("op", QUICK_OPS)
-def test_a_killed_rank_is_reported_by_the_next_call(op: str) -> None:
-    with faults.watched_ranks(3, TRITON_INTERPRET="1") as ranks:
-        outcomes = faults.collect(ranks, killed_job, op)
-        assert outcomes[1].exitcode == -signal.SIGKILL
-        for spoilt, after, seconds in faults.values(outcomes, 1).values():
-            assert all(spoilt)
-            assert after.error == "PeerLostError" and after.peer == 1, after
-            assert f"pid {ranks.pids[1]}" in after.text, after
-            assert seconds < faults.PATIENCE / 2, seconds
 
 
 def mismatched_job() -> tuple[bool, Ending]:
