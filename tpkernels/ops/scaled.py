@@ -1,4 +1,4 @@
-"""What the ops on scaled operands share: checks, and packed rows. `local.scales` has the forms of
+"""What the ops on scaled operands share: checks, and packed rows. `local.scaled` has the forms of
 scales."""
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import torch
 from tpkernels import dtypes
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
-from tpkernels.local.scaled import ScaledWeight
-from tpkernels.local.scales import (
+from tpkernels.local.scaled import (
     FP4,
     FP8,
     TILE_ROWS,
     Packing,
+    ScaledWeight,
     Scaling,
     block_of,
-    gathered_part,
     numbers_in,
     scaling_of,
     swizzled_numel,
@@ -160,7 +159,7 @@ def own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
     gathered = [*problem.shape[:-1], 1]
     if scaling_of(scale) is Scaling.ROW and list(scale.shape) == gathered:
         assert problem.dim is not None  # a gather has one
-        return gathered_part(scale, problem.dim, problem.sizes, rank)
+        return scale.narrow(problem.dim, sum(problem.sizes[:rank]), problem.sizes[rank])
     return scale
 
 
