@@ -185,10 +185,9 @@ def limit_job() -> tuple[Counter[str], float, list[str], int]:
         with tpkernels.autotune(group, limit=0.8):
             call(OP, group)
         seconds, within = time.monotonic() - began, Counter(made)
-        made.clear()
-        with tpkernels.autotune(group, limit=math.inf):
-            call("all_gather", group)
-        return within, seconds, written.getvalue().splitlines(), made["unfused"]
+        with watched() as endless, tpkernels.autotune(group, limit=math.inf):
+            call("all_gather", group, rows=WORLD)
+        return within, seconds, written.getvalue().splitlines(), endless["unfused"]
 
 
 def test_a_limit_on_time_and_none(ranks: RanksFixture) -> None:
