@@ -166,7 +166,7 @@ TPK_DEVICE void store_line_sys(Line* to, Line line) {
 }
 
 // The threads that store or load a line of 128 bytes at a time, neighbours of one warp: 16 bytes
-// each (cuda/whole_lines.cuh).
+// each (cuda/ll128.cuh).
 constexpr int kLineLanes = 8;
 TPK_DEVICE int line_lane() { return threadIdx.x % kLineLanes; }
 TPK_DEVICE unsigned line_mask() { return 0xffu << threadIdx.x % 32 / kLineLanes * kLineLanes; }

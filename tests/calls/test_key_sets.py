@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.calls.test_shortcut import Dispatches
 from tpkernels import _C
-from tpkernels.ops import _key_sets
+from tpkernels.ops import shortcut
 
 calls = _C.calls
 
@@ -20,11 +20,11 @@ calls = _C.calls
 @pytest.fixture(autouse=True)
 def found_again() -> Iterator[None]:
     yield
-    _key_sets.outside_modes(_key_sets.find_key_sets)
+    shortcut.outside_modes(shortcut.find_key_sets)
 
 
 def check_thread() -> None:
-    assert calls.keys_of_thread() == _key_sets.keys_of_thread()
+    assert calls.keys_of_thread() == shortcut.keys_of_thread()
 
 
 def check(*tensors: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ def test_key_sets_are_those_of_torch(work: Callable[[], None], from_memory: bool
 
 
 def test_a_torch_that_keeps_them_elsewhere_is_asked() -> None:
-    x, meta, thread = torch.ones(1), torch.ones(1, device="meta"), _key_sets.keys_of_thread()
+    x, meta, thread = torch.ones(1), torch.ones(1, device="meta"), shortcut.keys_of_thread()
     right = [(each, each._cdata, torch._C._dispatch_keys(each).raw_repr()) for each in (x, meta)]
     (tensor, impl, keys), other = right
     assert not calls.find_key_sets([(tensor, impl, keys + 1), other], thread)
@@ -91,4 +91,4 @@ def test_key_sets_are_found_in_torch_2_13() -> None:
     """Shows a torch in which the shortcut is slower than it could be."""
     if not torch.__version__.startswith("2.13."):
         pytest.skip("other versions may keep them elsewhere")
-    assert _key_sets.outside_modes(_key_sets.find_key_sets)
+    assert shortcut.outside_modes(shortcut.find_key_sets)

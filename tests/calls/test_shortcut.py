@@ -18,8 +18,8 @@ from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, report
 from tests.support.tiers import thorough
 from tpkernels import _C
-from tpkernels.ops import _key_sets
-from tpkernels.ops._shortcut import is_plain
+from tpkernels.ops import shortcut
+from tpkernels.ops.shortcut import is_plain
 
 WORLD = 2
 
@@ -169,7 +169,7 @@ def calls_of(group: dist.ProcessGroup, packed: bool) -> dict[str, Callable[[], o
 
 def dispatched(call: Callable[[], object]) -> bool:
     """Whether a call goes through the dispatcher."""
-    with functions_called("tpkernels.ops._shortcut") as names:
+    with functions_called("tpkernels.ops.shortcut") as names:
         call()
     return any(name.endswith(".dispatched") for name in names)
 
@@ -184,7 +184,7 @@ def short_job(from_memory: bool) -> list[str]:
                 cold, warm = dispatched(call), dispatched(call)
                 if not cold or warm:
                     failures.append(f"{op} in {context.__name__}: {cold}, then {warm}")
-    _key_sets.outside_modes(_key_sets.find_key_sets)
+    shortcut.outside_modes(shortcut.find_key_sets)
     return failures
 
 

@@ -21,8 +21,8 @@ from tpkernels.symm import device
 from tpkernels.symm.device import DeviceWorkspace
 
 TIMEOUT = 0.8
-MOST_WAYS = [*sweep(["two_shot", "barrier", "copies", "one_shot"]), "low_latency"]
-MOST_WAYS += sweep(["low_latency_two_shot", "whole_lines"])
+MOST_WAYS = [*sweep(["two_shot", "barrier", "copies"]), "ll"]
+MOST_WAYS += sweep(["ll_two_shot", "ll128"])
 PROMPT = 5.0  # other waits would take 20 s
 Failure = tuple[int, int, int, int] | None
 
@@ -66,9 +66,7 @@ def late_job(driver: str, way: str) -> tuple[Failure, float, int]:
     return space.failure(), seconds, 0
 
 
-@pytest.mark.parametrize(
-    "way", [*sweep(["copies", "multimem", "barrier", "one_shot", "two_shot"]), "low_latency"]
-)
+@pytest.mark.parametrize("way", [*sweep(["copies", "multimem", "barrier", "two_shot"]), "ll"])
 def test_a_rank_that_does_not_come_is_a_timeout(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -76,7 +74,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(
     assert failure is not None and failure[:2] == (device.TIMEOUT, 1), failure
     assert failure[2] == (5 << 32) | (int(failure[2]) & 0xFFFFFFFF)
     assert TIMEOUT <= seconds < 2 * TIMEOUT + PROMPT, seconds
-    before_any_wait = {"one_shot": 1, "two_shot": 1, "multimem": 1}  # the word of its only shard
+    before_any_wait = {"two_shot": 1, "multimem": 1}  # the word of its only shard
     assert told == before_any_wait.get(way, 0)
 
 
@@ -106,7 +104,7 @@ def abort_job(driver: str) -> tuple[Failure, float]:
     if space.rank == 0:
         timer = threading.Timer(0.2, space.abort, [1])
         timer.start()
-        call_of("one_shot", space, 5)
+        call_of("two_shot", space, 5)
         timer.join()
     seconds = time.monotonic() - begin
     dist.barrier()
@@ -161,9 +159,7 @@ def impatient_job(driver: str, way: str) -> tuple[bool, bool]:
     return bool((out == 6.0).all()), space.failure() is not None and bool(out.isnan().all())
 
 
-@pytest.mark.parametrize(
-    "way", sweep(["low_latency_two_shot", "whole_lines", "two_shot", "one_shot"], 2, later=1)
-)
+@pytest.mark.parametrize("way", sweep(["ll_two_shot", "ll128", "two_shot"], 2, later=1))
 def test_no_rank_takes_what_another_made_of_a_failed_wait(
     ranks: RanksFixture, cuda_driver: str, way: str
 ) -> None:
@@ -207,7 +203,7 @@ def driver_job(driver: str) -> dict[str, str | int]:
         told["init"] = error_of(NotImplementedError, call)
     with failing(driver, "cuModuleLoadData", 209, capability=75):
         told["load"] = error_of(NotImplementedError, call)
-    with failing(driver, "cuLaunchKernel", 719):
+    with failing(driver, "cuLaunchKernelEx", 719):
         told["launch"] = error_of(RuntimeError, call)
     told["device"] = error_of(NotImplementedError, lambda: image.kernels(3))
     space = emulated.space_of(driver)
@@ -232,7 +228,7 @@ def test_driver_errors_have_names(cuda_driver: str) -> None:
         told = fresh.run(driver_job, cuda_driver)[0]
     assert "found no usable GPU: cuInit: on request" in str(told["init"])
     assert "CUDA kernels on GPU 0 (sm_75): no kernel image is available" in str(told["load"])
-    assert told["launch"] == "cuLaunchKernel: CUDA_ERROR_EMULATED (on request)"
+    assert told["launch"] == "cuLaunchKernelEx: CUDA_ERROR_EMULATED (on request)"
     assert told["write"] == "cuStreamWriteValue64: CUDA_ERROR_EMULATED (on request)"
     assert told["device"] == "no GPU 3: the driver reports 1"
     assert "compute capability 9.0" in str(told["multimem"])

@@ -17,7 +17,7 @@ from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
-from tpkernels import cuda
+from tpkernels import _C, cuda
 from tpkernels.symm import streams
 from tpkernels.symm.device import FLAGS, FLAGS_AT
 
@@ -36,7 +36,9 @@ def raised_job(driver: str) -> list[list[int]]:
             look()
             copies.raise_flag(1)
             if gives_up:
-                copies._kernels.end(0, copies._words, [])  # so that the peer goes on
+                copies._kernels.call_end(
+                    0, copies._words, _C.cuda.Results([])
+                )  # so that the peer goes on
                 raise KeyError("given up")
             copies.raise_flag(0)
         look()

@@ -30,12 +30,12 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def cases_job(
-    driver: str, cases: Sequence[Case], max_delay_us: int = 0, low_latency: bool = True
+    driver: str, cases: Sequence[Case], max_delay_us: int = 0, ll: bool = True
 ) -> list[str]:
     emulated.load(driver)
     with pretending() as patch, fresh_group() as group:
-        if not low_latency:
-            patch.setattr("tpkernels.cuda.low_latency.LOW_LATENCY_BYTES", -1)
+        if not ll:
+            patch.setattr("tpkernels.cuda.gather_scatter.LL_BYTES", -1)
             patch.setattr("tpkernels.cuda.calls.all_reduce_way", lambda *_: "two_shot")
         workspace = groups.get(group.group_name).workspace
         assert workspace is not None
@@ -76,9 +76,9 @@ def test_products(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "low_latency"), [(4, True), (2, False), thorough(1, True), thorough(4, False)]
+    ("world", "ll"), [(4, True), (2, False), thorough(1, True), thorough(4, False)]
 )
-def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int, low_latency: bool) -> None:
+def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int, ll: bool) -> None:
     found = [Case(op="all_reduce", shape=(300, 40)), Case(op="all_reduce_", shape=(7, 5))]
     for total in (1, 50):
         for sizes in uneven_splits(total, world):
@@ -88,7 +88,7 @@ def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int, low_late
                 for shape in ((total, 13), (total,))
             ]
     cases = each(*found, algorithms=("direct",))
-    told = ranks(world).run(cases_job, cuda_driver, cases, 0, low_latency)
+    told = ranks(world).run(cases_job, cuda_driver, cases, 0, ll)
     report(failure for rank in told for failure in rank)
 
 
@@ -122,7 +122,7 @@ def test_calls_that_do_not_wait_are_wrong(ranks: RanksFixture, cuda_driver: str,
     assert any(ranks(3).run(careless_job, cuda_driver, way))
 
 
-def mixed_job(driver: str, low_latency: bool) -> list[str]:
+def mixed_job(driver: str, ll: bool) -> list[str]:
     cases = [
         Case(op=op, shape=(12, 6), sizes=None if "all_reduce" in op else (5, 7), algorithm=way)
         for op in ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -133,15 +133,15 @@ def mixed_job(driver: str, low_latency: bool) -> list[str]:
         Case(op="all_gather_matmul", shape=(12, 6), sizes=(5, 7), n=(4,), algorithm=way)
         for way in ("fused", *WAYS)
     ]
-    return cases_job(driver, [*cases, *gathers, *cases], 200, low_latency)
+    return cases_job(driver, [*cases, *gathers, *cases], 200, ll)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("low_latency", [True, False])
+@pytest.mark.parametrize("ll", [True, False])
 def test_all_algorithms_share_a_workspace(
-    interpreting: RanksFixture, cuda_driver: str, low_latency: bool
+    interpreting: RanksFixture, cuda_driver: str, ll: bool
 ) -> None:
-    told = interpreting(2).run(mixed_job, cuda_driver, low_latency)
+    told = interpreting(2).run(mixed_job, cuda_driver, ll)
     report(failure for rank in told for failure in rank)
 
 

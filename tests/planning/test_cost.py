@@ -134,7 +134,7 @@ def test_published_figures(
     assert (0.75 <= ratio <= 1.25) is near, f"{ratio:.2f} of the published time"
 
 
-ONE, TWO, LINES, FENCED = "low_latency", "low_latency_two_shot", "whole_lines", "two_shot"
+ONE, TWO, LINES, FENCED = "ll", "ll_two_shot", "ll128", "two_shot"
 KIB = 1 << 10
 
 
@@ -149,18 +149,18 @@ def test_one_hop_up_to_a_size_that_depends_on_the_ranks(world: int, words: int, 
         assert all_reduce_way(most + 2, world, lines_arrive) == second
 
 
-@pytest.mark.parametrize("whole_lines", [False, True])
-def test_the_fastest_by_the_model(whole_lines: bool) -> None:
-    second, most = (LINES, cost.WHOLE_LINES_BYTES) if whole_lines else (TWO, cost.TWO_SHOT_BYTES)
+@pytest.mark.parametrize("ll128", [False, True])
+def test_the_fastest_by_the_model(ll128: bool) -> None:
+    second, most = (LINES, cost.LL128_BYTES) if ll128 else (TWO, cost.TWO_SHOT_BYTES)
     for world in (2, 3, 4, 5, 8, 16, 72):
         for nbytes in (*range(0, 256 * KIB, 8 * KIB), most):
             ways = (ONE, second, FENCED)
-            way = all_reduce_way(nbytes, world, whole_lines)
+            way = all_reduce_way(nbytes, world, ll128)
             assert way == min(ways, key=lambda each: hop_seconds(each, nbytes, world)), (
                 nbytes,
                 world,
             )
-        assert all_reduce_way(most + 1, world, whole_lines) == FENCED
+        assert all_reduce_way(most + 1, world, ll128) == FENCED
 
 
 def test_few_ranks() -> None:

@@ -10,7 +10,7 @@ from tests.support.cuda_rehearsal import pretending
 from tests.support.ranked import fresh_group, report
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.cuda import low_latency
+from tpkernels.cuda.layouts import LL_BYTES, ll_words
 from tpkernels.symm import host
 
 CPU = torch.device("cpu")
@@ -54,5 +54,5 @@ def test_what_is_too_small_grows(ranks: RanksFixture, world: int) -> None:
     report(failure for rank in ranks(world).run(growth_job) for failure in rank)
 
 
-def test_low_latency_calls_fit_at_first() -> None:
-    assert low_latency.words(low_latency.LOW_LATENCY_BYTES) <= host._FIRST_WORDS
+def test_calls_by_ll_fit_at_first() -> None:
+    assert ll_words(LL_BYTES) <= host._FIRST_WORDS

@@ -12,10 +12,8 @@ from tpkernels import dtypes
 from tpkernels.backends import unsupported
 from tpkernels.kernels import NO_GPU
 from tpkernels.launch.session import on_one_host
-from tpkernels.local.scales import Packing
-from tpkernels.op_spec import NO_OPTIONS, OPS, OpSpec
-from tpkernels.ops.reduction import reduction_options
-from tpkernels.ops.scaled import gather_options
+from tpkernels.local.scaled import Packing, scaling_of
+from tpkernels.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
@@ -63,13 +61,15 @@ class Spec:
             shape = square_of(self.shape[0])
         options = NO_OPTIONS
         if op.reduces:
-            options = reduction_options(OPERANDS if op.scaled else dtype, dtype)
+            options = Options(x_dtype=OPERANDS if op.scaled else dtype, out_dtype=dtype)
         if op.normed:
             options = replace(options, norm=(NORM_EPS, dtype))
         elif op.scaled and op.gathers:
             x = torch.empty(1, self.shape[2], dtype=OPERANDS, device="meta")
             scale = torch.empty(1, 1, device="meta")
-            options = gather_options(x, scale, dtype)
+            options = Options(
+                k=self.shape[2], x_dtype=OPERANDS, scale_x=scaling_of(scale).value, out_dtype=dtype
+            )
             shape, dtype = (shape[0], Packing.of(x, scale).words), torch.float32
         vendor = device == "cuda" and op.reduces and world > 1 and not op.scaled
         return Problem.evenly_split(

@@ -13,7 +13,6 @@ from rich.markup import escape
 from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, ops_named, spec_of, unsupported_kernels
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.session import device_known
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store
@@ -63,46 +62,45 @@ def explain(
     """Show which algorithm auto chooses for a problem and why, with the times that `tpkernels tune`
     measured here. For GPUs also the times predicted from their data sheets, by which nothing is
     chosen. Starts no ranks."""
-    with exit_codes():
-        check_workers(tp=world, threads=threads)
-        at_least(1, hosts=hosts)
-        device_known(device)
-        spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
-        check_split(spec, world)
-        shared_memory, problem = hosts == 1, spec.problem(world, device)
-        means = Means(
-            shared_memory,
-            instructions=instructions(),
-            unsupported=unsupported_kernels(device),
-            why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
+    check_workers(tp=world, threads=threads)
+    at_least(1, hosts=hosts)
+    device_known(device)
+    spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
+    check_split(spec, world)
+    shared_memory, problem = hosts == 1, spec.problem(world, device)
+    means = Means(
+        shared_memory,
+        instructions=instructions(),
+        unsupported=unsupported_kernels(device),
+        why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
+    )
+    machine, known = None, Table()
+    if device == "cpu" or torch.cuda.is_available():
+        machine = this_machine(device, world, hosts, shared_memory, threads=threads)
+        known = store.load_or_warn(machine)
+    chosen = choose(problem, means, tuned=known)
+    forecast, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
+    console().print(f"{op} {spec}, {world} ranks, {device}")
+    console().print(_table(problem, means, known, chosen, forecast))
+    notes = [f"Predicted for {model} by data sheets; not measured"] if forecast else []
+    if device == "cuda" and problem.op in ("all_reduce", "matmul_all_reduce"):
+        notes.append(_ways(problem))
+    notes.append(f"auto chooses [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
+    if is_eligible(problem, shared_memory, known):
+        tries = ", ".join(name for name in candidates(problem, means) if name in ELIGIBLE)
+        notes.append(
+            f"In the first calls it tries {tries}, and keeps the fastest "
+            "(tpkernels.init(autotune=False): it does not)"
         )
-        machine, known = None, Table()
-        if device == "cpu" or torch.cuda.is_available():
-            machine = this_machine(device, world, hosts, shared_memory, threads=threads)
-            known = store.load_or_warn(machine)
-        chosen = choose(problem, means, tuned=known)
-        forecast, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
-        console().print(f"{op} {spec}, {world} ranks, {device}")
-        console().print(_table(problem, means, known, chosen, forecast))
-        notes = [f"Predicted for {model} by data sheets; not measured"] if forecast else []
-        if device == "cuda" and problem.op in ("all_reduce", "matmul_all_reduce"):
-            notes.append(_ways(problem))
-        notes.append(f"auto chooses [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
-        if is_eligible(problem, shared_memory, known):
-            tries = ", ".join(name for name in candidates(problem, means) if name in ELIGIBLE)
-            notes.append(
-                f"In the first calls it tries {tries}, and keeps the fastest "
-                "(tpkernels.init(autotune=False): it does not)"
-            )
-        if machine is not None:
-            count, where = len(known.measurements), f"{world} ranks x {threads} threads"
-            if count:
-                path = escape(str(store.path_for(machine)))
-                notes.append(f"Measured here with {where}: {count} cases, {path}")
-            else:
-                notes.append(f"Nothing was measured here with {where}: see tpkernels tune")
-        for note in notes:
-            console().print(note)
+    if machine is not None:
+        count, where = len(known.measurements), f"{world} ranks x {threads} threads"
+        if count:
+            path = escape(str(store.path_for(machine)))
+            notes.append(f"Measured here with {where}: {count} cases, {path}")
+        else:
+            notes.append(f"Nothing was measured here with {where}: see tpkernels tune")
+    for note in notes:
+        console().print(note)
 
 
 def _spec_of_extents(

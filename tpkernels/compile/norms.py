@@ -30,8 +30,7 @@ from tpkernels.compile.graph import (
     erase_unread,
 )
 from tpkernels.compile.layout import keep_order, moved_from, same, same_shape, shape_of, value
-from tpkernels.op_spec import OPS
-from tpkernels.ops.reduction import reduction_options
+from tpkernels.op_spec import OPS, Options
 
 aten = torch.ops.aten
 
@@ -99,7 +98,7 @@ def fuse(reduction: Collective) -> Change | None:
     rows, width = prod(shape[:-1]), shape[-1]
     if not OPS[op].has_matmul:  # its times are by elements
         rows, width = rows * width, 1
-    reduction.check_worthwhile(op, rows, width, reduction_options(dtype, dtype))
+    reduction.check_worthwhile(op, rows, width, Options(x_dtype=dtype, out_dtype=dtype))
     with Editor(total) as editor:
         if residual is not None:
             arguments["residual"] = editor.reshape(residual, shape)

@@ -34,7 +34,7 @@ from tpkernels.compile.layout import (
     with_carriers,
 )
 from tpkernels.compile.matmuls import Matmul, column_scale, row_scale
-from tpkernels.ops.reduction import reduction_options
+from tpkernels.op_spec import Options
 
 aten = torch.ops.aten
 
@@ -141,7 +141,7 @@ def fuse(collective: Collective) -> Change:
         if scales is not None and ranks in matmul.dims[1]:
             raise Unsupported("scaled products are scattered along their rows only")
     rows, width = shape_of(first.node)
-    options = reduction_options(dtype, out_dtype or dtype)
+    options = Options(x_dtype=dtype, out_dtype=out_dtype or dtype)
     collective.check_worthwhile(op, rows if by_rows else None, width, options)
     with Editor(node) as editor:
         x, w = reduced.factors(editor)

@@ -6,8 +6,8 @@ Algorithm, few bytes: a first kernel copies this rank's rows into symmetric memo
 and into `gathered`. In the second kernel, the first programs are fetchers. They bring the peers'
 rows into `gathered`, piece by piece (fetching.py). The other programs run the tile loop: this
 rank's rows first, then those of rank+1, ... as they arrive. Many bytes: copy engines bring the
-peers' rows, chunk by chunk. Such a call has several launches (csrc/cuda/copies.h), and the tile
-loop is one of them; see algorithms/fused.py.
+peers' rows, chunk by chunk. Such a call has several launches (cuda/copies.py), and the tile loop is
+one of them; see algorithms/fused.py.
 
 Sync: a tile waits until its rows are there: for the words of their pieces, or for the flag of their
 chunk, owner * chunks + chunk, which the copy engines' streams raise. ENTERED of a peer says that

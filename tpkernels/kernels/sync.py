@@ -5,7 +5,7 @@ memory, call after call and in replayed graphs, without the host.
 
 Algorithm: every rank owns a region that all others can address: words, then two buffers. A call is
 an epoch. There are two sets of words and buffers, one for each parity of the epoch. A word is
-(signature << 32 | epoch), or (data << 32 | epoch) in csrc/cuda/low_latency.cuh. It is pushed into
+(signature << 32 | epoch), or (data << 32 | epoch) in csrc/cuda/ll.cuh. It is pushed into
 the region of the rank that waits for it, so every wait polls local memory.
 
 Sync: a producer writes its data, then pushes a word (`publish`: release, system scope). A consumer

@@ -17,8 +17,8 @@ this package, and nothing is chosen by it: `explain` shows it next to measured t
   operands' and result's bytes.
 - `unfused` and `ring` go through NCCL: the product and the collective of the machine's link class,
   one after the other. For `ring` the product is cut by ranks and overlaps the transfers.
-- `direct` is the product, then one kernel. Up to `LOW_LATENCY_BYTES` each word carries its flag:
-  twice the bytes, one hop. An all-reduce goes as in `all_reduce_way`, in words. Beyond it data is
+- `direct` is the product, then one kernel. Up to `LL_BYTES` each word carries its flag:
+  twice the bytes, one hop. An all-reduce goes as in `all_reduce_way`, by LL. Beyond it data is
   followed by a fence and a word. A reduction reads the slots of all ranks from memory.
 - `pipelined` is one product per rank beside the copy engines, each copy with its start. Two
   products share their waves. Then the partials are summed.
@@ -317,9 +317,9 @@ def fused_seconds(
     return min(apart, move + (parts - 1) * max(multiply, move) + multiply)
 
 
-# An all-reduce of few bytes on GPUs: in one hop or two, in words or in whole lines. All ranks
+# An all-reduce of few bytes on GPUs: in one hop or two, by LL or LL128. All ranks
 # decide alike: by the bytes, the number of ranks, and what they have agreed on at set-up. The
-# kernels are in csrc/cuda/{low_latency,whole_lines,all_reduce}.cuh; no GPU has timed them.
+# kernels are in csrc/cuda/{ll,ll128,all_reduce}.cuh; no GPU has timed them.
 
 # A store that a peer sees, by NVLink: the latencies of LL, which needs no fence, and of Simple,
 # which has one, in NCCL's model (NVIDIA/nccl, src/graph/tuning.cc, rings).
@@ -327,9 +327,9 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # Bytes per second that a rank sends: 18 links of NVLink 4 (NVIDIA H100 data sheet, one direction).
 # One number for all GPUs, so that the ranks agree.
 LINK = 450e9
-# Largest x in bytes that goes without fences. In words: 64 rows of 4096 in bf16. In whole lines:
+# Largest x in bytes that goes without fences. By LL: 64 rows of 4096 in bf16. By LL128:
 # what takes 0.6 MiB from each of 8 sources, in each parity. By the model both win beyond.
-TWO_SHOT_BYTES, WHOLE_LINES_BYTES = 512 << 10, 2 << 20
+TWO_SHOT_BYTES, LL128_BYTES = 512 << 10, 2 << 20
 
 
 def hop_seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float:
@@ -337,30 +337,30 @@ def hop_seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> f
     each, and the bytes that a rank sends."""
     part = (world - 1) / world
     hops, latency, sent = {
-        "low_latency": (1, HOP_S, 2.0 * (world - 1)),
-        "low_latency_two_shot": (2, HOP_S, 4.0 * part),
-        "whole_lines": (2, HOP_S, 16 / 7 * part),
+        "ll": (1, HOP_S, 2.0 * (world - 1)),
+        "ll_two_shot": (2, HOP_S, 4.0 * part),
+        "ll128": (2, HOP_S, 16 / 7 * part),
         "two_shot": (2, FENCED_HOP_S, 2.0 * part),
     }[way]
     return hops * latency + sent * nbytes / bandwidth
 
 
 @functools.lru_cache(maxsize=4096)
-def all_reduce_way(nbytes: int, world: int, whole_lines: bool, split: int = 0) -> str:
+def all_reduce_way(nbytes: int, world: int, ll128: bool, split: int = 0) -> str:
     """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the
     fastest of those without fences, by the model.
 
     Args:
-        whole_lines: stores of 128 bytes arrive whole at all ranks (symm/nvlink.py).
+        ll128: stores of 128 bytes arrive whole at all ranks (symm/nvlink.py).
         split: bytes of all ranks' parts in two hops if that is more, as where parts are whole rows.
     """
-    way, most = "low_latency_two_shot", TWO_SHOT_BYTES
-    if whole_lines:
-        way, most = "whole_lines", WHOLE_LINES_BYTES
+    way, most = "ll_two_shot", TWO_SHOT_BYTES
+    if ll128:
+        way, most = "ll128", LL128_BYTES
     if nbytes > most:
         return "two_shot"
-    one_hop = hop_seconds("low_latency", nbytes, world)
-    return "low_latency" if one_hop <= hop_seconds(way, max(nbytes, split), world) else way
+    one_hop = hop_seconds("ll", nbytes, world)
+    return "ll" if one_hop <= hop_seconds(way, max(nbytes, split), world) else way
 
 
 # The algorithms on GPUs.
@@ -374,7 +374,7 @@ LAUNCH_S = 0.9e-6
 # p2pBandwidthLatencyTest prints with NVSwitch. From memory.
 COPY_S = 2.5e-6
 # A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
-LOW_LATENCY_BYTES = 128 << 10
+LL_BYTES = 128 << 10
 # Of `fused`: kernels/configs.py, kernels/all_gather_matmul.py, algorithms/fused.py.
 FETCHERS, PIECE_BYTES, RING_BYTES, ROOM, COPY_ENGINE_BYTES = 12, 128 << 10, 64 << 10, 1, 4 << 20
 READ_S = 2 * HOP_S  # a read from a peer: a hop each way
@@ -454,10 +454,10 @@ class _GpuModel:
     def direct(self) -> float:
         seconds, nbytes = self._launched_product(), self._problem.nbytes
         if self._problem.dim is None:
-            way = all_reduce_way(nbytes, self._ranks, whole_lines=False)
+            way = all_reduce_way(nbytes, self._ranks, ll128=False)
             seconds += hop_seconds(way, nbytes, self._ranks, self._profile.within.bandwidth)
             return seconds + (self._sum if way == "two_shot" else 0.0)
-        if nbytes <= LOW_LATENCY_BYTES:
+        if nbytes <= LL_BYTES:
             return seconds + HOP_S + 2 * self._received
         return seconds + FENCED_HOP_S + self._received + self._sum
 
@@ -479,7 +479,7 @@ class _GpuModel:
                 taken = min(FETCHERS, self._peers * ceil_div(shard, PIECE_BYTES))
                 piece_s = PIECE_BYTES / RING_BYTES * READ_S + HOP_S  # with its word
                 received = max(received, self._peers * shard / PIECE_BYTES * piece_s / taken)
-        elif problem.dim is None and problem.nbytes <= 2 * LOW_LATENCY_BYTES:  # one-shot
+        elif problem.dim is None and problem.nbytes <= 2 * LL_BYTES:  # one-shot
             received *= self._ranks
         product = self._product(rate=OWN_PRODUCT, without=taken)
         hidden = max(product, received) + min(product, received) / self._peers

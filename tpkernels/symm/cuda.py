@@ -125,7 +125,7 @@ class CudaWorkspace:
         if self.spaces:
             words, buffer_bytes = self.current.enlarged(words, buffer_bytes)
         space = make_workspace(self._member, words, buffer_bytes, self.device, reason)
-        space.whole_lines = self.spaces[-1].whole_lines if self.spaces else self._lines_are_whole()
+        space.ll128 = self.spaces[-1].ll128 if self.spaces else self._lines_are_whole()
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
@@ -138,11 +138,7 @@ class CudaWorkspace:
         """Found out once, together."""
         why_not = why_lines_may_tear(self._member, self.device)
         if self._member.rank == 0:
-            said = (
-                f"not sent in whole lines, {why_not}"
-                if why_not
-                else "sent in whole lines, by NVLink"
-            )
+            said = f"not sent by LL128, {why_not}" if why_not else "sent by LL128, over NVLink"
             _logger.info("all-reduces of few bytes in group '%s' are %s", self._member.group, said)
         return why_not is None
 

@@ -25,7 +25,7 @@ from tpkernels.symm import streams
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
-_LINE = 16  # words that begin where a line of 128 bytes does (csrc/cuda/whole_lines.cuh)
+_LINE = 16  # words that begin where a line of 128 bytes does (csrc/cuda/ll128.cuh)
 
 # `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
 # grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
@@ -94,7 +94,7 @@ class DeviceWorkspace:
         self._memory = regions  # keeps the regions mapped
         self._own = own
         self.multicast = multicast
-        self.whole_lines = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
+        self.ll128 = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
         addresses = [region.address for region in regions]
         with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)

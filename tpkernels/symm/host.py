@@ -35,7 +35,7 @@ PAGE = 4 << 10
 _HUGE_PAGE = 2 << 20
 _FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
 # Of a GPU's first workspace, which grows when a call needs more. The words are enough for the
-# largest low-latency call (cuda/low_latency.py), and take 528 KiB for each source.
+# largest call by LL (cuda/layouts.py), and take 528 KiB for each source.
 _FIRST_WORDS, _FIRST_BYTES = 33 << 10, 1 << 20
 # How long a waiter polls at most before it sleeps (csrc/host/wait.h). If ranks outnumber cores,
 # it yields its core between polls; else not, because whoever gets it keeps it for long: vLLM's

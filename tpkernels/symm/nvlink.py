@@ -1,6 +1,6 @@
 """Whether stores of 128 bytes arrive whole at the GPUs of a group: where NVLink connects all pairs.
 
-PTX does not promise it (csrc/cuda/whole_lines.cuh). NCCL relies on it: its protocol LL128 is on by
+PTX does not promise it (csrc/cuda/ll128.cuh). NCCL relies on it: its protocol LL128 is on by
 default over NVLink from compute capability 7.0 on, and "other cases are not tested and may cause
 silent data corruption" (NVIDIA/nccl, src/graph/tuning.cc). So any doubt is a no. A value of
 NCCL_PROTO that turns LL128 off in NCCL turns it off here, too. No GPU has confirmed the kernels.

@@ -478,10 +478,11 @@ def exchanged(group: Group, problem: Problem, what: str, mine: torch.Tensor) -> 
     if workspace is not None:
         everyone = torch.empty((problem.world, *mine.shape), **_FLOAT64)
         signature = zlib.crc32(text.encode()) or 1
-        collective = _C.calls.Collective(workspace.channel, workspace.segments, signature, text)
         layout = _C.host.ShardLayout(1, mine.numel(), (1,) * problem.world)
+        kind, segments = _C.calls.Kind.ALL_GATHER, workspace.segments
+        collective = _C.calls.Collective(workspace.channel, segments, signature, text, kind, layout)
         with workspace.waiting(seconds):
-            collective.all_gather(mine, everyone, layout)
+            collective.run(mine, everyone)
         return everyone
     sent = mine.flatten().to(torch.device(problem.device))
     everyone = sent.new_empty(problem.world * sent.numel())

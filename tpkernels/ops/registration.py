@@ -1,8 +1,9 @@
-"""Registration of the ops under ``torch.ops.tpkernels``."""
+"""Registration of the ops under ``torch.ops.tpkernels``: kernels, gradients, autocast."""
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,66 +17,82 @@ from torch.utils._pytree import tree_map_only
 
 from tpkernels import _C, backends, groups, validation
 from tpkernels.call import Call
-from tpkernels.groups.group import Group
 from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct, Weight
-from tpkernels.ops._arguments import PLAIN_KEYS, arguments_of
-from tpkernels.ops._cache_key import add_positions
-from tpkernels.ops._key_sets import key_set
-from tpkernels.planning.problem import Problem
+from tpkernels.ops.problems import fake_result, problem_of
+from tpkernels.ops.shortcut import PLAIN_KEYS, arguments_of, kernel_above, shortcut
 from tpkernels.tuning.planned_calls import plan_call
 
-LIBRARY = torch.library.Library("tpkernels", "DEF")
+_LIBRARY = torch.library.Library("tpkernels", "DEF")
 _BELOW = torch._C._after_ADInplaceOrView_keyset
-
-
 # What runs each op on CPU and CUDA tensors; the dispatcher cannot be asked for it.
 _KERNELS: dict[str, Callable[..., Any]] = {}
+_OUR_TAG = re.compile(r" ?tpkernels\{[^}]*\}")
 
 
-def define_local(schema: str, *, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define_local(
+    schema: str,
+    *,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    autocast: bool = False,
+) -> None:
     """Make ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors, of which
     arguments named ``w`` or ``weights`` may be packed, and its fake kernel. Both get the arguments
-    as the schema has them."""
+    as the schema has them; `define` says what the others are."""
     name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, run, "CPU")
-    LIBRARY.impl(name, run, "CUDA")
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, run, "CUDA")
     parsed = torch._C.parse_schema(f"tpkernels::{schema}")
     arguments = arguments_of(parsed)
     if any(argument.name in ("w", "weights") for argument in parsed.arguments):
-        LIBRARY.impl(name, run, "MkldnnCPU")
+        _LIBRARY.impl(name, run, "MkldnnCPU")
 
     def checked_fake(*args: Any, **options: Any) -> Any:
         validation.tensors(arguments.named(args, options)._asdict())
         return fake(*args, **options)
 
-    torch.library.register_fake(f"tpkernels::{name}", checked_fake, lib=LIBRARY)
+    torch.library.register_fake(f"tpkernels::{name}", checked_fake, lib=_LIBRARY)
     _KERNELS[name] = run
+    if save is not None and backward is not None:
+        _define_backward(name, save, backward)
+    if autocast:
+        _define_autocast(name)
 
 
 def define(
     schema: str,
     *,
-    problem: Callable[[Group, Any], Problem],
     execute: Callable[[Call, Any], Any],
-    fake: Callable[[Group, Any], Any],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    no_gradient: str = "",
+    autocast: bool = False,
     check: Callable[[torch.Tensor], None] | None = None,
-) -> None:
-    """Make ``torch.ops.tpkernels.<name>``, an op that communicates over ``group``. The functions
-    get the arguments as a named tuple with the schema's names.
+) -> Callable[..., Any]:
+    """Make ``torch.ops.tpkernels.<name>``, an op that communicates over ``group`` and does what its
+    record in `op_spec.OPS` says; return what to call in its place (`shortcut`). The functions get
+    the arguments as a named tuple with the schema's names.
 
     Args:
-        problem: checks the arguments and says what the ranks must agree on. Called once per set of
-            arguments; the plan is remembered.
-        execute: runs a planned call. All that can fail for one rank alone, such as an allocation,
-            belongs there.
-        fake: what the op returns, without data.
+        execute: ``execute(call, given)`` runs a planned call. All that can fail for one rank alone,
+            such as an allocation, belongs there.
+        save: ``save(ctx, given, output)`` keeps for the backward what it needs.
+        backward: ``backward(ctx, needs, *grads)``, where ``needs`` has the names of the positional
+            arguments and says whose gradient is needed; returns gradients by name. It runs in the
+            dtypes of the forward, also under autocast, and is refused where it would have to be
+            differentiated itself.
+        no_gradient: what to do instead, where the op has no gradient.
+        autocast: cast the operands under autocast, as ``torch.matmul`` does.
         check: of ``x``, what must be checked in every call, since the key does not tell.
     """
     parsed = torch._C.parse_schema(f"tpkernels::{schema}")
     arguments, op = arguments_of(parsed), schema.partition("(")[0]
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
+    record = op.removesuffix("_") if written else op
 
     def on_trial(given: Any) -> Callable[[Call], Any]:
         """Return what runs a planned call and overwrites none of the caller's arguments."""
@@ -86,8 +103,8 @@ def define(
         validation.tensors(given._asdict())
         group = groups.get(given.group)
         make_run = functools.partial(on_trial, given)
-        call = plan_call(group, problem(group, given), given, make_run)
-        return call, backends.bind(op, call, given, arguments, execute)
+        call = plan_call(group, problem_of(record, group, given), given, make_run)
+        return call, backends.bind(call, given, arguments, execute, bool(written))
 
     def run_planned(call: Call, given: Any) -> Any:
         return backends.run(call, lambda: plan(given)[0], execute, given)
@@ -103,28 +120,38 @@ def define(
                 f"torch.ops.tpkernels.{op} in a compiled graph with {sizes}: a rank without rows "
                 f"would drop or move its call. Call tpkernels.{op}, or give each rank a row"
             )
-        add_positions()
-        return fake(group, given)
+        _add_positions()
+        return None if written else fake_result(record, group, given)
 
     kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
-    define_local(schema, run=kernel, fake=fake_kernel)
+    define_local(
+        schema, run=kernel, fake=fake_kernel, save=save, backward=backward, autocast=autocast
+    )
+    if written:
+        _define_in_place(op, no_gradient)
+    elif no_gradient:
+        _define_without_gradient(op, no_gradient)
+    return shortcut(op, kernel, overwrites=bool(written))
 
 
-def kernel_of(op: str) -> Callable[..., Any]:
-    """Return what runs an op on CPU and CUDA tensors."""
-    return _KERNELS[op]
+def _add_positions() -> None:
+    """Make torch's compile caches tell graphs apart by this rank's place in the groups that the ops
+    have used. Called while a graph is traced, before its key is made. What the user has set stays.
 
-
-def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Give an op its gradient.
-
-    Args:
-        save: ``save(ctx, given, output)`` with the op's arguments as a named tuple.
-        backward: ``backward(ctx, needs, *grads)``, where ``needs`` has the names of the positional
-            arguments and says whose gradient is needed; returns gradients by name. It runs in the
-            dtypes of the forward, also under autocast, and is refused where it would have to be
-            differentiated itself.
+    A call in a graph has the name of its group, not how many ranks that has nor which of them this
+    is, and the shape of its result may depend on both. Without them, a graph that was compiled for
+    one rank would be found in the cache by a job of two, or by the other rank. Torch's own
+    collectives take the size as an argument for that reason.
     """
+    places = ", ".join(f"{name}: {rank} of {world}" for name, rank, world in groups.positions())
+    config = torch.compiler.config
+    theirs = _OUR_TAG.sub("", config.cache_key_tag)
+    tag = f"{theirs} tpkernels{{{places}}}".strip()
+    if config.cache_key_tag != tag:
+        config.cache_key_tag = tag
+
+
+def _define_backward(op: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
     arguments = arguments_of(overload._schema)
     names = [each.name for each in overload._schema.arguments if not each.kwarg_only]
@@ -159,18 +186,10 @@ def define_backward(op: str, *, save: Callable[..., None], backward: Callable[..
             _forbid_packed(op, args)
         return recorded(keys, *args, **options)
 
-    LIBRARY.impl(op, _above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
+    _LIBRARY.impl(op, kernel_above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
 
 
-def _above(
-    run: Callable[..., Any], otherwise: Callable[..., Any], *, overwrites: bool
-) -> Callable[..., Any]:
-    """A kernel for the Autograd keys; csrc/calls/kernel.h."""
-    plain = [key_set(*keys).raw_repr() for keys in (["CPU"], ["CUDA"], ["CPU", "MkldnnCPU"])]
-    return _C.calls.make_above(run, otherwise, _BELOW.raw_repr(), plain, overwrites)
-
-
-def define_without_gradient(op: str, *, instead: str) -> None:
+def _define_without_gradient(op: str, instead: str) -> None:
     """Make an op refuse tensors that need a gradient; ``instead`` says what to do then."""
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
 
@@ -181,10 +200,10 @@ def define_without_gradient(op: str, *, instead: str) -> None:
             _forbid_tangents(op, args)
         return overload.redispatch(keys & _BELOW, *args, **options)
 
-    LIBRARY.impl(op, _above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
+    _LIBRARY.impl(op, kernel_above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
 
 
-def define_in_place(op: str, *, instead: str) -> None:
+def _define_in_place(op: str, instead: str) -> None:
     """Make an op that overwrites its first argument tell autograd so, and refuse tensors that need
     a gradient or cannot be overwritten; ``instead`` says what to do in that case."""
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
@@ -205,10 +224,46 @@ def define_in_place(op: str, *, instead: str) -> None:
         torch.autograd.graph.increment_version(x)  # tensors saved for a backward are stale
         overload.redispatch(keys & _BELOW, x, *args, **options)
 
-    above = _above(run, otherwise, overwrites=True)
-    LIBRARY.impl(op, above, "Autograd", with_keyset=True)
-    LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
-    LIBRARY.impl(op, refuse_negative, "Negative")
+    above = kernel_above(run, otherwise, overwrites=True)
+    _LIBRARY.impl(op, above, "Autograd", with_keyset=True)
+    _LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
+    _LIBRARY.impl(op, refuse_negative, "Negative")
+
+
+def _define_autocast(op: str) -> None:
+    """Make an op cast its operands under autocast, as ``torch.matmul`` does.
+
+    ``torch.library.register_autocast`` supports neither keyword arguments nor more than one dtype.
+    """
+    overload = getattr(torch.ops.tpkernels, op).default
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def cast_and_call(device: str, key: str, *args: Any, **options: Any) -> Any:
+        dtype, out_dtype = torch.get_autocast_dtype(device), options.get("out_dtype")
+        off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        with torch._C._ExcludeDispatchKeyGuard(off):
+            given = dict(zip(names, args, strict=False))  # without the defaults at the end
+            with groups.told_of_errors(given.get("group")):  # no memory for the copies
+                lowered = [_lowered(n, a, dtype, out_dtype) for n, a in given.items()]
+            return overload(*lowered, **options)
+
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _LIBRARY.impl(op, functools.partial(cast_and_call, device, key), key)
+
+
+def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
+    """An argument as autocast passes it: floating-point tensors in ``dtype``. Unchanged are
+    float64, a bias or the weight of a norm in float32 and a residual in the output's dtype, which
+    the ops take with 16-bit operands, and a packed weight, whose dtype is checked."""
+    if isinstance(value, (list, tuple)):
+        return [_lowered(name, each, dtype, out_dtype) for each in value]
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    kept: dict[str, torch.dtype | None] = {"residual": out_dtype}
+    kept |= dict.fromkeys(("biases", "bias", "norm_weight"), torch.float32)
+    if value.dtype in (torch.float64, kept.get(name)) or is_packed(value):
+        return value
+    return value.to(dtype)
 
 
 def _forbid_tangents(op: str, args: Iterable[Any]) -> None:

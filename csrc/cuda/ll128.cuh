@@ -1,13 +1,13 @@
 // An all-reduce of few bytes in lines of 128 bytes with one flag.
 //
-// Problem: that of cuda/low_latency.cuh, whose words of 8 bytes carry 4 bytes of data: half of what
+// Problem: that of cuda/ll.cuh, whose words of 8 bytes carry 4 bytes of data: half of what
 // crosses the links is flags.
 //
 // Algorithm: NCCL's protocol LL128. Eight neighbouring threads store a line of 128 bytes at a time:
 // seven packs of data (16 bytes), and a flag, the word of the call, twice. They load it at a time
 // as well, and take the data once the thread with the flag has seen it. So 16 bytes out of 128 are
 // no data. (NCCL's flag takes 8; then data would not be aligned.) The all-reduce has two hops:
-// every rank sums a segment and pushes its sum, as in `low_latency_two_shot`, to the same bits.
+// every rank sums a segment and pushes its sum, as in `ll_two_shot`, to the same bits.
 //
 // Sync: PTX does not promise it, but where stores of a warp to a line leave its SM together they
 // arrive together: over NVLink, on the GPUs that NCCL lists (compute capability 7.0 and newer), not
@@ -15,17 +15,17 @@
 // - A store or a load of a line is one instruction of its eight threads: it is behind no condition
 //   that differs between them, and `__syncwarp` brings them together.
 // - Relaxed order is enough: data and flag are one access, whose result the eight share by a vote.
-// - Lines take the places of the words of cuda/low_latency.cuh and cuda/sync.cuh, where a later
+// - Lines take the places of the words of cuda/ll.cuh and cuda/sync.cuh, where a later
 //   call must not find data that it takes for a word. So whoever has read a line clears it. No peer
 //   stores there again before this kernel has ended (the proof of kernels/sync.py).
 // - The place of a flag holds zero, a flag or a word of an earlier call: data never are there.
-// The rest of the proof is that of cuda/low_latency.cuh.
+// The rest of the proof is that of cuda/ll.cuh.
 //
 // Failure: as there. The eight threads of a line share the end of a wait too: if it has failed,
 // none of them pushes its sums.
 #pragma once
 
-#include "cuda/low_latency.cuh"
+#include "cuda/ll.cuh"
 
 namespace tpkernels::cuda {
 
@@ -250,7 +250,7 @@ TPK_DEVICE void exchange_turns(const Peers& peers, const TwoHops& hops, u64 turn
   }
 }
 
-TPK_DEVICE void whole_lines(const Peers& peers, const AllReduce& call) {
+TPK_DEVICE void reduce_by_ll128(const Peers& peers, const AllReduce& call) {
   const u64 bytes = call.segment * size_of(call.wire);
   const bool wide = call.wire == kF32;
   const u64 turns = wide ? turns_in<2>(bytes) : turns_in<1>(bytes);

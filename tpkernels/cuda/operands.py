@@ -1,4 +1,4 @@
-"""What the calls share: checks of tensors, and the extension's form of arguments."""
+"""Check the tensors of a call, and give the extension its form of arguments."""
 
 from __future__ import annotations
 
@@ -55,13 +55,22 @@ def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
         raise ValueError(f"bias has shape {list(bias.shape)}; it must be [{needed}]")
 
 
+def check_room(space: DeviceWorkspace, words: int, buffer_bytes: int) -> None:
+    """Raise ``ValueError`` unless a call that needs that much fits the workspace."""
+    if not space.holds(words, buffer_bytes):
+        raise ValueError(
+            f"the workspace has {space.words} words from each source and buffers of "
+            f"{space.buffer_bytes} bytes; this call needs {words} and {buffer_bytes}"
+        )
+
+
 def epilogue(
     out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     begin: int = 0,
 ) -> _C.cuda.Epilogue:
-    """The extension's form of an epilogue, for elements from ``begin`` on."""
+    """Return the extension's form of an epilogue, for elements from ``begin`` on."""
     return _C.cuda.Epilogue(
         CODES[out_dtype],
         0 if bias is None else bias.data_ptr(),
@@ -88,11 +97,3 @@ def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
         seed=space.seed,
         CHAOS=space.chaos,
     )
-
-
-def device_and_stream(device: torch.device) -> tuple[int, int]:
-    """(index of the GPU, torch's current stream there). The tests' driver takes CPU tensors."""
-    if device.type != "cuda":
-        return 0, 0
-    stream = torch.cuda.current_stream(device)
-    return stream.device_index, stream.cuda_stream

@@ -1,4 +1,4 @@
-#include "calls/errors.h"
+#include "calls/python.h"
 
 #include <new>
 
