@@ -22,8 +22,7 @@ import torch
 
 import tpkernels
 from tpkernels.local.matmul import new_product
-from tpkernels.local.native import native
-from tpkernels.local.packed import packed_product
+from tpkernels.local.packed import native, packed_product
 
 COLD_BYTES = 64 << 20
 Way = tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]

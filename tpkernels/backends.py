@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from tpkernels.planning.problem import Problem
 from tpkernels.transport.point_to_point import hang_up
 
 
-def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]]:
+def _table(**algorithms: Any) -> dict[tuple[str, str], Callable[..., Any]]:
     return {
         (op, name): getattr(module, spec.runs_as)
         for name, module in algorithms.items()
@@ -39,19 +38,19 @@ def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]
 TABLES = {
     "cpu": _table(
         unfused=unfused,
-        ring=ring,
+        ring=ring.OPS,
         direct=direct,
         pipelined=pipelined,
         fused=fused,
-        hierarchical=hierarchical,
+        hierarchical=hierarchical.OPS,
     ),
     "cuda": _table(
         unfused=unfused,
-        ring=ring,
+        ring=ring.OPS,
         direct=direct_cuda,
         pipelined=pipelined_cuda,
         fused=fused,
-        hierarchical=hierarchical_cuda,
+        hierarchical=hierarchical_cuda.OPS,
     ),
 }
 

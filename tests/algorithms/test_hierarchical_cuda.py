@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.algorithms.test_hierarchical import BITS
-from tests.algorithms.test_hierarchical_batches import hosts
+from tests.algorithms.test_hierarchical_routes import hosts
 from tests.algorithms.test_unfused_cuda import DEFAULTS, F32, factors, fake
 from tests.cuda.test_numerics import cases
 from tests.planning.test_plan import TWO_LEVELS, problem
@@ -175,7 +175,7 @@ def queue_of(
         given = SimpleNamespace(**DEFAULTS | make())
         problem = problem_of(op, group, given)
         plan = choose(problem, Means(shared_memory=False), requested="hierarchical")
-        call = Call(group, problem, plan, getattr(hierarchical, op), 0)
+        call = Call(group, problem, plan, getattr(hierarchical.OPS, op), 0)
         queue.launches.clear()
         queue.touched = 0
         module._execute(call, given)

@@ -30,8 +30,8 @@ TINY_DEMO = ["demo", "--m", "18", "--hidden", "64", "--ffn", "66", "--repeat", "
 TINY_BENCH = ["--shape", "9,32,64", "--bytes", "4K", "--repeat", "2"]
 
 
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, args)))
 
 
 @pytest.fixture

@@ -38,12 +38,8 @@ def test_info_json_is_one_object() -> None:
     here = facts["algorithms"]["cpu"]
     assert set(here) == set(OPS)
     ways = here["all_gather_matmul"]
-    assert [name for name in ways if ways[name] is None] == [
-        "unfused",
-        "ring",
-        "direct",
-        "pipelined",
-    ]
+    usable = [name for name in ways if ways[name] is None]
+    assert usable == ["unfused", "ring", "direct", "pipelined"]
     assert "TRITON_INTERPRET=1" in ways["fused"]
     assert "overlaps a matmul" in here["all_reduce"]["pipelined"]
 

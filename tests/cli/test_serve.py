@@ -34,7 +34,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(*args: object) -> str:
-    result = invoke("serve", *map(str, args))
+    result = invoke("serve", *args)
     assert result.exit_code == 2, result.output or result.exception
     return " ".join(result.output.split())
 

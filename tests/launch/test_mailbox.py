@@ -156,13 +156,6 @@ def test_waits_end_when_time_is_up() -> None:
     assert box.write(b"", 0.0) == 0 and box.read(0, bytearray(), 0.0) == 0
 
 
-def test_sleeping_takes_no_time_of_a_core() -> None:
-    box = box_of(arena_of(100), spin=50.0)
-    before = time.thread_time()
-    assert box.read(0, bytearray(1), 0.2) == 0
-    assert time.thread_time() - before < 0.02
-
-
 def test_a_fork_is_refused() -> None:
     box = box_of(arena_of(100))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -11,11 +10,11 @@ import pytest
 import torch
 
 from tests.support.cases import RanksFixture
+from tests.support.products import product, threads, within_rounding
 from tests.support.ranked import place
 from tests.support.refusals import packable
 from tpkernels import _C
 from tpkernels.dtypes import CODES
-from tpkernels.local import matmul
 from tpkernels.local.matmul import local_matmul
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -24,16 +23,7 @@ MOST = 16
 WIDTHS = (2, 15, 16, 31, 32, 33, 64, 100)  # K
 COLUMNS = (1, 3, 4, 5, 63, 64, 65, 130)
 UNITS = [name for name in _C.host.vector_units() if name != "plain"]
-CANARY = 77
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, MOST)
-
-
-@pytest.fixture(params=_C.host.vector_units())
-def unit(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _C.host.vector_unit()
-    _C.host.use_vector_unit(request.param)
-    yield request.param
-    _C.host.use_vector_unit(before)
 
 
 def few_rows(unit: str, dtype: torch.dtype) -> int:
@@ -43,21 +33,6 @@ def few_rows(unit: str, dtype: torch.dtype) -> int:
 
 def k_major(k: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(n, k).to(dtype).t()
-
-
-def product(
-    x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """With canaries around it; None where the extension leaves it to torch."""
-    rows, columns = x.shape[0], w.shape[1]
-    around = torch.full((rows + 2, columns + 9), CANARY, dtype=dtype)
-    inside = around[1:-1, 1 : 1 + columns]
-    took = _C.calls.multiply(x, w, inside, bias, False, (rows, 0))
-    result = inside.clone()
-    inside.fill_(CANARY)
-    assert (around == CANARY).all(), "wrote beyond the result"
-    assert took or (result == CANARY).all()
-    return result if took else None
 
 
 def test_exact_for_integers(unit: str) -> None:
@@ -85,34 +60,25 @@ def test_close_to_float64(unit: str, dtype: torch.dtype) -> None:
         if got is None:
             assert unit == "plain"
             continue
-        exact, size = x.double() @ w.double(), x.double().abs() @ w.double().abs()
-        bound = k**0.5 * torch.finfo(F32).eps * size
-        assert ((got.double() - exact).abs() <= bound).all(), (k, n)
+        assert within_rounding(got, x, w), (k, n)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_result_does_not_depend_on_the_others(
-    unit: str, dtype: torch.dtype, threads: int
-) -> None:
+def test_a_result_does_not_depend_on_the_others(unit: str, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        most = few_rows(unit, dtype)
-        if not most:
-            return
-        # The last one is read in chunks by all rows, and not by one.
-        for k, n in [(1000, 300), (4099, 70)]:
-            x, w = torch.randn(most, k).to(dtype), k_major(k, n, dtype)
+    most = few_rows(unit, dtype)
+    if not most:
+        return
+    # The last one is read in chunks by all rows, and not by one.
+    for (k, n), count in itertools.product([(1000, 300), (4099, 70)], (1, 2)):
+        x, w = torch.randn(most, k).to(dtype), k_major(k, n, dtype)
+        with threads(count):
             whole = product(x, w, F32)
             assert whole is not None
             for rows, columns in itertools.product([(0, 1), (1, 3)], [(0, n), (7, 68), (n - 1, n)]):
                 part = product(x[slice(*rows)], w[:, slice(*columns)], F32)
                 assert part is not None
                 assert torch.equal(part, whole[slice(*rows), slice(*columns)]), (k, rows, columns)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not UNITS, reason="needs a vector unit")
@@ -155,11 +121,11 @@ def parts_and_whole(rows: int) -> None:
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     told = set()
-    multiply = matmul._multiply
+    multiply = _C.calls.multiply
 
     def told_rows(*args: Any) -> bool:
-        told.add(args[4][0])
-        return multiply(*args)
+        told.add(args[5][0])
+        return bool(multiply(*args))
 
     for dtype in DTYPES:
         numbers = torch.Generator().manual_seed(rank)
@@ -172,7 +138,7 @@ def parts_and_whole(rows: int) -> None:
         first: dict[object, torch.Tensor] = {}
         ways = itertools.product(weights, ("unfused", "direct", "pipelined", "ring"))
         for w, algorithm in ways:
-            with mock.patch.object(matmul, "_multiply", told_rows):
+            with mock.patch.object(_C.calls, "multiply", told_rows):
                 results = (
                     tpkernels.matmul_all_reduce(x, w, group, algorithm=algorithm),
                     tpkernels.matmul_reduce_scatter(

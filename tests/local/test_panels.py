@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import tpkernels
+from tests.support.products import FILLER, product, threads, within_rounding
 from tests.support.refusals import packable
 from tpkernels import _C
 from tpkernels.dtypes import CODES
@@ -20,7 +20,6 @@ from tpkernels.local.matmul import new_product
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 MOST = 150
 COLUMNS = _C.calls.PANEL_COLUMNS
-FILLER = 77  # around what is read and written, and in what is neither
 
 
 def takes_panels(dtype: torch.dtype) -> bool:
@@ -29,14 +28,6 @@ def takes_panels(dtype: torch.dtype) -> bool:
 
 DTYPES = [dtype for dtype in (F32, F16, BF16) if takes_panels(dtype)]
 needs_panels = pytest.mark.skipif(not DTYPES, reason="needs AVX-512")
-
-
-@pytest.fixture(params=_C.host.vector_units())
-def unit(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _C.host.vector_unit()
-    _C.host.use_vector_unit(request.param)
-    yield request.param
-    _C.host.use_vector_unit(before)
 
 
 def in_panels(w: torch.Tensor, more: int = 0) -> tuple[SimpleNamespace, torch.Tensor]:
@@ -55,19 +46,6 @@ def in_panels(w: torch.Tensor, more: int = 0) -> tuple[SimpleNamespace, torch.Te
     return SimpleNamespace(_tpkernels_panels=panels), memory
 
 
-def product(
-    x: torch.Tensor, w: SimpleNamespace, n: int, dtype: torch.dtype, bias: torch.Tensor | None
-) -> torch.Tensor | None:
-    """None where the extension leaves it to torch."""
-    around = torch.full((x.shape[0] + 2, n + 9), FILLER, dtype=dtype)
-    inside = around[1:-1, 1 : 1 + n]
-    took = _C.calls.multiply(x, w, inside, bias, True, (x.shape[0], 0))
-    result = inside.clone()
-    inside.fill_(FILLER)
-    assert (around == FILLER).all(), "wrote beyond the result"
-    return result if took else None
-
-
 def test_exact_for_integers(unit: str) -> None:
     torch.manual_seed(0)
     shapes = [(1, 3), (2, 1), (3, 64), (17, 65), (32, 63), (33, 130)]
@@ -79,7 +57,7 @@ def test_exact_for_integers(unit: str) -> None:
             (1, 2, 5, 6, 7, 13, 17, MOST), {dtype, F32}, (None, bias.float())
         ):
             x = wide[:rows, 2 : 2 + k]
-            got = product(x, weight, n, out_dtype, added)
+            got = product(x, weight, out_dtype, added, n)
             taken = k > 1 and _C.calls.multiplies(CODES[dtype], "packed", rows)
             assert (got is not None) is taken, (dtype, k, n, rows)
             if got is not None:
@@ -96,22 +74,16 @@ def test_close_to_float64_and_the_same_beside_other_rows(dtype: torch.dtype) -> 
     w = torch.randn(k, n).to(dtype)
     weight, memory = in_panels(w)
     x = torch.randn(MOST, k).to(dtype)
-    whole = product(x, weight, n, F32, None)
+    whole = product(x, weight, F32, columns=n)
     if not _C.calls.multiplies(CODES[dtype], "packed", MOST):
         pytest.skip("oneDNN multiplies so many rows faster on this processor")
     assert whole is not None
-    size = x.double().abs() @ w.double().abs()
-    bound = k**0.5 * torch.finfo(F32).eps * size
-    assert ((whole.double() - x.double() @ w.double()).abs() <= bound).all()
-    before = torch.get_num_threads()
+    assert within_rounding(whole, x, w)
     # With 2 threads, one of the 2 panels for each; with 3, each panel in parts of the rows.
-    for rows, threads in [((0, 1), 1), ((3, 10), 1), ((0, MOST), 2), ((0, MOST), 3)]:
-        torch.set_num_threads(threads)
-        try:
-            part = product(x[slice(*rows)], weight, n, F32, None)
-        finally:
-            torch.set_num_threads(before)
-        assert part is not None and torch.equal(part, whole[slice(*rows)]), (rows, threads)
+    for rows, count in [((0, 1), 1), ((3, 10), 1), ((0, MOST), 2), ((0, MOST), 3)]:
+        with threads(count):
+            part = product(x[slice(*rows)], weight, F32, columns=n)
+        assert part is not None and torch.equal(part, whole[slice(*rows)]), (rows, count)
     del memory
 
 
@@ -120,12 +92,12 @@ def test_what_is_left_to_others() -> None:
     w = torch.randn(40, 12)
     weight, memory = in_panels(w)
     x = torch.randn(3, 40)
-    assert product(x, weight, 12, F32, None) is not None
-    assert product(x[:, :39], weight, 12, F32, None) is None
-    assert product(x.bfloat16(), weight, 12, F32, None) is None
-    assert product(x, SimpleNamespace(), 12, F32, None) is None
+    assert product(x, weight, F32, columns=12) is not None
+    assert product(x[:, :39], weight, F32, columns=12) is None
+    assert product(x.bfloat16(), weight, F32, columns=12) is None
+    assert product(x, SimpleNamespace(), F32, columns=12) is None
     with pytest.raises(ValueError, match="another shape"):
-        product(x, weight, 13, F32, None)
+        product(x, weight, F32, columns=13)
     del memory
 
 

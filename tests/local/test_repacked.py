@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.products import threads, within_rounding
 from tpkernels import _C
 from tpkernels.dtypes import CODES
 from tpkernels.local.matmul import local_matmul
@@ -28,16 +29,6 @@ pytestmark = pytest.mark.skipif(not DTYPES, reason="torch multiplies as fast on 
 def weight(k: int, n: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
     w = torch.randn(k, n).to(dtype)
     return w if layout == "rows" else w.t().contiguous().t()
-
-
-def within_rounding(
-    got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | float = 0.0
-) -> bool:
-    x, w = x.double(), w.double()
-    exact = x @ w + bias
-    bound = x.shape[1] ** 0.5 * torch.finfo(F32).eps * (x.abs() @ w.abs())
-    bound += torch.finfo(got.dtype).eps * exact.abs()
-    return bool(((got.double() - exact).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,15 +57,11 @@ def test_a_result_does_not_depend_on_the_others(dtype: torch.dtype, layout: str)
     x, w, rows = torch.randn(300, 700).to(dtype), weight(700, 200, dtype, layout), 300
     whole = torch.empty(rows, 200)
     assert _C.calls.multiply(x, w, whole, None, False, (rows, 0))
-    before = torch.get_num_threads()
-    for threads, (begin, end) in itertools.product((1, 2, 3), [(0, 300), (7, 8), (100, 256)]):
+    for count, (begin, end) in itertools.product((1, 2, 3), [(0, 300), (7, 8), (100, 256)]):
         part = torch.empty(end - begin, 200)
-        torch.set_num_threads(threads)
-        try:
+        with threads(count):
             assert _C.calls.multiply(x[begin:end], w, part, None, False, (rows, 0))
-        finally:
-            torch.set_num_threads(before)
-        assert torch.equal(part, whole[begin:end]), (threads, begin)
+        assert torch.equal(part, whole[begin:end]), (count, begin)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

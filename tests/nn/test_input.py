@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 from tests.support.cases import RanksFixture
-from tests.support.nn_reference import far
 from tests.support.ranked import fresh_group, messages_of, report
 from tpkernels import nn as tnn
-from tpkernels.ops.column_matmul import column_matmul
 
-BF16, F64 = torch.bfloat16, torch.float64
+BF16 = torch.bfloat16
 
 
 def refusals_job() -> list[str]:
@@ -80,39 +78,6 @@ def test_refusals(ranks: RanksFixture) -> None:
     for messages in ranks(2).run(refusals_job):
         for message, part in zip(messages, expected, strict=True):
             assert part in message, message
-
-
-def column_job() -> list[str]:
-    """`column_matmul` where only some arguments require gradients."""
-    failures = []
-    with fresh_group() as group:
-        torch.manual_seed(5)
-        x, wide = torch.randn(6, 4, dtype=F64), torch.randn(3, 4, 5, dtype=F64)
-        for asked in ("xwb", "x", "w", "b"):
-            leaf = x.clone().requires_grad_("x" in asked)
-            ws = [w.clone().requires_grad_("w" in asked) for w in wide]
-            bias = torch.ones(5, dtype=F64, requires_grad="b" in asked)
-            outs = column_matmul(leaf, ws, group, [bias, None, None])
-            (outs[0].pow(2).sum() + outs[1].sum()).backward()  # the third is not used
-            first = 2 * (x @ wide[0] + 1)
-            second = torch.ones(6, 5, dtype=F64)
-            want_x = (first @ wide[0].t() + second @ wide[1].t()) * group.size()
-            pairs = {
-                "x": (leaf.grad, want_x),
-                "w": (ws[0].grad, x.t() @ first),
-                "b": (bias.grad, first.sum(0)),
-            }
-            for name, (got, want) in pairs.items():
-                if name in asked:
-                    difference = far(got, want)
-                    failures += [f"{asked}: {name}: {difference}"] if difference else []
-                elif got is not None:
-                    failures.append(f"{asked}: {name} has a gradient")
-    return failures
-
-
-def test_column_products_and_their_gradients(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(column_job) for failure in rank)
 
 
 def autocast_job() -> list[str]:

@@ -61,14 +61,6 @@ class Held:
             os.kill(os.getpid(), number)
         time.sleep(100)
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    def kill_other(self, rank: int, name: str) -> None:
-        """Only that rank is disturbed."""
-        if dist.get_rank() == rank:
-            os.kill(os.getpid(), getattr(signal, name))
-
     def sleep(self, seconds: float, note: str = "") -> str:
         begin = time.monotonic()
         time.sleep(seconds)

@@ -105,7 +105,7 @@ def reduce_into(
         return
     if begin and reduction.residual is not None:
         reduction = replace(reduction, residual=reduction.residual.view(-1)[begin:])
-    addresses = [partial.data_ptr() for partial in partials]
+    addresses = list(map(torch.Tensor.data_ptr, partials))
     wire = dtypes.CODES[partials[0].dtype]
     with recorded(COPY):
         _C.host.sum_partials(
@@ -195,37 +195,17 @@ def _reduce_by_kernel(
 def _reduce_by_torch(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int
 ) -> None:
-    """One launch for each term, the last of which rounds; the first may have to be widened."""
-    terms = [partial.view(-1) for partial in partials]
-    total = terms[0].to(dtypes.accumulator(terms[0].dtype))
-    own = total is not terms[0]  # may be overwritten
-    if reduction.bias is not None:
-        terms.append(_fitted(reduction.bias, begin, out.numel()))
-    if reduction.residual is not None:
-        terms.append(reduction.residual.view(-1).narrow(0, begin, out.numel()))
-    if len(terms) == 1:
-        out.view(-1).copy_(total)
-        return
-    for term in terms[1:-1]:
-        total = _add(total, term, total if own else torch.empty_like(total))
-        own = True
-    _add(total, terms[-1], out.view(-1))
-
-
-def _add(total: torch.Tensor, term: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out = total + term``, flat; a term of two dims is one row, added to all of its width."""
-    if term.dim() == 1:
-        return torch.add(total, term, out=out)
-    columns = term.shape[1]
-    torch.add(total.view(-1, columns), term, out=out.view(-1, columns))
-    return out
-
-
-def _fitted(bias: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """Return the bias for ``count`` elements from ``begin`` on: one row where these are whole
-    rows."""
-    columns = bias.numel()
-    first = begin % columns
-    if not first and not count % columns:
-        return bias.view(1, columns)
-    return bias.repeat(ceil_div(first + count, columns))[first : first + count]
+    """Add in a wide copy, one launch for each term, and round at the end."""
+    bias, residual, count = reduction.bias, reduction.residual, out.numel()
+    total = partials[0].view(-1).to(dtypes.accumulator(partials[0].dtype), copy=True)
+    for partial in partials[1:]:
+        total += partial.view(-1)
+    if bias is not None:
+        first, columns = begin % bias.numel(), bias.numel()
+        if first or count % columns:
+            total += bias.repeat(ceil_div(first + count, columns))[first : first + count]
+        else:  # whole rows
+            total.view(-1, columns).add_(bias)
+    if residual is not None:
+        total += residual.view(-1).narrow(0, begin, count)
+    out.view(-1).copy_(total)

@@ -156,13 +156,4 @@ def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     return out
 
 
-(
-    all_gather,
-    all_gather_matmul,
-    reduce_scatter,
-    matmul_reduce_scatter,
-    all_reduce,
-    matmul_all_reduce,
-    all_reduce_rms_norm,
-    matmul_all_reduce_rms_norm,
-) = ops_by(Ring)
+OPS = ops_by(Ring, all_to_all=all_to_all)

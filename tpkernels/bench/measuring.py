@@ -39,7 +39,7 @@ from tpkernels.bench.sweep import Effort
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.errors import TpkernelsError
 from tpkernels.launch.session import gather_objects, rank_device, synchronizer
-from tpkernels.local.native import native
+from tpkernels.local.packed import native
 from tpkernels.local.scaled import torch_takes
 from tpkernels.planning.cost import Rates
 from tpkernels.timing import Samples, Variant, measure

@@ -12,7 +12,7 @@ from tpkernels import dtypes
 from tpkernels.backends import unsupported
 from tpkernels.kernels import NO_GPU
 from tpkernels.launch.session import on_one_host
-from tpkernels.local.scales import Packing, scaling_of
+from tpkernels.local.scaled import Packing, scaling_of
 from tpkernels.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, choose

@@ -178,28 +178,27 @@ def bench(
     settings = Settings(
         **{field.name: context.params[field.name] for field in dataclasses.fields(Settings)}
     )
-    with exit_codes():
-        at_least(1, timeout=timeout)
-        sweep = plan_sweep(settings, ranks=launched_ranks(), device=device_named(device))
-        with result_file(out, json_file, resume=resume) as file:
-            results = new_report(sweep)
-            if resume and file is not None and is_leader():
-                results = resumed(file, results)
-            interrupted = False
-            try:
-                run_sweep(sweep, results, file, timeout=timeout)
-            except KeyboardInterrupt:
-                interrupted = True
-            finally:
-                if is_leader():
-                    _show(results, out)
-        if interrupted:
-            measured = f"{len(results.results)} of {len(results.cases)} cases"
-            hint = "" if file is None else "; use --resume to continue"
-            typer.echo(f"Interrupted: {measured} are measured{hint}.", err=True)
-            raise typer.Exit(130)
-        if not all(result.is_right for result in results.results):
-            raise typer.Exit(1)
+    at_least(1, timeout=timeout)
+    sweep = plan_sweep(settings, ranks=launched_ranks(), device=device_named(device))
+    with result_file(out, json_file, resume=resume) as file:
+        results = new_report(sweep)
+        if resume and file is not None and is_leader():
+            results = resumed(file, results)
+        interrupted = False
+        try:
+            run_sweep(sweep, results, file, timeout=timeout)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if is_leader():
+                _show(results, out)
+    if interrupted:
+        measured = f"{len(results.results)} of {len(results.cases)} cases"
+        hint = "" if file is None else "; use --resume to continue"
+        typer.echo(f"Interrupted: {measured} are measured{hint}.", err=True)
+        raise typer.Exit(130)
+    if not all(result.is_right for result in results.results):
+        raise typer.Exit(1)
 
 
 def _show(results: Report, folder: Path | None) -> None:

@@ -15,7 +15,6 @@ from tpkernels.bench.inputs import COLD
 from tpkernels.bench.measuring import BASELINES
 from tpkernels.bench.results import Report, Result, load
 from tpkernels.bench.statistics import Array, Speedup, independent, ratio
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.terminal import UsageError, check_known, console, milliseconds, table
 
 
@@ -36,25 +35,24 @@ def compare(
     The exit code is 1 on a regression: the 95 % interval of the ratio of the times lies entirely
     above the threshold, or a result has become wrong.
     """
-    with exit_codes():
-        if not threshold >= 0:
-            raise UsageError(f"--threshold is {threshold:g}; it must be at least 0")
-        if relative_to is not None:
-            check_known("baseline", [relative_to], BASELINES)
-        a, b = load(_file(first)), load(_file(second))
-        compared = changes(a, b, relative_to)
-        if not any(change.comparable for change in compared):
-            with_baseline = f" with baseline '{relative_to}'" if relative_to else ""
-            raise UsageError(
-                f"'{first}' and '{second}' have no case and algorithm in common{with_baseline}"
-            )
-        out = console()
-        for line in differences(a, b):
-            out.print(line, markup=False)
-        out.print(_table(compared, threshold))
-        out.print(summary(compared, a, b, threshold))
-        if any(change.regressed(threshold) for change in compared):
-            raise typer.Exit(1)
+    if not threshold >= 0:
+        raise UsageError(f"--threshold is {threshold:g}; it must be at least 0")
+    if relative_to is not None:
+        check_known("baseline", [relative_to], BASELINES)
+    a, b = load(_file(first)), load(_file(second))
+    compared = changes(a, b, relative_to)
+    if not any(change.comparable for change in compared):
+        with_baseline = f" with baseline '{relative_to}'" if relative_to else ""
+        raise UsageError(
+            f"'{first}' and '{second}' have no case and algorithm in common{with_baseline}"
+        )
+    out = console()
+    for line in differences(a, b):
+        out.print(line, markup=False)
+    out.print(_table(compared, threshold))
+    out.print(summary(compared, a, b, threshold))
+    if any(change.regressed(threshold) for change in compared):
+        raise typer.Exit(1)
 
 
 def _file(path: Path) -> Path:

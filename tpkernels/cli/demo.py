@@ -28,7 +28,7 @@ from tpkernels.bench.verification import Verdict, verify
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
 from tpkernels.launch.session import gather_objects, open_session, tensors_of_all, world_size
-from tpkernels.local.native import native
+from tpkernels.local.packed import native
 from tpkernels.planning.choose import Plan
 from tpkernels.terminal import (
     UsageError,

@@ -14,7 +14,6 @@ from rich.markup import escape
 from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, ops_named, spec_of, unsupported_kernels
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.session import device_known
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store
@@ -65,14 +64,13 @@ def explain(
     """Show which algorithm auto chooses for a problem and why, with the times that `tpkernels tune`
     measured here. For GPUs also the times predicted from their data sheets, by which nothing is
     chosen. Starts no ranks."""
-    with exit_codes():
-        check_workers(tp=world, threads=threads)
-        at_least(1, hosts=hosts)
-        device_known(device)
-        spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
-        check_split(spec, world)
-        explanation = explanation_of(spec, world, device, hosts=hosts, threads=threads, gpu=gpu)
-        _show(f"{op} {spec}, {world} ranks, {device}", explanation, console())
+    check_workers(tp=world, threads=threads)
+    at_least(1, hosts=hosts)
+    device_known(device)
+    spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
+    check_split(spec, world)
+    explanation = explanation_of(spec, world, device, hosts=hosts, threads=threads, gpu=gpu)
+    _show(f"{op} {spec}, {world} ranks, {device}", explanation, console())
 
 
 def _spec_of_extents(

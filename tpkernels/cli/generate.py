@@ -18,13 +18,21 @@ import typer
 from tpkernels.cli import options
 from tpkernels.integrations.transformers.generator import (
     Completions,
+    Driver,
     Generator,
     Sampling,
     prompt_tokens,
 )
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
-from tpkernels.launch import Executor, GroupExecutor, Ranks, serve_group
-from tpkernels.launch.session import backend_of, device_named, under_torchrun, world_size
+from tpkernels.launch import Ranks
+from tpkernels.launch.session import (
+    backend_of,
+    device_named,
+    gather_objects,
+    is_leader,
+    under_torchrun,
+    world_size,
+)
 from tpkernels.terminal import UsageError, check_workers, dtype_named
 
 
@@ -74,8 +82,9 @@ def generate(
         raise UsageError("--stream prints text, --json one object at the end; leave out one")
     if stream and len(prompt) > 1:
         raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
-    seed = secrets.randbits(32) if seed is None else seed
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    sampling = Sampling(
+        max_new_tokens, temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed
+    )
     held = (model, where, dtype_name, ffn_only)
     try:
         sampling.check()
@@ -84,32 +93,47 @@ def generate(
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(load_tokenizer, model)
             with _driving(world, held, backend_of(world, where), threads, timeout) as driver:
-                if driver is None:
-                    return
+                if under_torchrun():
+                    sampling = gather_objects(sampling)[0]  # all ranks draw by one seed
                 tokenizer = loaded.result()
                 prompts = [prompt_tokens(tokenizer, text, chat=chat) for text in prompt]
                 facts = driver.call("describe", rank=0)
                 completions = Completions(tokenizer, prompts, facts, sampling, stop or ())
                 with closing(completions.run(driver)) as pieces:
                     for texts in pieces:
-                        if stream:
+                        if stream and is_leader():
                             typer.echo(texts[0], nl=False)
                             sys.stdout.flush()
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
+    if not is_leader():
+        return
     if as_json:
         typer.echo(json.dumps({"ranks": world, **_json(completions, prompt)}, indent=2))
     else:
         _show(completions, prompt, world, stream)
 
 
+class _Joined:
+    """The object of this process, one of torchrun's ranks, which all make the same calls."""
+
+    def __init__(self, *held: Any) -> None:
+        self._generator = Generator(*held)
+
+    def call(self, method: str, *, rank: int) -> Any:
+        return getattr(self._generator, method)()
+
+    def stream(self, method: str, *args: Any) -> Iterator[Any]:
+        items: Iterator[Any] = getattr(self._generator, method)(*args)
+        return items
+
+
 @contextmanager
 def _driving(
     world: int, held: tuple[Any, ...], backend: str, threads: int, timeout: float
-) -> Iterator[Executor | None]:
-    """Yield an executor on ``world`` ranks that hold a `Generator`: new ones, or torchrun's if this
-    process is one of them. Yield None on ranks of torchrun that are driven: they have done their
-    part by then. No process is left behind."""
+) -> Iterator[Driver]:
+    """Yield what calls a `Generator` on ``world`` new ranks, or on torchrun's if this process is
+    one of them. No process is left behind."""
     if not under_torchrun():
         with Ranks(
             world, Generator, *held, backend=backend, threads=threads, timeout=timeout
@@ -119,12 +143,7 @@ def _driving(
     torch.set_num_threads(threads)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        if dist.get_rank() == 0:
-            with GroupExecutor(Generator, *held, timeout=timeout) as group:
-                yield group
-        else:
-            serve_group(timeout=timeout)
-            yield None
+        yield _Joined(*held)
     finally:
         dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ from tpkernels.bench.results import devices, vector_units, versions
 from tpkernels.bench.specs import Spec, unsupported_kernels
 from tpkernels.cli import options
 from tpkernels.defaults import POOL_VARIABLE
-from tpkernels.local.native import native
+from tpkernels.local.packed import native
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms

@@ -153,11 +153,12 @@ def _report(recordings: list[Recording], what: str, trace_file: Path, picture: P
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
-Lane = tuple[int, str]  # rank, and the name of its thread or stream
+Spans = dict[str, list[Interval]]  # by kind of time
 
 CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
 # COPY: the rank itself copies, excluding waits within the copy. MOVE: data moves without the rank.
-COMPUTE, COPY, MOVE, WAIT = "compute", "copy", "transfer", "wait"
+# QUEUED: a host's ops, which count as compute unless the rank runs kernels on a GPU.
+COMPUTE, QUEUED, COPY, MOVE, WAIT = "compute", "queued", "copy", "transfer", "wait"
 _PIDS = 100  # process ids reserved for each rank in the merged trace
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
 # ATen ops that create, move or view tensors and compute nothing.
@@ -221,10 +222,9 @@ def kinds(event: Event) -> tuple[str, ...]:
         if name.startswith("nccl"):
             return (MOVE,)
         return (COMPUTE, MOVE) if name in _FUSED else (COMPUTE,)
-    if name == ranges.MATMUL:
-        return (COMPUTE,)
     namespace, _, op = name.partition("::")
-    return (COMPUTE,) if namespace == "aten" and op not in _NO_COMPUTE else ()
+    computes = name == ranges.MATMUL or (namespace == "aten" and op not in _NO_COMPUTE)
+    return (QUEUED,) if computes else ()
 
 
 # Kinds of time in a timeline. Drawn in this order: a wait covers the copy that contains it.
@@ -255,59 +255,38 @@ class RankTime:
 
 
 def times(trace: dict[str, Any], ranks: int) -> list[RankTime]:
-    """Return the times of all ranks in a merged trace, within calls if there are any. If a rank
-    runs GPU kernels, its host only queues work: the host's ops do not count as compute."""
-    by_rank: list[dict[str, list[Interval]]] = [defaultdict(list) for _ in range(ranks)]
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    on_gpu = {rank_of(event) for event in spans if event.get("cat") == "kernel"}
-    for event in spans:
-        mine = by_rank[rank_of(event)]
-        span = (event["ts"], event["ts"] + event["dur"])
-        mine["all"].append(span)
-        if event["name"].startswith(CALL):
-            mine["calls"].append(span)
-        queues = rank_of(event) in on_gpu and event.get("cat") != "kernel"
-        for kind in kinds(event):
-            if not (queues and kind == COMPUTE):
-                mine[kind].append(span)
-    return [_rank_time(mine) for mine in by_rank]
+    """Return the times of all ranks in a merged trace, within calls if there are any."""
+    by_rank: list[Spans] = [defaultdict(list) for _ in range(ranks)]
+    for (pid, _), lane in lanes(trace).items():
+        for kind, spans in lane.items():
+            by_rank[pid // _PIDS][kind] += spans
+    return [_rank_time(spans) for spans in by_rank]
 
 
-def _rank_time(spans: dict[str, list[Interval]]) -> RankTime:
+def _rank_time(spans: Spans) -> RankTime:
     ends = [end for span in spans["all"] for end in span]
     window = union(spans["calls"] or ([(min(ends), max(ends))] if ends else []))
     wait = both(union(spans[WAIT]), window)
-    compute = both(union(spans[COMPUTE]), window)
+    compute = both(union(spans[COMPUTE] or spans[QUEUED]), window)
     copied = without(union(spans[COPY]), without(wait, compute))
     moved = both(union([*copied, *spans[MOVE]]), window)
     exposed = without(moved, compute)
     waited = without(without(wait, compute), exposed)
-    return RankTime(
-        *map(_milliseconds, (window, compute, exposed, waited, moved, both(moved, compute)))
-    )
+    parts = (window, compute, exposed, waited, moved, both(moved, compute))
+    return RankTime(*(sum(end - begin for begin, end in part) / 1e3 for part in parts))
 
 
-def lanes(trace: dict[str, Any]) -> dict[Lane, dict[str, list[Interval]]]:
-    """Return the intervals, in microseconds, of each kind of time in every thread and stream that
-    has any."""
-    names = {
-        event["pid"]: event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "process_name"
-    }
-    spans: dict[tuple[int, Any], dict[str, list[Interval]]] = {}
+def lanes(trace: dict[str, Any]) -> dict[tuple[int, Any], Spans]:
+    """Return the intervals, in microseconds, of each kind of time, of all events and of calls, by
+    process and thread or stream."""
+    found: dict[tuple[int, Any], Spans] = {}
     for event in trace["traceEvents"]:
-        for kind in kinds(event) if event["ph"] == "X" else ():
-            of_lane = spans.setdefault((event["pid"], event["tid"]), defaultdict(list))
-            of_lane[kind].append((event["ts"], event["ts"] + event["dur"]))
-    result: dict[Lane, dict[str, list[Interval]]] = {}
-    labelled: set[int] = set()
-    for i, (pid, tid) in enumerate(sorted(spans, key=str)):
-        label = f"{names.get(pid, '')}, {tid}" if pid in labelled else names.get(pid, "")
-        labelled.add(pid)
-        of_lane = spans[pid, tid]
-        result[pid // _PIDS, label or str(i)] = {kind: union(of_lane[kind]) for kind in of_lane}
-    return result
+        if event["ph"] == "X":
+            lane = found.setdefault((event["pid"], event["tid"]), defaultdict(list))
+            called = ("calls",) if event["name"].startswith(CALL) else ()
+            for kind in ("all", *called, *kinds(event)):
+                lane[kind].append((event["ts"], event["ts"] + event["dur"]))
+    return found
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -340,10 +319,6 @@ def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
     edges = [edge for interval in b for edge in interval]
     outside = zip([-float("inf"), *edges[1::2]], [*edges[::2], float("inf")], strict=True)
     return both(a, list(outside))
-
-
-def _milliseconds(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals) / 1e3
 
 
 _WARM_UP = 3
@@ -425,19 +400,29 @@ def timeline(trace: dict[str, Any], path: Path, title: str) -> None:
     from matplotlib.figure import Figure as Canvas
     from matplotlib.patches import Patch
 
-    rows = lanes(trace)
-    drawn = [span for lane in rows.values() for spans in lane.values() for span in spans]
-    start = min((begin for begin, _ in drawn), default=0.0)
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    rows: list[tuple[str, Spans]] = []
+    labelled: set[int] = set()
+    for (pid, tid), spans in sorted(lanes(trace).items(), key=str):
+        lane = {kind: union(spans[kind]) for kind in COLOURS}
+        lane[COMPUTE] = union(spans[COMPUTE] + spans[QUEUED])
+        if any(lane.values()):
+            name = names.get(pid, f"process {pid}")
+            rows.append((f"{name}, {tid}" if pid in labelled else name, lane))
+            labelled.add(pid)
+    start = min((drawn[0][0] for _, lane in rows for drawn in lane.values() if drawn), default=0.0)
     canvas = Canvas(figsize=(10, min(1.5 + 0.5 * len(rows), _MOST_INCHES)), layout="constrained")
     axes = canvas.subplots()
-    for row, lane in enumerate(rows.values()):
+    for row, (_, lane) in enumerate(rows):
         for kind, colour in COLOURS.items():
             bottom, height = _SPANS[kind]
-            spans = [
-                ((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in lane.get(kind, [])
-            ]
-            axes.broken_barh(spans, (row + bottom, height), color=colour, linewidth=0)
-    axes.set_yticks(range(len(rows)), [label for _, label in rows], fontsize="small")
+            bars = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in lane[kind]]
+            axes.broken_barh(bars, (row + bottom, height), color=colour, linewidth=0)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title, fontsize="medium", parse_math=False)

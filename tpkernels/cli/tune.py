@@ -14,7 +14,6 @@ from tpkernels.bench.specs import Spec, check_split, ops_named, specs_of
 from tpkernels.bench.tuning_cases import TuneReport, tune_case
 from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.session import (
     Session,
     device_named,
@@ -81,33 +80,32 @@ def tune(
     use them. Wrong results are left out, and the exit code is 1. On CPUs an algorithm is also left
     out where its bits differ from those of the others.
     """
-    with exit_codes():
-        world = world_size(nproc, 2)
-        at_least(1, repeat=repeat, budget=budget, timeout=timeout)
-        check_workers(threads=threads)
-        if world == 1:
-            raise UsageError("one rank has nothing to choose: it does not communicate")
-        specs = [
-            spec
-            for name in ops_named(op or list(OPS))
-            for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
-        ]
-        if not machine:
-            for spec in specs:
-                check_split(spec, world)
-        device = device_named(device)
-        if device == "cuda" and ranks_share_gpus(world):
-            raise UsageError(
-                f"{world} ranks on {torch.cuda.device_count()} GPUs: times of ranks that share a "
-                "GPU do not apply elsewhere; use fewer ranks (--tp) or --device cpu"
-            )
-        if is_leader():
-            _check_cache()
-        with open_session(world, threads=threads, timeout=timeout, device=device) as session:
-            if machine:
-                _tune_machine(session, device)
-            elif not _tune_cases(session, specs, repeat, budget, device):
-                raise typer.Exit(1)
+    world = world_size(nproc, 2)
+    at_least(1, repeat=repeat, budget=budget, timeout=timeout)
+    check_workers(threads=threads)
+    if world == 1:
+        raise UsageError("one rank has nothing to choose: it does not communicate")
+    specs = [
+        spec
+        for name in ops_named(op or list(OPS))
+        for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
+    ]
+    if not machine:
+        for spec in specs:
+            check_split(spec, world)
+    device = device_named(device)
+    if device == "cuda" and ranks_share_gpus(world):
+        raise UsageError(
+            f"{world} ranks on {torch.cuda.device_count()} GPUs: times of ranks that share a "
+            "GPU do not apply elsewhere; use fewer ranks (--tp) or --device cpu"
+        )
+    if is_leader():
+        _check_cache()
+    with open_session(world, threads=threads, timeout=timeout, device=device) as session:
+        if machine:
+            _tune_machine(session, device)
+        elif not _tune_cases(session, specs, repeat, budget, device):
+            raise typer.Exit(1)
 
 
 def _check_cache() -> None:

@@ -29,14 +29,13 @@ import socket
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -52,7 +51,6 @@ _PRELOAD = ["torch", "torch.distributed", "tpkernels.launch.worker"]
 _SLICE_S = 0.1  # between two looks at the ranks
 _MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
 _REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
-_E = TypeVar("_E", bound="Executor")
 Reply = tuple[Any, ...]  # see `tpkernels.launch.worker`
 
 
@@ -140,12 +138,46 @@ class Job:
         self.deadline = min(self.deadline, time.monotonic() + grace)
 
 
-class Executor(ABC):
-    """Calls methods of an object that every rank holds, whatever carries the messages."""
+class Ranks:
+    """``world`` processes that form the default process group, run functions (`run`), and hold an
+    object each if there is a ``factory`` (`call`, `stream`).
 
-    _ahead = STREAM_AHEAD
+    Args:
+        world: number of ranks, at least 1.
+        factory: makes the object on each rank: a class or function at the top of a module, or its
+            name as "module:Class". With a name, only the ranks import the module.
+        args, kwargs: of the factory; what `call` can send.
+        backend: for ``init_process_group``. With NCCL, rank r uses device r modulo their count.
+        threads: intra-op threads of each rank (torch, OpenMP).
+        env: added to the environment of the ranks, which is otherwise a copy of the parent's. It is
+            set after torch is imported, so it does not affect what torch reads on import.
+        timeout: seconds for the factory, and for a call or function that has no other.
+        start_timeout: seconds within which all ranks must join the group.
+        shared: an object that may hold descriptors, pickled by multiprocessing as the ranks start.
+            Every function gets it as the keyword ``shared``.
 
-    def __init__(self, world: int, timeout: float) -> None:
+    Raises:
+        RankError: a rank did not start, or the factory failed.
+        TypeError, ValueError: the factory or an argument cannot be sent.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        factory: str | Callable[..., Any] | None = None,
+        *args: Any,
+        backend: str = "gloo",
+        threads: int = 1,
+        env: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT,
+        start_timeout: float = 60.0,
+        shared: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if world < 1 or threads < 1:
+            raise ValueError(f"world and threads must be at least 1, got {world=}, {threads=}")
+        if env and "OMP_NUM_THREADS" in env:
+            raise ValueError(f"pass threads={env['OMP_NUM_THREADS']}, not OMP_NUM_THREADS in env")
         self.world = world
         self._timeout = _checked(timeout)
         self._methods: frozenset[str] = frozenset()
@@ -153,6 +185,37 @@ class Executor(ABC):
         self._pid = os.getpid()
         self._turn = threading.Lock()  # held during a call, and while a stream is open
         self._streaming: int | None = None  # the thread that opened the stream
+        if factory is not None:
+            factory = worker.name_of(factory)
+            making = _request("make", factory, args, kwargs)
+        self.exitcodes: list[int | None] = []  #: of the ranks, once they are closed
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[connection.Connection] = []
+        self._looking = threading.Lock()  # around the processes, which threads must not share
+        self._store = loopback_store()
+        # All ranks are on this machine: use loopback, whatever the host name resolves to.
+        environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
+        environ["OMP_NUM_THREADS"] = str(threads)
+        self._job = Job("start", world, start_timeout)
+        region_bytes = Mailbox.region_bytes(worker.RING_BYTES, world)
+        with connection.Connection(Arena.create(region_bytes, world + 1)) as memory:
+            self._out, self._in = worker.mailboxes(memory.fileno(), world, commit=True)
+            setup = worker.Setup(
+                world, backend, threads, environ, self._store.port, start_timeout, memory, shared
+            )
+            atexit.register(self.close)
+            try:
+                context = fork_server()
+                for rank in range(world):
+                    self._start(context, rank, setup)
+                self._run(self._job, messages.encode(("join",)), close_on_error=True)
+            except BaseException:
+                self.close()
+                raise
+        if factory is not None:
+            with self._my_turn(timeout):
+                made = self._run(Job(factory, world, timeout), making, close_on_error=True)
+            self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in made))
 
     def call(
         self,
@@ -181,7 +244,7 @@ class Executor(ABC):
         """
         timeout = self._timeout if timeout is None else _checked(timeout)
         self._check(method, rank)
-        message = request("call", method, args, kwargs, rank)
+        message = _request("call", method, args, kwargs, rank)
         with self._my_turn(timeout):
             outcomes = self._run(Job(method, self.world, timeout), message)
         return outcomes[rank].value if rank is not None else [outcome.value for outcome in outcomes]
@@ -209,47 +272,20 @@ class Executor(ABC):
         """
         timeout = self._timeout if timeout is None else _checked(timeout)
         self._check(method, rank)
-        message = request("stream", method, args, kwargs, rank, self._ahead)
+        message = _request("stream", method, args, kwargs, rank, STREAM_AHEAD)
         return self._items(method, message, rank, timeout)
 
     def close(self) -> None:
         """End the ranks' part in this executor. Idempotent; without effect in a forked child."""
         self._close("it was closed")
 
-    def __enter__(self: _E) -> _E:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @abstractmethod
-    def describe(self, outcome: Outcome) -> str:
-        """Return what went wrong on a rank, for an error's message."""
-
-    # What transports implement.
-
-    @abstractmethod
-    def _send(self, message: Message, job: Job) -> None:
-        """Send to all ranks. Raises GiveUp."""
-
-    @abstractmethod
-    def _receive(self, job: Job) -> tuple[int, Reply] | None:
-        """Return the next reply of a pending rank; None or GiveUp if none comes in time."""
-
-    def _check_idle(self) -> None:  # noqa: B027
-        """Refuse while ranks are at work on a function; not every transport runs them."""
-
-    @abstractmethod
-    def _end(self, idle: bool) -> None:
-        """End the ranks; those of an idle executor read messages."""
-
-    # Jobs. Each runs within `_my_turn`.
-
-    def _make(self, factory: str, message: Message) -> None:
-        with self._my_turn(self._timeout):
-            job = Job(factory, self.world, self._timeout)
-            outcomes = self._run(job, message, close_on_error=True)
-        self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in outcomes))
+    # Jobs. All but the first run within `_my_turn`.
 
     def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
         with contextlib.suppress(GiveUp):
@@ -258,7 +294,7 @@ class Executor(ABC):
         return self._finish(job, close_on_error)
 
     def _items(self, what: str, message: Message, rank: int, timeout: float) -> Iterator[Any]:
-        half = max(1, self._ahead // 2)
+        half = STREAM_AHEAD // 2
         with self._my_turn(timeout):
             self._streaming = threading.get_ident()
             job, taken = Job(what, self.world, timeout), 0
@@ -341,8 +377,9 @@ class Executor(ABC):
             raise TimeoutError(f"calls of other threads took longer than {timeout:g} s")
         try:
             self._check_open()
-            if not busy:
-                self._check_idle()
+            if self._job.pending and not busy:
+                busy_ranks = sorted(self._job.pending)
+                raise RuntimeError(f"ranks {busy_ranks} are still busy; collect() first")
             try:
                 yield
             except (GeneratorExit, RankError):
@@ -370,78 +407,6 @@ class Executor(ABC):
                 f"the ranks' object has no public method {method!r}{hint}; it has "
                 f"{', '.join(sorted(self._methods)) or 'none'}"
             )
-
-
-class Ranks(Executor):
-    """``world`` processes that form the default process group, run functions (`run`), and hold an
-    object each if there is a ``factory`` (`call`, `stream`).
-
-    Args:
-        world: number of ranks, at least 1.
-        factory: makes the object on each rank: a class or function at the top of a module, or its
-            name as "module:Class". With a name, only the ranks import the module.
-        args, kwargs: of the factory; what `call` can send.
-        backend: for ``init_process_group``. With NCCL, rank r uses device r modulo their count.
-        threads: intra-op threads of each rank (torch, OpenMP).
-        env: added to the environment of the ranks, which is otherwise a copy of the parent's. It is
-            set after torch is imported, so it does not affect what torch reads on import.
-        timeout: seconds for the factory, and for a call or function that has no other.
-        start_timeout: seconds within which all ranks must join the group.
-        shared: an object that may hold descriptors, pickled by multiprocessing as the ranks start.
-            Every function gets it as the keyword ``shared``.
-
-    Raises:
-        RankError: a rank did not start, or the factory failed.
-        TypeError, ValueError: the factory or an argument cannot be sent.
-    """
-
-    def __init__(
-        self,
-        world: int,
-        factory: str | Callable[..., Any] | None = None,
-        *args: Any,
-        backend: str = "gloo",
-        threads: int = 1,
-        env: Mapping[str, str] | None = None,
-        timeout: float = TIMEOUT,
-        start_timeout: float = 60.0,
-        shared: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if world < 1 or threads < 1:
-            raise ValueError(f"world and threads must be at least 1, got {world=}, {threads=}")
-        if env and "OMP_NUM_THREADS" in env:
-            raise ValueError(f"pass threads={env['OMP_NUM_THREADS']}, not OMP_NUM_THREADS in env")
-        super().__init__(world, timeout)
-        if factory is not None:
-            factory = worker.name_of(factory)
-            making = request("make", factory, args, kwargs)
-        self.exitcodes: list[int | None] = []  #: of the ranks, once they are closed
-        self._processes: list[ForkServerProcess] = []
-        self._pipes: list[connection.Connection] = []
-        self._looking = threading.Lock()  # around the processes, which threads must not share
-        self._store = loopback_store()
-        # All ranks are on this machine: use loopback, whatever the host name resolves to.
-        environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
-        environ["OMP_NUM_THREADS"] = str(threads)
-        self._job = Job("start", world, start_timeout)
-        region_bytes = Mailbox.region_bytes(worker.RING_BYTES, world)
-        with connection.Connection(Arena.create(region_bytes, world + 1)) as memory:
-            self._out, self._in = worker.mailboxes(memory.fileno(), world, commit=True)
-            setup = worker.Setup(
-                world, backend, threads, environ, self._store.port, start_timeout, memory, shared
-            )
-            atexit.register(self.close)
-            try:
-                context = fork_server()
-                for rank in range(world):
-                    self._start(context, rank, setup)
-                self._run(self._job, messages.encode(("join",)), close_on_error=True)
-            except BaseException:
-                self.close()
-                raise
-        if factory is not None:
-            self._make(factory, making)
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
@@ -537,16 +502,12 @@ class Ranks(Executor):
         self._processes.append(process)
         self._pipes.append(ours)
 
-    def _check_idle(self) -> None:
-        if self._job.pending:
-            raise RuntimeError(f"ranks {sorted(self._job.pending)} are still busy; collect() first")
-
     def _send(self, message: Message, job: Job) -> None:
         def check() -> None:
             if self._lose_dead(job, job.pending) or job.left() <= 0:
                 raise GiveUp
 
-        for part in message.parts:
+        for part in message:
             worker.transfer(self._out.write, part, _SLICE_S, check)
 
     def _send_function(self, pickled: bytes) -> None:
@@ -613,7 +574,7 @@ class Ranks(Executor):
                     _kill(process)
             deadline = time.monotonic() + worker.LEAVE_SECONDS + 1.0
             if idle:
-                for part in messages.encode(worker.CLOSE).parts:
+                for part in messages.encode(worker.CLOSE):
                     self._out.write(part, worker.LEAVE_SECONDS)
             for process, pipe in zip(self._processes, self._pipes, strict=True):
                 process.join(max(0.0, deadline - time.monotonic()))
@@ -661,7 +622,7 @@ def loopback_store() -> dist.TCPStore:
         )
 
 
-def request(kind: str, name: str, args: Sequence[Any], kwargs: Any, *rest: Any) -> Message:
+def _request(kind: str, name: str, args: Sequence[Any], kwargs: Any, *rest: Any) -> Message:
     """Return a message of `tpkernels.launch.worker`."""
     what = ["", "", f"{name}: args", f"{name}: kwargs", *[""] * len(rest)]
     return messages.encode((kind, name, args, kwargs, *rest), what)

@@ -1,4 +1,4 @@
-"""The rank's side: one loop that does what messages ask for, however they travel.
+"""The rank's side: one loop that does what messages ask for.
 
 Messages, in one order on all ranks:
 
@@ -9,9 +9,9 @@ Messages, in one order on all ranks:
   all ranks if that is None;
 - ``("stream", method, args, kwargs, rank, steps)`` calls a generator method and makes ``steps``
   steps; ``("more", steps)`` allows further steps, ``("stop",)`` ends it;
-- ``("idle",)`` asks for nothing, and ``("close",)`` ends the loop.
+- ``("close",)`` ends the loop.
 
-Replies: a rank answers all but the last four with exactly one of ``("result", value, seconds)``,
+Replies: a rank answers all but the last three with exactly one of ``("result", value, seconds)``,
 ``("pickled", seconds)``, which the value follows through the pipe, ``("error", traceback, type,
 seconds)`` and, for a stream, ``("end", seconds)``. Before the last, the rank whose items are wanted
 sends ``("item", value)`` for each. Errors are returned as text; nothing is printed.
@@ -56,7 +56,7 @@ from tpkernels.defaults import result_pool_bytes
 from tpkernels.launch import messages
 from tpkernels.launch.messages import Bytes, Message
 
-CLOSE, IDLE = ("close",), ("idle",)
+CLOSE = ("close",)
 LEAVE_SECONDS = 3.0  # destroy_process_group may wait for peers that are gone
 STACK_FILE = "tpkernels-stack"  # the memory file that SIGUSR1 dumps the Python stacks into
 RING_BYTES = 1 << 20
@@ -81,51 +81,38 @@ class Setup:
 
 
 class Worker:
-    """One rank's object, and the stream that is open. Without a setup it runs no functions."""
+    """One rank's object, and the stream that is open."""
 
     def __init__(
-        self, rank: int, setup: Setup | None = None, pipe: connection.Connection | None = None
+        self, rank: int, setup: Setup, pipe: connection.Connection, send: Callable[[Message], None]
     ) -> None:
-        self._rank, self._setup, self._pipe = rank, setup, pipe
+        self._rank, self._setup, self._pipe, self._send = rank, setup, pipe, send
         self._object: Any = None
         self._items: Iterator[Any] | None = None
         self._wanted = False  # the items of this rank
         self._begin = 0.0
 
-    def serve(self, receive: Callable[[], Any], send: Callable[[Message], None]) -> None:
-        """Handle messages until `CLOSE`."""
-        while (message := receive()) != CLOSE:
-            for reply in self.handle(message):
-                send(reply)
-
-    def handle(self, message: tuple[Any, ...]) -> Iterator[Message]:
-        """Do what a message asks for, and yield the replies."""
+    def handle(self, message: tuple[Any, ...]) -> None:
+        """Do what a message asks for, and send the replies."""
         kind, *fields = message
         if kind not in ("more", "stop"):
             self._begin = time.monotonic()
         try:
-            yield from getattr(self, f"_{kind}")(*fields)
-        except GeneratorExit:
-            raise
+            getattr(self, f"_{kind}")(*fields)
         except BaseException as error:  # even SystemExit: a method must not end the rank
             self._items = None
-            yield self._last("error", describe(error), type(error).__name__)
+            self._last("error", describe(error), type(error).__name__)
 
-    def _last(self, *reply: Any, what: str = "") -> Message:
-        """Return a last reply. ``what`` names its value in errors."""
+    def _last(self, *reply: Any, what: str = "") -> None:
+        """Send a last reply. ``what`` names its value in errors."""
         seconds = time.monotonic() - self._begin
-        return messages.encode((*reply, seconds), ["", what, "", ""][: len(reply) + 1])
+        self._send(messages.encode((*reply, seconds), ["", what, "", ""][: len(reply) + 1]))
 
-    def _idle(self) -> Iterator[Message]:
-        yield from ()
-
-    def _join(self) -> Iterator[Message]:
-        assert self._setup is not None
+    def _join(self) -> None:
         join_group(self._rank, self._setup)
-        yield self._last("result", None)
+        self._last("result", None)
 
-    def _run(self) -> Iterator[Message]:
-        assert self._setup is not None and self._pipe is not None
+    def _run(self) -> None:
         job = io.BytesIO(self._pipe.recv_bytes())
         sys.path[:] = pickle.load(job)  # first: importing the function may need it
         function, args, kwargs = pickle.load(job)
@@ -136,49 +123,49 @@ class Worker:
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()  # the rank may be killed after a failure elsewhere
-        yield self._last("pickled")
+        self._last("pickled")
         self._pipe.send_bytes(value)  # after the reply: the driver reads the pipe only then
 
-    def _make(self, factory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Message]:
+    def _make(self, factory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._object = resolve(factory)(*args, **kwargs)
-        yield self._last("result", methods_of(self._object))
+        self._last("result", methods_of(self._object))
 
     def _call(
         self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int | None
-    ) -> Iterator[Message]:
+    ) -> None:
         value = getattr(self._object, method)(*args, **kwargs)
         sent = value if rank in (None, self._rank) else None
-        yield self._last("result", sent, what=f"the result of {method}")
+        self._last("result", sent, what=f"the result of {method}")
 
     def _stream(
         self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int, steps: int
-    ) -> Iterator[Message]:
+    ) -> None:
         items = getattr(self._object, method)(*args, **kwargs)
         if not isinstance(items, Iterator):
             raise TypeError(
                 f"{method} returned a {type(items).__name__}; stream() needs a generator"
             )
         self._items, self._wanted = items, rank == self._rank
-        yield from self._more(steps)
+        self._more(steps)
 
-    def _more(self, steps: int) -> Iterator[Message]:
+    def _more(self, steps: int) -> None:
         for _ in range(steps if self._items is not None else 0):
             assert self._items is not None
             try:
                 item = next(self._items)
             except StopIteration:
                 self._items = None
-                yield self._last("end")
+                self._last("end")
                 return
             if self._wanted:
-                yield messages.encode(("item", item), ["", "an item"])
+                self._send(messages.encode(("item", item), ["", "an item"]))
 
-    def _stop(self) -> Iterator[Message]:
+    def _stop(self) -> None:
         items, self._items = self._items, None
         if items is not None:  # it has not ended before
             if hasattr(items, "close"):
                 items.close()
-            yield self._last("end")
+            self._last("end")
 
 
 def describe(error: BaseException) -> str:
@@ -273,11 +260,13 @@ def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
     setup.memory.close()
 
     def send(message: Message) -> None:
-        for part in message.parts:
+        for part in message:
             transfer(replies[rank].write, part)
 
     read = partial(transfer, partial(requests.read, rank))
-    Worker(rank, setup, pipe).serve(partial(messages.receive, read), send)
+    worker = Worker(rank, setup, pipe, send)
+    while (message := messages.receive(read)) != CLOSE:
+        worker.handle(message)
     shut_down()
 
 

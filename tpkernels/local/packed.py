@@ -16,7 +16,6 @@ import functools
 import torch
 
 from tpkernels import _C, dtypes
-from tpkernels.local.native import native
 from tpkernels.local.product import Weight
 
 # The rows that oneDNN lays the weight out for; products of any rows work. In float32, 4 rows of
@@ -26,6 +25,23 @@ from tpkernels.local.product import Weight
 _ROWS = 16
 
 _PLAIN = "use the plain weight"
+
+
+@functools.cache
+def native(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies ``dtype`` at full speed on this processor."""
+    if dtype in (torch.float32, torch.float64):
+        return True
+    probe = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }.get(dtype)
+    if probe is None:
+        return False
+    try:
+        return bool(getattr(torch.ops.mkldnn, probe)())
+    except (AttributeError, RuntimeError):  # torch built without oneDNN
+        return False
 
 
 def pack(w: torch.Tensor) -> torch.Tensor:

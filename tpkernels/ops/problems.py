@@ -13,7 +13,7 @@ import torch
 from tpkernels import dtypes, validation
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import columns_of, fake_columns_of
-from tpkernels.local.scales import Packing, numbers_in, scaling_of
+from tpkernels.local.scaled import Packing, numbers_in, scaling_of
 from tpkernels.op_spec import OPS, OpSpec, Options
 from tpkernels.ops import scaled
 from tpkernels.planning.problem import Problem

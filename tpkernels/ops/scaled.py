@@ -1,4 +1,4 @@
-"""What the ops on scaled operands share: checks, and packed rows. `local.scales` has the forms of
+"""What the ops on scaled operands share: checks, and packed rows. `local.scaled` has the forms of
 scales."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from tpkernels import dtypes
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
-from tpkernels.local.scaled import ScaledWeight
-from tpkernels.local.scales import (
+from tpkernels.local.scaled import (
     FP4,
     FP8,
     TILE_ROWS,
     Packing,
+    ScaledWeight,
     Scaling,
     block_of,
     gathered_part,

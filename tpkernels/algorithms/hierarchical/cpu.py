@@ -412,13 +412,4 @@ def add_to(
         reduce_into(to, terms, reduction or Reduction(to.dtype), begin)
 
 
-(
-    all_gather,
-    all_gather_matmul,
-    reduce_scatter,
-    matmul_reduce_scatter,
-    all_reduce,
-    matmul_all_reduce,
-    all_reduce_rms_norm,
-    matmul_all_reduce_rms_norm,
-) = ops_by(Shared)
+OPS = ops_by(Shared)

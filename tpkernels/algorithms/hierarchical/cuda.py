@@ -196,13 +196,4 @@ class Batches(Transfers):
         """The current stream has waited for everything."""
 
 
-(
-    all_gather,
-    all_gather_matmul,
-    reduce_scatter,
-    matmul_reduce_scatter,
-    all_reduce,
-    matmul_all_reduce,
-    all_reduce_rms_norm,
-    matmul_all_reduce_rms_norm,
-) = ops_by(Batches)
+OPS = ops_by(Batches)

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Stream
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from tpkernels.integrations.transformers.loading import end_tokens, load_model
 from tpkernels.integrations.transformers.text_stream import TextStream
-from tpkernels.launch import Executor
 from tpkernels.launch.messages import DTYPES
 
 
@@ -175,6 +174,14 @@ class _Steps:
 # The driver.
 
 
+class Driver(Protocol):
+    """Calls a method of the object that every rank holds: `tpkernels.launch.Ranks`, for one."""
+
+    def call(self, method: str, *, rank: int) -> Any: ...
+
+    def stream(self, method: str, *args: Any) -> Iterator[Any]: ...
+
+
 @dataclass
 class Times:
     """In seconds from the beginning: the first token, and the end. ``steps``: forwards made."""
@@ -273,12 +280,12 @@ class Completions:
                 f"{self.facts['vocabulary']}: the tokenizer is of another model"
             )
 
-    def run(self, driver: Executor) -> Stream[list[str], None, None]:
+    def run(self, driver: Driver) -> Stream[list[str], None, None]:
         """Generate, and yield the new text of each prompt, token by token. Closing the iterator
         ends generation.
 
         Args:
-            driver: an executor whose ranks hold a `Generator`.
+            driver: calls a `Generator` on every rank.
 
         Raises:
             RankError: it failed on a rank.

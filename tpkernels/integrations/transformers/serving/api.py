@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, fi
 from tpkernels.text import short
 
 DONE = "data: [DONE]\n\n"
-MOST_STOPS = 4
+_MOST_STOPS = 4
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _MOST_MESSAGE, _MOST_PARAM = 1000, 100  # characters; what clients sent may be quoted in them
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -134,8 +134,8 @@ class Request(_Strict):
     @field_validator("stop")
     @classmethod
     def _few_stops(cls, stop: Any) -> Any:
-        if isinstance(stop, list) and len(stop) > MOST_STOPS:
-            raise ValueError(f"{len(stop)} strings; at most {MOST_STOPS}")
+        if isinstance(stop, list) and len(stop) > _MOST_STOPS:
+            raise ValueError(f"{len(stop)} strings; at most {_MOST_STOPS}")
         return stop
 
     def asked_tokens(self) -> int | None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiers import thorough
-
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -48,7 +46,7 @@ def pieces(
 TEXT = "naïve 東京 🙂 ends here"
 
 
-@pytest.mark.parametrize("size", [1, thorough(3), thorough(100)])
+@pytest.mark.parametrize("size", [1, 3, 100])
 def test_characters_come_whole(tokenizer: Any, size: int) -> None:
     texts, stopped = pieces(tokenizer, list(TEXT.encode()), size=size)
     assert "".join(texts) == TEXT and not stopped
@@ -62,7 +60,7 @@ def test_bytes_that_are_no_character_are_shown_at_the_end(tokenizer: Any) -> Non
     assert "".join(texts) == "a"
 
 
-@pytest.mark.parametrize("size", [1, thorough(4), thorough(100)])
+@pytest.mark.parametrize("size", [1, 4, 100])
 @pytest.mark.parametrize(
     ("stop", "want"),
     [
