@@ -112,7 +112,7 @@ class DeviceWorkspace:
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
-        self.argument: Any = None  #: the workspace as kernels take it (kernels/arguments.py)
+        self.argument: Any = None  #: the workspace as kernels take it (kernels/sync.py)
         self.state_of_arguments = object()  #: another one when launch arguments change
         self.segments: dict[tuple[int, ...], Any] = {}  #: the same of sizes (kernels/matmul.py)
 
