@@ -229,6 +229,22 @@ def test_segments_are_told_apart() -> None:
     assert len(segments) == 3
 
 
+def exchange_job() -> list[bool]:
+    """Values of several buffers, of different sizes, then small ones, under random delays."""
+    group = faults.new_group()
+    workspace, rank = faults.workspace_of(group), group.rank()
+    workspace.set_chaos(seed=rank + 1, max_delay_us=2000)
+    right = []
+    for lengths in ([200_000, 3], [0, 70_000], [5, 5]):
+        wanted = [[peer, "x" * length] for peer, length in enumerate(lengths)]
+        right.append(workspace.exchange("values of a test", wanted[rank]) == wanted)
+    return right
+
+
+def test_values_larger_than_a_buffer_are_exchanged(ranks: RanksFixture) -> None:
+    assert ranks(2).run(exchange_job) == [[True] * 3] * 2
+
+
 # On GPUs.
 
 
