@@ -147,9 +147,11 @@ def test_both_ways_to_reduce_and_shards_of_one_size(
 ) -> None:
     """Also where there are fewer rows of tiles than ranks. Where shards of one size begin, kernels
     compute; others they look up."""
+    split = [replace(make(42 * world, 40, 33, world), sizes=None) for make in (gather, scatter)]
     cases = [reduce(rows, 40, 33, world) for rows in (33, 100, 64 * world)]
-    cases += [replace(make(42 * world, 40, 33, world), sizes=None) for make in (gather, scatter)]
-    wanted = each(*cases, dtypes=(F32, F16), algorithms=FUSED)
+    wanted = each(*cases, dtypes=(F32,), algorithms=FUSED)
+    if shots == 0:
+        wanted += each(*split, dtypes=(F16,), algorithms=FUSED)
     for found in interpreting(world).run(shots_job, wanted, shots):
         assert not found, found
 

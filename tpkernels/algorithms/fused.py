@@ -75,7 +75,7 @@ def _run(
 
 
 def _config(call: Call, x: torch.Tensor) -> MatmulConfig:
-    """The block sizes. They follow from the rows of all ranks, so all ranks choose the same."""
+    """Return the block sizes, which follow from the rows of all ranks: all choose the same."""
     from tpkernels.kernels.configs import choose
 
     return choose(x.device, x.dtype, call.problem.rows, call.plan.config)
@@ -156,7 +156,7 @@ def bring_rows(
     step: int,
     chunks: int,
 ) -> None:
-    """Within a call, fills ``whole`` [sum(sizes), K] with ``rows`` [sizes[rank], K] and, in the
+    """Within a call, fill ``whole`` [sum(sizes), K] with ``rows`` [sizes[rank], K] and, in the
     order of ``peers``, with the peers' rows. A flag tells the kernel of each chunk, ``step`` rows;
     a rank has ``chunks`` at most. The kernel is launched later: where all streams share one
     hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1, it starts behind the last fetch, and

@@ -30,29 +30,29 @@ Run: TypeAlias = tuple[int, int, int]  # row in a part, row in the whole matrix,
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as a matrix [rows, K]."""
+    """Return x [..., K] as a matrix [rows, K]."""
     return x.flatten(0, -2)
 
 
 def partial_for(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
-    """Memory for `matmul_partial`."""
+    """Return memory for `matmul_partial`."""
     return empty((*x.shape[:-1], columns_of(w)), call.problem.dtype, x.device)
 
 
 def matmul_partial(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
-    """``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N] -> [..., N]."""
+    """Return ``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N]."""
     partial = partial_for(call, x, w)
     local_matmul(as_rows(x), w, as_rows(partial))
     return partial
 
 
 def shard_counts(problem: Problem) -> list[int]:
-    """Elements of each rank's shard."""
+    """Return the elements of each rank's shard."""
     return [problem.outer * size * problem.inner for size in problem.sizes]
 
 
 def shard_shape(problem: Problem, owner: int) -> list[int]:
-    """Shape of ``owner``'s shard of the gathered or scattered tensor."""
+    """Return the shape of ``owner``'s shard of the gathered or scattered tensor."""
     assert problem.dim is not None  # an all-reduce has no shards
     shape = list(problem.shape)
     shape[problem.dim] = problem.sizes[owner]

@@ -57,7 +57,7 @@ class Reduction:
         return self.bias is None and self.residual is None and self.out_dtype == total
 
     def epilogue(self) -> _C.host.Epilogue:
-        """The extension's form. It holds addresses: keep the reduction alive while it is used."""
+        """Return the extension's form. It holds addresses: keep the reduction alive meanwhile."""
         bias, residual = self.bias, self.residual
         return _C.host.Epilogue(
             dtypes.CODES[self.out_dtype],
@@ -96,9 +96,9 @@ def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
-    """``out = round(sum of partials in order + bias + residual)``. All are contiguous, of one size,
-    and start at element ``begin`` of the whole output. ``out`` may be one of the partials. One
-    launch on GPUs, where the kernels of ``csrc/cuda`` can be loaded and take the dtypes."""
+    """Set ``out = round(sum of partials in order + bias + residual)``. All are contiguous, of one
+    size, and start at element ``begin`` of the whole output. ``out`` may be one of the partials.
+    One launch on GPUs, where the kernels of ``csrc/cuda`` can be loaded and take the dtypes."""
     if _on_gpu(out):
         run = _reduce_by_kernel if _has_kernel(out, partials, reduction) else _reduce_by_torch
         run(out, partials, reduction, begin)
@@ -143,7 +143,7 @@ def normalised(call: Call, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
 
 
 def behind_all_reduce(all_reduce: Callable[..., None]) -> Callable[..., Rows]:
-    """``all_reduce_rms_norm`` by an algorithm's ``all_reduce``."""
+    """Return ``all_reduce_rms_norm`` by an algorithm's ``all_reduce``."""
 
     def all_reduce_rms_norm(
         call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm
@@ -157,7 +157,7 @@ def behind_all_reduce(all_reduce: Callable[..., None]) -> Callable[..., Rows]:
 
 
 def behind_matmul_all_reduce(matmul_all_reduce: Callable[..., Any]) -> Callable[..., Rows]:
-    """``matmul_all_reduce_rms_norm`` by an algorithm's ``matmul_all_reduce``."""
+    """Return ``matmul_all_reduce_rms_norm`` by an algorithm's ``matmul_all_reduce``."""
 
     def matmul_all_reduce_rms_norm(
         call: Call, x: torch.Tensor, w: Weight, reduction: Reduction, norm: RmsNorm

@@ -186,8 +186,8 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
 
 
 def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
-    """Each rank sums its part of every step in its place in ``out``, then the parts are gathered in
-    place. ``out`` may be x. NCCL overwrites x."""
+    """Sum each rank's part of every step in its place in ``out``, then gather the parts in place.
+    ``out`` may be x. NCCL overwrites x."""
     group, flat, result = call.group, x.contiguous().view(-1), out.view(-1)
     if group.world == 1:
         if x.data_ptr() != out.data_ptr():

@@ -48,7 +48,7 @@ def parts_are_exact(
     bias_dtype: torch.dtype | None,
     threads: int,
 ) -> bool:
-    """Tries it: multiplies all, and parts of each number of rows and columns.
+    """Try it: multiply all, and parts of each number of rows and columns.
 
     Args:
         shape: M, K, N of the whole product.

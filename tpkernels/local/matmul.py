@@ -54,7 +54,7 @@ def local_matmul(
     whole_rows: int | None = None,
     whole_columns: int | None = None,
 ) -> torch.Tensor:
-    """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
+    """Set ``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
     strides, ``out`` with unit column stride. With a packed ``w`` or a caller's product,
     ``out`` has x's dtype; the latter has no bias. `Product` says what x is with a scaled one.
 
@@ -71,7 +71,7 @@ def local_matmul(
 
 
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
+    """Return ``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
     rows = x.shape[0]
     if rows and isinstance(w, torch.Tensor) and w.is_mkldnn and not profiling():
         if bias is None:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -56,29 +55,29 @@ class Scaling(enum.Enum):
 
 
 def block_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """Numbers per scale of an operand's blocks, and the dtype of the scales."""
+    """Return the numbers per scale of an operand's blocks, and the dtype of the scales."""
     return (16, torch.float8_e4m3fn) if dtype == FP4 else (32, torch.float8_e8m0fnu)
 
 
 def numbers_in(dtype: torch.dtype, elements: int) -> int:
-    """Numbers in so many elements of an operand."""
+    """Return the numbers in so many elements of an operand."""
     return 2 * elements if dtype == FP4 else elements
 
 
 def scaling_of(scale: torch.Tensor) -> Scaling:
-    """Of the scales of an operand, which have been checked."""
+    """Return the kind of an operand's scales, which have been checked."""
     if scale.dtype != torch.float32:
         return Scaling.BLOCK
     return Scaling.TENSOR if scale.dim() < 2 else Scaling.ROW
 
 
 def swizzled_numel(rows: int, columns: int) -> int:
-    """Elements of the swizzled form of scales [rows, columns]."""
+    """Return the elements of the swizzled form of scales [rows, columns]."""
     return round_up(rows, TILE_ROWS) * round_up(columns, _TILE_COLUMNS)
 
 
 def plain(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Block scales as [rows, columns]."""
+    """Return block scales as [rows, columns]."""
     if scale.dim() != 1:
         return scale.reshape(rows, columns)
     tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, _TILE_COLUMNS)
@@ -88,7 +87,7 @@ def plain(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Block scales in their swizzled form."""
+    """Return block scales in their swizzled form."""
     if scale.dim() == 1:
         return scale
     rows, columns = scale.shape
@@ -100,8 +99,8 @@ def swizzled(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _fp4_numbers(pairs: torch.Tensor) -> torch.Tensor:
-    """[..., 2]: the two numbers of each byte, the lower half first. Read as float8_e4m3fn, whose
-    exponent bias is greater by 6, sign, exponent and mantissa give 1/64 of the number."""
+    """Return [..., 2]: the two numbers of each byte, the lower half first. Read as float8_e4m3fn,
+    whose exponent bias is greater by 6, sign, exponent and mantissa give 1/64 of the number."""
     codes = torch.stack((pairs << 4, pairs), -1)  # in the upper halves
     bits = (codes & 0x80).bitwise_or_((codes & 0x70) >> 2)
     return bits.view(torch.float8_e4m3fn).float().mul_(64)
@@ -129,7 +128,7 @@ def unscaled(x: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_by_blocks(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``numbers`` [M, K] of float32, multiplied in place by scales [M, K / block]."""
+    """Multiply ``numbers`` [M, K] of float32 in place by scales [M, K / block]."""
     numbers.view(*scale.shape, -1).mul_(scale.float().unsqueeze(-1))
     return numbers
 
@@ -159,7 +158,7 @@ class Packing:
 
     @property
     def words(self) -> int:
-        """Words of a row."""
+        """Return the words of a row."""
         return round_up(self.columns + self._scale_bytes, _UNIT_BYTES) // 4
 
     @property
@@ -167,8 +166,8 @@ class Packing:
         return 0 if self.scale_dtype is None else self.scale_columns * self.scale_dtype.itemsize
 
     def pack(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """x [..., columns] and its scales as [..., words] of float32; x itself if nothing is to be
-        added."""
+        """Return x [..., columns] and its scales as [..., words] of float32; x itself if nothing is
+        to be added."""
         lead = x.shape[:-1]
         padding = 4 * self.words - self.columns - self._scale_bytes
         data = x.view(torch.uint8)
@@ -183,12 +182,12 @@ class Packing:
         return packed
 
     def data(self, packed: torch.Tensor) -> torch.Tensor:
-        """x [..., columns] of packed rows, in their memory."""
+        """Return x [..., columns] of packed rows, in their memory."""
         return packed.view(torch.uint8)[..., : self.columns].view(self.dtype)
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [M, columns] of packed rows, in their memory, and a copy of its scales; None if the
-        rows have none."""
+        """Return x [M, columns] of packed rows, in their memory, and a copy of its scales; None if
+        the rows have none."""
         if self.scale_dtype is None:
             return self.data(packed), None
         end = self.columns + self._scale_bytes
@@ -199,7 +198,7 @@ class Packing:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """x, contiguous and with a last stride of 1, also where it has one element or none."""
+    """Return x, contiguous and with a last stride of 1, also if it has one element or none."""
     if x.is_contiguous() and (x.dim() == 0 or x.stride(-1) == 1):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -211,11 +210,6 @@ def _in_words(data: torch.Tensor) -> torch.Tensor:
     whole = all(step % 4 == 0 for step in (data.storage_offset(), *data.stride()[:-1]))
     fits = whole and data.data_ptr() % _UNIT_BYTES == 0 and dense(data) is data
     return data if fits else data.clone(memory_format=torch.contiguous_format)
-
-
-def gathered_part(scale: torch.Tensor, dim: int, sizes: Sequence[int], rank: int) -> torch.Tensor:
-    """A rank's part of scales of the gathered x."""
-    return scale.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
 class ScaledWeight(Product):
@@ -260,7 +254,7 @@ def scaled_matmul(
     bias: torch.Tensor | None = None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``out = (x * scale_x) @ (w * scale_w) + bias``. x [M, K], w [K, N], out [M, N] with unit
+    """Set ``out = (x * scale_x) @ (w * scale_w) + bias``. x [M, K], w [K, N], out [M, N] with unit
     column stride, bias [N] of out's dtype; `local.scaled` has the scales. Tensor-wise and row-wise
     ones mix."""
     by_torch = torch_takes(x, w, scale_x, scale_w, out.dtype)

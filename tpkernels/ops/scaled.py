@@ -20,7 +20,6 @@ from tpkernels.local.scaled import (
     ScaledWeight,
     Scaling,
     block_of,
-    gathered_part,
     numbers_in,
     scaling_of,
     swizzled_numel,
@@ -160,7 +159,7 @@ def own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
     gathered = [*problem.shape[:-1], 1]
     if scaling_of(scale) is Scaling.ROW and list(scale.shape) == gathered:
         assert problem.dim is not None  # a gather has one
-        return gathered_part(scale, problem.dim, problem.sizes, rank)
+        return scale.narrow(problem.dim, sum(problem.sizes[:rank]), problem.sizes[rank])
     return scale
 
 

@@ -70,8 +70,8 @@ def gather_and_multiply(
     whole: torch.Tensor,
     factors: list[tuple[Weight, torch.Tensor | None, torch.Tensor]],
 ) -> None:
-    """Within a call: gathers the peers' ``rows`` [sizes[rank], K] into ``whole`` [sum(sizes), K],
-    in the order of ``peers``, and multiplies them and the own rows for each (w, bias, out)."""
+    """Within a call: gather the peers' ``rows`` [sizes[rank], K] into ``whole`` [sum(sizes), K],
+    in the order of ``peers``, and multiply them and the own rows for each (w, bias, out)."""
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
     alone = not all(isinstance(w, torch.Tensor) for w, _, _ in factors)
     side.fork()
@@ -132,7 +132,7 @@ def multiply_and_scatter(
     w: Weight,
     wire: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Within a call: multiplies ``rows`` [sum(sizes), K] by w [K, N]. Returns, in rank order, all
+    """Within a call: multiply ``rows`` [sum(sizes), K] by w [K, N]. Return, in rank order, all
     ranks' partials [sizes[rank], N] of this rank's part of the product."""
     rank, columns = copies.rank, w.shape[1]
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
